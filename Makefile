@@ -1,0 +1,61 @@
+# Everything a fresh machine needs is set up on the way: `make demo`, `make test`.
+#   make demo            start a server on the bundled model, stream a few completions, stop it
+#   make test            the ordinary test suite
+#   make test-slow       the suites that take longer
+#   make serve PHASE=5   serve one phase (ARGS="--model dummy:llama-60m --port 8000" adds options)
+#   make lint            style, types, and the one-way dependency rule
+#   make docs            build the site into site/
+# PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
+
+PYTHON ?= python3
+PHASE ?= 5
+ARGS ?=
+PIP_ARGS ?=
+
+BIN := .venv/bin
+PHASE_MODULE = $(notdir $(patsubst %/,%,$(wildcard phase$(PHASE)_*/)))
+
+.PHONY: demo serve test test-slow lint format docs docs-serve clean
+
+# Two stamps: serving needs a few packages, testing many.
+.venv/base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	touch $@
+
+.venv/full: .venv/base
+	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs]'
+	touch $@
+
+demo: .venv/base
+	$(BIN)/python -m benchmarks.demo
+
+serve: .venv/base
+	$(if $(PHASE_MODULE),,$(error there is no phase $(PHASE)))
+	$(BIN)/python -m $(PHASE_MODULE) $(ARGS)
+
+# One thread a test worker: two workers that both want two cores wait for each other.
+test: .venv/full
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+test-slow: .venv/full
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser'
+
+lint: .venv/full
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/full
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+docs: .venv/full
+	$(BIN)/mkdocs build --strict
+
+docs-serve: .venv/full
+	$(BIN)/mkdocs serve
+
+clean:
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis

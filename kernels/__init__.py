@@ -1,0 +1,1 @@
+"""Kernels: each beside its torch reference and the one function that picks between them."""

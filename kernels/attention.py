@@ -1,0 +1,278 @@
+"""Attention over a KV store of blocks: one rule, one layout, and the choice of how to compute it.
+
+**The position rule.** Every sequence owns a logical row of columns 0, 1, 2, …; the token at position `p` is
+stored at column `p`; a query at position `p` sees the columns `c <= p`, and on a sliding-window layer only
+those with `p - c < window`. There is no other mask: causality, chunks, windows and padding are all this rule.
+
+```text
+                     columns   0 1 2 3 4 5 6 7
+  sequence A, decoding at 5    x x x x x Q . .       one query
+  sequence B, prompt of 3      Q                     queries at 0, 1, 2: each sees itself and what is before
+                               x Q
+                               x x Q
+```
+
+A sequence's columns live in blocks of the store, found through its row of the block table: column `c` is in
+block `table[c // block_size]` at offset `c % block_size`. A contiguous cache is the same thing with blocks as
+long as the longest sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Index tensors for the leading sequences that have one query each: B of them."""
+
+    rows: Tensor  # [B * width] rows of the flat store, padded to the widest sequence
+    width: int
+    mask: Tensor | None  # [B, 1, 1, width] bool, True = visible; None: all are
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillSegment:
+    """Index tensors for one sequence with several queries."""
+
+    queries: slice  # its rows of the pass
+    rows: Tensor  # [columns] rows of the flat store
+    causal: bool  # all its columns are queries of this pass: plain causal attention
+    mask: Tensor | None  # [queries, columns] bool; None where `causal` says it all
+
+
+@dataclass(frozen=True, slots=True)
+class _VarlenIndices:
+    """All sequences' columns one after the other, the form in which varlen kernels take keys."""
+
+    rows: Tensor  # [sum of kv_lengths] rows of the flat store
+    query_offsets: Tensor  # [B + 1] int32
+    kv_offsets: Tensor  # [B + 1] int32
+
+
+@dataclass(slots=True)
+class AttentionLayout:
+    """Where the keys of one forward pass lie. Built once a pass; every layer reads it.
+
+    Sequences with one query should come first: they are computed together, the others one by one.
+
+    Attributes:
+        block_table: [B, N] int64; entries past a sequence's last block are any valid block.
+        block_size: columns in a block.
+        query_lengths: queries of each sequence in this pass, B of them, each >= 1.
+        kv_lengths: columns of each sequence once this pass has written its own, B of them.
+    """
+
+    block_table: Tensor
+    block_size: int
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
+    _decode_groups: dict[int | None, _DecodeGroup] = field(default_factory=dict, init=False)
+    _prefill_segments: dict[int | None, list[_PrefillSegment]] = field(default_factory=dict, init=False)
+    _varlen: _VarlenIndices | None = field(default=None, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.block_table.device
+
+    @property
+    def num_single(self) -> int:
+        """How many leading sequences have exactly one query."""
+        for i, length in enumerate(self.query_lengths):
+            if length != 1:
+                return i
+        return len(self.query_lengths)
+
+    def decode_group(self, window: int | None) -> _DecodeGroup:
+        if window not in self._decode_groups:
+            self._decode_groups[window] = self._build_decode_group(window)
+        return self._decode_groups[window]
+
+    def prefill_segments(self, window: int | None) -> list[_PrefillSegment]:
+        if window not in self._prefill_segments:
+            self._prefill_segments[window] = self._build_prefill_segments(window)
+        return self._prefill_segments[window]
+
+    def varlen(self) -> _VarlenIndices:
+        if self._varlen is None:
+            self._varlen = self._build_varlen()
+        return self._varlen
+
+    def _build_varlen(self) -> _VarlenIndices:
+        kv = torch.tensor(self.kv_lengths, device=self.device)
+        sequence = torch.repeat_interleave(kv)  # [sum of kv_lengths]: 0, 0, …, 1, 1, …
+        columns = torch.arange(sequence.shape[0], device=self.device) - (kv.cumsum(0) - kv)[sequence]
+        rows = self.block_table[sequence, columns // self.block_size] * self.block_size
+        offsets = [
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
+            for lengths in (self.query_lengths, self.kv_lengths)
+        ]
+        return _VarlenIndices(rows + columns % self.block_size, *offsets)
+
+    def _build_decode_group(self, window: int | None) -> _DecodeGroup:
+        count = self.num_single
+        lengths = self.kv_lengths[:count]
+        visible = [length if window is None else min(length, window) for length in lengths]
+        width = max(visible)
+        kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
+        first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
+        columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
+        # Columns past a short sequence's end are masked below, but they are read: keep them inside its table.
+        blocks = (columns // self.block_size).clamp_max_(self.block_table.shape[1] - 1)
+        rows = self.block_table[:count].gather(1, blocks) * self.block_size + columns % self.block_size
+        mask = None if min(visible) == width else (columns < kv)[:, None, None, :]
+        return _DecodeGroup(rows=rows.flatten(), width=width, mask=mask)
+
+    def _build_prefill_segments(self, window: int | None) -> list[_PrefillSegment]:
+        segments: list[_PrefillSegment] = []
+        count = self.num_single
+        first_query = count
+        for i in range(count, len(self.query_lengths)):
+            queries, end = self.query_lengths[i], self.kv_lengths[i]
+            start = end - queries
+            first = 0 if window is None else max(0, start - window + 1)
+            columns = torch.arange(first, end, device=self.device)
+            rows = self.block_table[i, columns // self.block_size] * self.block_size
+            rows = rows + columns % self.block_size
+            causal = start == 0 and (window is None or end <= window)
+            mask: Tensor | None = None
+            if not causal:
+                distance = torch.arange(start, end, device=self.device).unsqueeze(1) - columns  # p - c
+                mask = distance >= 0
+                if window is not None:
+                    mask &= distance < window
+            segments.append(_PrefillSegment(slice(first_query, first_query + queries), rows, causal, mask))
+            first_query += queries
+        return segments
+
+
+def paged_attention_reference(
+    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """Attention by gathering keys and values through the block table and calling SDPA. Any device.
+
+    Args:
+        q: [T, Hq, D], sequence after sequence.
+        k_store, v_store: [blocks, block_size, Hkv, D], the pass's own keys and values already written.
+        scale: factor on the scores.
+        window: how many latest columns a query sees, its own included; None: all.
+
+    Returns:
+        [T, Hq, D].
+    """
+    heads_kv, head_dim = k_store.shape[-2:]
+    k_flat, v_flat = k_store.view(-1, heads_kv * head_dim), v_store.view(-1, heads_kv * head_dim)
+    singles = layout.num_single
+    if singles == q.shape[0]:
+        return _decode(q, k_flat, v_flat, layout.decode_group(window), heads_kv, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if singles:
+        group = layout.decode_group(window)
+        out[:singles] = _decode(q[:singles], k_flat, v_flat, group, heads_kv, scale)
+    for segment in layout.prefill_segments(window):
+        out[segment.queries] = _prefill(q[segment.queries], k_flat, v_flat, segment, heads_kv, scale)
+    return out
+
+
+def _decode(
+    q: Tensor, k_flat: Tensor, v_flat: Tensor, group: _DecodeGroup, heads_kv: int, scale: float
+) -> Tensor:
+    """One query a sequence, all sequences in one call: [B, Hq, D] -> [B, Hq, D].
+
+    The query heads that share a KV head become the rows of one small matrix, so keys are read once per KV head.
+    """
+    batch, heads, head_dim = q.shape
+    k = k_flat.index_select(0, group.rows).view(batch, group.width, heads_kv, head_dim).transpose(1, 2)
+    v = v_flat.index_select(0, group.rows).view(batch, group.width, heads_kv, head_dim).transpose(1, 2)
+    folded = q.reshape(batch, heads_kv, heads // heads_kv, head_dim)
+    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
+    return out.reshape(batch, heads, head_dim)
+
+
+def _prefill(
+    q: Tensor, k_flat: Tensor, v_flat: Tensor, segment: _PrefillSegment, heads_kv: int, scale: float
+) -> Tensor:
+    """One sequence's queries: [Tq, Hq, D] -> [Tq, Hq, D].
+
+    KV heads take the place of the batch, and the query heads of a group share their keys through a dimension of
+    stride 0: grouped queries without a copy.
+    """
+    length, heads, head_dim = q.shape
+    group = heads // heads_kv
+    k = k_flat.index_select(0, segment.rows).view(-1, heads_kv, head_dim)
+    v = v_flat.index_select(0, segment.rows).view(-1, heads_kv, head_dim)
+    shared = (heads_kv, group, k.shape[0], head_dim)
+    out = F.scaled_dot_product_attention(
+        q.reshape(length, heads_kv, group, head_dim).permute(1, 2, 0, 3),
+        k.transpose(0, 1).unsqueeze(1).expand(shared),
+        v.transpose(0, 1).unsqueeze(1).expand(shared),
+        attn_mask=segment.mask,
+        is_causal=segment.causal,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(length, heads, head_dim)
+
+
+def varlen_attention(
+    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """The same attention in one FlashAttention launch over gathered keys (CUDA, float16 and bfloat16).
+
+    Arguments and result as in `paged_attention_reference`.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads_kv, head_dim = k_store.shape[-2:]
+    indices = layout.varlen()
+    out = varlen_attn(
+        q.contiguous(),
+        k_store.view(-1, heads_kv, head_dim).index_select(0, indices.rows),
+        v_store.view(-1, heads_kv, head_dim).index_select(0, indices.rows),
+        indices.query_offsets,
+        indices.kv_offsets,
+        max(layout.query_lengths),
+        max(layout.kv_lengths),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != heads_kv,
+    )
+    assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
+    return out
+
+
+@functools.cache
+def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Try the varlen kernel once on a small mixed pass: which builds and cards have it is not to be told else."""
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
+        layout = AttentionLayout(torch.tensor([[1], [0]], device=device), 16, (1, 5), (7, 9))
+        q, k, v = draw(6, 4, head_dim), draw(2, 16, 2, head_dim), draw(2, 16, 2, head_dim)
+        for window in (None, 4):
+            got = varlen_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)
+            expected = paged_attention_reference(q, k, v, layout, scale=head_dim**-0.5, window=window)
+            if not torch.allclose(got, expected, atol=3e-2, rtol=3e-2):
+                return False
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def attention(
+    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """Attention over the block store; arguments and result as in `paged_attention_reference`.
+
+    This is the one place that chooses: on CUDA, passes with prompts in them take FlashAttention's varlen kernel
+    where a probe on this machine has shown it to work; all else takes the torch reference.
+    """
+    if q.is_cuda and layout.num_single < q.shape[0] and _varlen_works(q.device, q.dtype, q.shape[2]):
+        return varlen_attention(q, k_store, v_store, layout, scale=scale, window=window)
+    return paged_attention_reference(q, k_store, v_store, layout, scale=scale, window=window)

@@ -1,0 +1,35 @@
+"""What all kernels share: the choice between Triton and torch, and the device a launch goes to.
+
+A kernel module holds three things side by side: a reference in plain torch, a Triton kernel with its
+launcher, and one public function that calls one or the other. The reference is not only there to be read: it
+is the code that runs wherever Triton does not, and what the kernel is tested against.
+"""
+
+import contextlib
+import importlib.util
+
+import torch
+
+# Triton is published for Linux only. Modules guard their kernels with this constant, so that on a Mac they
+# still import and their torch path still works.
+HAS_TRITON: bool = importlib.util.find_spec("triton") is not None
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether an operation on `tensor` (any shape) should launch Triton (True) or call torch (False).
+
+    The answer depends on where the tensor lives and never on what is in it, so asking does not make the host
+    wait for the device, and `torch.compile` settles it while tracing.
+    """
+    return HAS_TRITON and tensor.is_cuda
+
+
+def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which Triton launches on the GPU that holds `tensor` (any shape).
+
+    Triton launches on the *current* device and does not look where its arguments live: without the guard,
+    work on `cuda:1` would be launched on `cuda:0`. On the CPU (Triton's interpreter) there is nothing to set.
+    """
+    if tensor.is_cuda:
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()

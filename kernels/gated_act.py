@@ -1,0 +1,96 @@
+"""Gated activations of the MLP (Shazeer, 2020, "GLU Variants Improve Transformer").
+
+    gated_act(gate, up) = activation(gate) * up
+
+With SiLU it is SwiGLU (Llama, Qwen), with the tanh form of GELU it is GeGLU (Gemma). Gate and up come out of
+one fused matrix multiplication, side by side in each row; the kernel reads both halves and writes one, where
+eager torch writes the activation to memory and reads it back.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def gated_act(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Apply `activation` to the gates and multiply by the ups.
+
+    Args:
+        gate_up: [T, 2F] float32, bfloat16 or float16: the first F columns are the gates, the last F the ups.
+            The last dimension is contiguous, rows may be any distance apart.
+        activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU with the tanh approximation of GELU).
+
+    Returns:
+        [T, F], contiguous, dtype of `gate_up`. In half precision the torch path rounds twice, after the
+        activation and after the product, as Hugging Face models do; the kernel rounds once. The two may
+        differ in the last bit.
+
+    Raises:
+        ValueError: unknown activation, or an odd number of columns.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up must have an even number of columns, but is {list(gate_up.shape)}")
+    if use_triton(gate_up):
+        return gated_act_triton(gate_up, activation)
+    return gated_act_reference(gate_up, activation)
+
+
+# --- torch ---------------------------------------------------------------------------------------------
+
+
+def gated_act_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_act` in torch; shapes as there."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    # The activation is ours alone, so the product may overwrite it: one allocation less.
+    return activated.mul_(up)
+
+
+# --- Triton --------------------------------------------------------------------------------------------
+
+if HAS_TRITON:
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    def _gated_act_kernel(  # type: ignore[no-untyped-def]
+        gate_up_ptr, out_ptr, row_stride, size, activation: tl.constexpr, block: tl.constexpr
+    ):
+        """Program (t, b) computes columns b * block, … of row t. `size` is F."""
+        # 64-bit, because row * stride passes 2^31 in a long prefill.
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * block + tl.arange(0, block)
+        mask = columns < size
+        source = gate_up_ptr + row * row_stride + columns
+        gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(source + size, mask=mask, other=0.0).to(tl.float32)
+
+        # gelu_tanh(x) = x/2 * (1 + tanh(z)) with z = sqrt(2/pi) * (x + 0.044715 x^3), and
+        # (1 + tanh(z)) / 2 = sigmoid(2z): so this too is a gate times a sigmoid, and needs no tanh.
+        steepened = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        openness = tl.sigmoid(gate if activation == "silu" else steepened)
+        out = gate * openness * up
+        tl.store(out_ptr + row * size + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gated_act_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_act` by the Triton kernel; shapes as there."""
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() == 0:
+        return out  # no rows, nothing to launch
+    if gate_up.stride(-1) != 1:
+        gate_up = gate_up.contiguous()
+    block = min(1024, triton.next_power_of_2(size))
+    with device_guard(gate_up):
+        _gated_act_kernel[(tokens, triton.cdiv(size, block))](
+            gate_up, out, gate_up.stride(0), size, activation=activation, block=block, num_warps=4
+        )
+    return out

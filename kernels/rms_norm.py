@@ -1,0 +1,258 @@
+"""RMSNorm (Zhang & Sennrich, 2019), alone and fused with the residual addition before it.
+
+    rms_norm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)
+
+LayerNorm without the subtraction of the mean. Llama and Qwen multiply by `weight`; Gemma stores the distance
+from one and multiplies by `1 + weight`: that is `offset=1.0`.
+
+A norm does a handful of operations per element, so on a GPU its time is the time to move the rows through
+memory. As separate operations (square, mean, multiply, multiply, cast) it moves them several times; the
+kernel reads a row once, keeps it in registers and writes it once. `fused_add_rms_norm` saves one more round
+trip: the residual sum is written for the next layer and normalised while it is still in registers.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """Normalise every row of `x` to a root mean square of one, then scale its columns.
+
+    Computed in float32 and rounded once, to the dtype of `x`: a sum of thousands of squares needs more than
+    the eight bits of precision that bfloat16 has.
+
+    Args:
+        x: [..., H] float32, bfloat16 or float16. The last dimension is contiguous, the others may have any
+            strides: the heads of a query inside a fused QKV matrix are normalised where they lie.
+        weight: [H], any floating dtype.
+        eps: added to the mean square, so that a row of zeros stays zero instead of 0 / 0.
+        offset: added to `weight`; 1.0 for Gemma.
+
+    Returns:
+        [..., H], contiguous, dtype of `x`.
+
+    Raises:
+        ValueError: `weight` is not [H].
+    """
+    _check_weight(x, weight)
+    if use_triton(x):
+        return rms_norm_triton(x, weight, eps, offset)
+    return rms_norm_reference(x, weight, eps, offset)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add `x` to the residual stream and normalise the sum: the step between two blocks of a transformer.
+
+    The sum is rounded to the dtype of `x` *before* it is normalised, so both results describe the same
+    numbers. Neither input is written to.
+
+    Args:
+        x: [T, H], output of the block before.
+        residual: [T, H], the residual stream, dtype of `x`.
+        weight: [H], any floating dtype.
+        eps: added to the mean square.
+        offset: added to `weight`; 1.0 for Gemma.
+
+    Returns:
+        (normed [T, H], new_residual [T, H]), both contiguous, dtype of `x`.
+
+    Raises:
+        ValueError: `weight` is not [H], or `x` and `residual` differ in shape.
+    """
+    _check_weight(x, weight)
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"x and residual must have one shape, but are {list(x.shape)} and {list(residual.shape)}"
+        )
+    if use_triton(x):
+        return fused_add_rms_norm_triton(x, residual, weight, eps, offset)
+    return fused_add_rms_norm_reference(x, residual, weight, eps, offset)
+
+
+def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [{x.shape[-1]}], the last size of x, but is {list(weight.shape)}")
+
+
+# --- torch ---------------------------------------------------------------------------------------------
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """`rms_norm` in torch; shapes as there.
+
+    `F.rms_norm` computes in float32 and rounds once by itself, in one call: dispatching five small operations
+    is most of the time of a decode step's norm on a CPU. It wants input and weight of one dtype.
+    """
+    row = x.shape[-1:]
+    if offset == 0.0 and weight.dtype == x.dtype:
+        return F.rms_norm(x, row, weight, eps).contiguous()
+    scale = weight.float() if offset == 0.0 else weight.float() + offset
+    return F.rms_norm(x.float(), row, scale, eps).to(x.dtype).contiguous()
+
+
+def fused_add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_add_rms_norm` in torch; shapes as there."""
+    new_residual = (x + residual).contiguous()
+    return rms_norm_reference(new_residual, weight, eps, offset), new_residual
+
+
+# --- Triton --------------------------------------------------------------------------------------------
+
+if HAS_TRITON:
+
+    @triton.jit
+    def _normalise(x, weight, eps, offset, hidden_size):  # type: ignore[no-untyped-def]  # Triton has no types
+        """x [rows, columns] and weight [columns] in float32, zero beyond hidden_size -> [rows, columns]."""
+        # The masked columns hold zeros: they add nothing to the sum, but must not count in the mean either.
+        mean_square = tl.sum(x * x, axis=1) / hidden_size
+        return x * tl.rsqrt(mean_square + eps)[:, None] * (weight + offset)[None, :]
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        out_ptr,
+        num_rows,
+        rows_per_group,
+        group_stride,
+        row_stride,
+        hidden_size,
+        eps,
+        offset,
+        tile_rows: tl.constexpr,
+        tile_columns: tl.constexpr,
+    ):
+        """One program normalises `tile_rows` rows. Row r of x is row r % rows_per_group of its group."""
+        # 64-bit, because row * stride passes 2^31 in a long prefill (a million rows of 2,048 columns do).
+        rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+        columns = tl.arange(0, tile_columns)
+        column_mask = columns < hidden_size
+        mask = (rows < num_rows)[:, None] & column_mask[None, :]
+
+        row_starts = (rows // rows_per_group) * group_stride + (rows % rows_per_group) * row_stride
+        x = tl.load(x_ptr + row_starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
+
+        normed = _normalise(x, weight, eps, offset, hidden_size)
+        out = out_ptr + rows[:, None] * hidden_size + columns[None, :]
+        tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    def _fused_add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        residual_ptr,
+        weight_ptr,
+        normed_ptr,
+        new_residual_ptr,
+        num_rows,
+        x_stride,
+        residual_stride,
+        hidden_size,
+        eps,
+        offset,
+        tile_rows: tl.constexpr,
+        tile_columns: tl.constexpr,
+    ):
+        """One program adds and normalises `tile_rows` whole rows."""
+        rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+        columns = tl.arange(0, tile_columns)
+        column_mask = columns < hidden_size
+        mask = (rows < num_rows)[:, None] & column_mask[None, :]
+
+        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        residual = tl.load(
+            residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0
+        )
+        weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
+
+        out = rows[:, None] * hidden_size + columns[None, :]
+        # Rounded first and normalised from the rounded value: what is normalised is what later layers add to.
+        total = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+        tl.store(new_residual_ptr + out, total, mask=mask)
+        normed = _normalise(total.to(tl.float32), weight, eps, offset, hidden_size)
+        tl.store(normed_ptr + out, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """`rms_norm` by the Triton kernel; shapes as there."""
+    hidden_size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out  # no rows, nothing to launch
+    # Two outer strides say where the rows of any [T, heads, D] view lie; a matrix has one row per group. A
+    # tensor of more dimensions, or with gaps between its columns, is copied where no two strides describe it.
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, hidden_size)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    num_rows = rows.shape[0] * rows.shape[1]
+    tile_rows, tile_columns, num_warps = _tile(hidden_size)
+    with device_guard(x):
+        _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
+            rows,
+            weight.contiguous(),
+            out,
+            num_rows,
+            rows.shape[1],
+            rows.stride(0),
+            rows.stride(1),
+            hidden_size,
+            eps,
+            offset,
+            tile_rows=tile_rows,
+            tile_columns=tile_columns,
+            num_warps=num_warps,
+        )
+    return out
+
+
+def fused_add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_add_rms_norm` by the Triton kernel; shapes as there."""
+    num_rows, hidden_size = x.shape
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_residual = torch.empty_like(normed)
+    if normed.numel() == 0:
+        return normed, new_residual
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    tile_rows, tile_columns, num_warps = _tile(hidden_size)
+    with device_guard(x):
+        _fused_add_rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
+            x,
+            residual,
+            weight.contiguous(),
+            normed,
+            new_residual,
+            num_rows,
+            x.stride(0),
+            residual.stride(0),
+            hidden_size,
+            eps,
+            offset,
+            tile_rows=tile_rows,
+            tile_columns=tile_columns,
+            num_warps=num_warps,
+        )
+    return normed, new_residual
+
+
+def _tile(hidden_size: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of one program: a wide row alone, several narrow ones (heads of q) together."""
+    columns = triton.next_power_of_2(hidden_size)
+    rows = max(1, 1024 // columns)
+    return rows, columns, min(8, max(1, rows * columns // 512))

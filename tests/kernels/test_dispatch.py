@@ -1,0 +1,130 @@
+"""Which path a public function takes; and that torch paths can be compiled, and need no Triton."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import kernels.gated_act
+import kernels.rms_norm
+import kernels.rope
+from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+
+ROOT = Path(__file__).parents[2]
+X = torch.linspace(-2, 2, 3 * 8).view(3, 8)
+HEADS = torch.linspace(-2, 2, 3 * 2 * 8).view(3, 2, 8)
+ANGLES = torch.linspace(0, 3, 5 * 4).view(5, 4)
+POSITIONS = torch.tensor([4, 0, 2])
+
+CALLS: dict[str, tuple[ModuleType, tuple]] = {
+    "rms_norm": (kernels.rms_norm, (X, torch.ones(8), 1e-6, 1.0)),
+    "fused_add_rms_norm": (kernels.rms_norm, (X, X, torch.ones(8), 1e-6, 0.0)),
+    "rope": (kernels.rope, (HEADS, HEADS[:, :1], ANGLES.cos(), ANGLES.sin(), POSITIONS)),
+    "gated_act": (kernels.gated_act, (X, "silu")),
+}
+
+
+def on(device: str, arguments: tuple) -> tuple:
+    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[str, tuple]]:
+    """Replace both paths of a function by ones that only note the call."""
+    trace: list[tuple[str, tuple]] = []
+
+    def replacement(path: str) -> Callable[..., str]:
+        def called(*arguments: object) -> str:
+            trace.append((path, arguments))
+            return path
+
+        return called
+
+    for path in ("reference", "triton"):
+        monkeypatch.setattr(module, f"{name}_{path}", replacement(path))
+    return trace
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_cpu_tensors_go_to_torch(monkeypatch, name):
+    module, arguments = CALLS[name]
+    trace = record(monkeypatch, module, name)
+    assert getattr(module, name)(*arguments) == "reference"
+    assert trace == [("reference", arguments)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_use_triton_says_is_done(monkeypatch, name):
+    module, arguments = CALLS[name]
+    trace = record(monkeypatch, module, name)
+    asked = []
+    monkeypatch.setattr(module, "use_triton", lambda tensor: asked.append(tensor) or True)
+    assert getattr(module, name)(*arguments) == "triton"
+    assert trace == [("triton", arguments)]
+    assert asked[0] is arguments[0]
+
+
+def test_only_cuda_tensors_use_triton():
+    assert not use_triton(torch.ones(1))
+    assert not use_triton(torch.ones(1, device="meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_cuda_tensors_go_to_triton(monkeypatch, name):
+    assert HAS_TRITON
+    module, arguments = CALLS[name]
+    arguments = on("cuda", arguments)
+    trace = record(monkeypatch, module, name)
+    getattr(module, name)(*arguments)
+    assert trace == [("triton", arguments)]
+
+
+def test_the_guard_leaves_cpu_launches_alone():
+    with device_guard(torch.ones(1)) as entered:
+        assert entered is None
+
+
+@pytest.mark.gpu
+def test_the_guard_selects_the_tensors_gpu():
+    last = torch.cuda.device_count() - 1
+    with device_guard(torch.ones(1, device=f"cuda:{last}")):
+        assert torch.cuda.current_device() == last
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_public_functions_trace_into_one_graph(device, name):
+    """`fullgraph` makes any Python that depends on data, or that the tracer cannot follow, an error."""
+    module, arguments = CALLS[name]
+    arguments = on(device, arguments)
+    function = getattr(module, name)
+    with torch.inference_mode():
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+def test_modules_work_without_triton():
+    """As on a Mac: every module imports and computes, and no choice falls on Triton."""
+    script = """
+import sys
+sys.modules["triton"] = None  # any import of it now fails
+import torch
+from kernels import dispatch, gated_act, rms_norm, rope
+assert not dispatch.HAS_TRITON
+x = torch.ones(2, 8)
+assert torch.allclose(rms_norm.rms_norm(x, torch.ones(8), 0.0), x)
+normed, residual = rms_norm.fused_add_rms_norm(x, x, torch.ones(8), 0.0)
+assert torch.allclose(residual, 2 * x) and torch.allclose(normed, x)
+heads, none, all_ = x.view(2, 1, 8), torch.zeros(2, 4), torch.ones(2, 4)
+assert torch.equal(rope.rope(heads, heads, all_, none)[0], heads)
+assert gated_act.gated_act(x, "silu").shape == (2, 4)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
