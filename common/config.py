@@ -1,0 +1,83 @@
+"""Options that every phase has. A phase's own `Config` subclasses this and adds its own.
+
+A config is a plain pydantic model: building one reads no environment. `common.server.cli` wraps it for the command
+line, where field descriptions become `--help`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.errors import StartupError
+
+DEFAULT_MAX_SEQ_LEN = 4096
+
+
+class EngineConfig(BaseModel):
+    """What an engine needs to know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        default="zoo:llama-tiny",
+        description="checkpoint folder, zoo:NAME, dummy:PRESET, or a Hugging Face hub id",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto takes a GPU where there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto is the checkpoint's own, where the device computes in it natively"
+    )
+    max_batch_size: int = Field(default=8, ge=1, description="sequences computed together")
+    max_seq_len: int | None = Field(
+        default=None,
+        ge=2,
+        description=f"prompt and new tokens of one request; default: the model's, at most {DEFAULT_MAX_SEQ_LEN}",
+    )
+    max_waiting_requests: int = Field(
+        default=64, ge=1, description="requests that may queue before new ones are answered 503"
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="what requests without a seed of their own draw from"
+    )
+
+    def resolve_max_seq_len(self, model_limit: int) -> int:
+        """The longest sequence served. StartupError: more was asked for than the model's positions reach."""
+        if self.max_seq_len is None:
+            return min(model_limit, DEFAULT_MAX_SEQ_LEN)
+        if self.max_seq_len > model_limit:
+            raise StartupError(
+                f"--max-seq-len {self.max_seq_len} is beyond the model's {model_limit} positions: lower it"
+            )
+        return self.max_seq_len
+
+    def kv_tokens(self) -> int:
+        """KV memory at the most, in tokens. `max_seq_len` must be resolved."""
+        assert self.max_seq_len is not None
+        return self.max_batch_size * self.max_seq_len
+
+    def kv_formula(self) -> str:
+        """How `kv_tokens` comes about, for the log."""
+        return f"{self.max_batch_size} × {self.max_seq_len}"
+
+
+def resolve_device(name: str) -> torch.device:
+    """StartupError: cuda was asked for and there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type to compute in. A type the device can only emulate is worse than float32 in every way but size."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        return checkpoint
+    native = checkpoint == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    return checkpoint if native else torch.float32

@@ -1,0 +1,238 @@
+"""The engine: one synchronous step, the same for every phase.
+
+```text
+retire ─> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
+└──────────── scheduler: integers ───────────────┘  └ runner: tensors
+```
+
+An engine does no I/O, starts no thread and knows nothing of asyncio; whoever owns it calls `step`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.config import EngineConfig
+from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
+from common.request import Request, SamplingParams, StepOutput
+from common.runner import Runner, fail, terminal_output
+from common.scheduling import Scheduler
+from common.telemetry import Telemetry
+from common.text import IncrementalDetokenizer, Tokenizer
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a phase says of itself."""
+
+    number: int
+    slug: str  # its package's name
+    title: str
+    idea: str  # one line
+
+    @property
+    def default_port(self) -> int:
+        return 8000 + self.number
+
+
+class Engine:
+    """Requests in, step outputs out. Not thread-safe: one thread owns it.
+
+    Attributes:
+        dead: the error that ended this engine; None while it lives.
+        max_seq_len: prompt and new tokens of one request at the most.
+    """
+
+    def __init__(
+        self,
+        *,
+        phase: Phase,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        telemetry: Telemetry,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        assert config.max_seq_len is not None, "an engine's config has its max_seq_len resolved"
+        self.phase = phase
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.telemetry = telemetry
+        self.clock = clock
+        self.max_seq_len = config.max_seq_len
+        self.dead: EngineDeadError | None = None
+        self._requests: dict[str, Request] = {}  # all that have not had their terminal output
+        self._notices: list[StepOutput] = []  # terminal outputs that the next step delivers
+        self._arrivals = itertools.count()
+        self._ids = itertools.count()
+
+    # ------------------------------------------------------------------ requests
+
+    def create_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> Request:
+        """Check a prompt against this engine's limits and make a request of it. Any thread may call this.
+
+        Args:
+            prompt: text (the tokenizer adds its special tokens), or token ids (nothing is added).
+            params: how to sample and when to end.
+            request_id: unique among the requests that live; made up if None.
+
+        Raises:
+            InvalidPromptError: empty, or with ids that the model does not have.
+            InvalidRequestError: too long together with its `max_new_tokens`.
+        """
+        if isinstance(prompt, str):
+            self._check_length(self.tokenizer.min_tokens(prompt), params)
+            token_ids = self.tokenizer.encode(prompt) if prompt else []
+        else:
+            token_ids = list(prompt)
+            self._check_length(len(token_ids), params)
+        if not token_ids:
+            raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
+        vocab_size = self.runner.model.config.vocab_size
+        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise InvalidPromptError(
+                f"token id {outside} is not in the vocabulary of {vocab_size}", param="prompt"
+            )
+        beyond = next((i for i in params.stop_token_ids if not 0 <= i < vocab_size), None)
+        if beyond is not None:
+            raise InvalidRequestError(
+                f"stop token id {beyond} is not in the vocabulary of {vocab_size}", param="stop_token_ids"
+            )
+        self._check_length(len(token_ids), params)
+        return Request(
+            request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.runner.model.config.eos_token_ids,
+            detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop),
+        )
+
+    def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
+        pool_limit = self.runner.pool.max_request_tokens()
+        limit = self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
+        if prompt_tokens >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_tokens} tokens or more; at most {limit - 1} leave room for an answer "
+                f"within this server's {limit}",
+                param="prompt",
+            )
+        if prompt_tokens + params.max_new_tokens > limit:
+            raise InvalidRequestError(
+                f"a prompt of {prompt_tokens} tokens and max_tokens {params.max_new_tokens} make "
+                f"{prompt_tokens + params.max_new_tokens}; this server holds {limit} a request",
+                param="max_tokens",
+            )
+
+    def add_request(self, request: Request) -> bool:
+        """Queue a request. False: the queue is full, nothing has changed.
+
+        Raises:
+            EngineDeadError: this engine has ended.
+            ValueError: a live request has the same id.
+        """
+        if self.dead is not None:
+            raise self.dead
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if not self.scheduler.add_request(request):
+            return False
+        request.arrival = next(self._arrivals)
+        if request.params.seed is None:
+            # Reproducible for an engine seed and an order of arrival, and alike for no two requests.
+            draw = random.Random(f"{self.config.seed}:{request.arrival}")
+            request.seed_generator(draw.getrandbits(63))
+        self._requests[request.request_id] = request
+        self.telemetry.counters.requests_added += 1
+        return True
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that nobody waits for any more; one that is done or unknown is left alone.
+
+        Its terminal output comes with the next step, its memory returns at its scheduler's next retirement.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and not request.is_terminal:
+            request.cancel()
+            self._notices.append(terminal_output(request))
+
+    def abort_all(self, error: Exception) -> list[StepOutput]:
+        """Fail every live request: the terminal outputs. Their memory returns at the next step, if there is one.
+
+        A request that had ended in a step that raised is told how it ended: its output was lost with the step.
+        """
+        self._notices.clear()  # cancelled requests: told below, like all that have ended
+        outputs = [terminal_output(r) if r.is_terminal else fail(r, error) for r in self._requests.values()]
+        self._settle(outputs)
+        return outputs
+
+    # ------------------------------------------------------------------ stepping
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.runner.in_flight or bool(self._notices)
+
+    def next_wake(self) -> float | None:
+        """When to call `step` again, on the engine's clock; None: not before something is added."""
+        if self.dead is not None:
+            return None
+        now = self.clock()
+        return now if self._notices or self.runner.in_flight else self.scheduler.next_wake(now)
+
+    def step(self) -> list[StepOutput]:
+        """Retire, admit, compute: the outputs of this step, at most one terminal output per request ever.
+
+        Raises:
+            EngineDeadError: this engine has ended, in an earlier step.
+        """
+        if self.dead is not None:
+            raise self.dead
+        scheduler, runner, telemetry = self.scheduler, self.runner, self.telemetry
+        pool = runner.pool
+        record = telemetry.begin_step(self.clock())
+        failed_passes = telemetry.counters.failed_passes
+
+        runner.release(scheduler.retire())
+        scheduler.make_room(pool)
+        scheduler.admit(pool)
+        plan = scheduler.plan()
+        record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
+        record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
+        record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
+        record.kv_reserved_tokens = pool.reserved_tokens
+
+        try:
+            outputs = self._notices + runner.execute(plan)
+            self._notices = []
+        except EngineDeadError as error:
+            self.dead = error
+            outputs = self.abort_all(error)
+        if telemetry.counters.failed_passes > failed_passes:
+            telemetry.counters.reclaimed_slots += pool.audit(scheduler.active)
+        record.kv_used_tokens = pool.used_tokens
+        telemetry.end_step(self.clock())
+        self._settle(outputs)
+        return outputs
+
+    def _settle(self, outputs: list[StepOutput]) -> None:
+        """Forget the requests that these outputs end."""
+        counters = self.telemetry.counters
+        for output in outputs:
+            if output.finished and self._requests.pop(output.request_id, None) is not None:
+                if output.error is not None:
+                    counters.requests_failed += 1
+                elif output.finish_reason == "cancelled":
+                    counters.requests_cancelled += 1
+                else:
+                    counters.requests_finished += 1

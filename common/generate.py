@@ -1,0 +1,91 @@
+"""One request, no scheduler: the reference that every phase is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from common.kv import KVPool, KVShape, Span
+from common.models.layers import CausalLM, TokenBatch
+from common.request import Request, StepOutput
+from common.runner import commit_token
+from common.sampling import read_logprobs, sample
+
+
+class SingleSequenceCache(KVPool):
+    """KV memory of one sequence: a single block as long as it can become."""
+
+    def __init__(self, shape: KVShape, device: torch.device, tokens: int) -> None:
+        super().__init__(shape, device)
+        self._tokens = tokens
+        self.k, self.v = shape.allocate(1, tokens, device)
+
+    @property
+    def block_size(self) -> int:
+        return self._tokens
+
+    def reserve(self, request: Request, tokens: int) -> bool:
+        if tokens > self._tokens or self._lengths:
+            return False
+        request.slot = 0
+        self._lengths[0] = 0
+        return True
+
+    def release(self, request: Request) -> None:
+        if request.slot is not None:
+            self._free(request.slot)
+            request.slot = None
+
+    def _free(self, slot: int) -> None:
+        del self._lengths[slot]
+
+    def capacity(self, slot: int) -> int:
+        self.get_seq_len(slot)
+        return self._tokens
+
+    def block_table(self, slot: int) -> Sequence[int]:
+        return (slot,)
+
+    def max_request_tokens(self) -> int | None:
+        return self._tokens
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self._tokens
+
+
+def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
+    """Run one request to its end: its outputs, token by token.
+
+    ```text
+    pass 1   the whole prompt                         -> first token
+    pass n   the token before, at the next column     -> next token
+    ```
+
+    Raises:
+        ValueError: prompt and new tokens go past the model's positions.
+    """
+    if request.max_total_tokens > model.max_positions:
+        raise ValueError(
+            f"prompt and new tokens make {request.max_total_tokens}, the model has {model.max_positions} positions"
+        )
+    cache = SingleSequenceCache(KVShape.of(model.config, model.dtype), model.device, request.max_total_tokens)
+    cache.reserve(request, request.max_total_tokens)
+    request.start_prefill()
+    try:
+        while not request.is_terminal:
+            start = cache.get_seq_len(0)
+            token_ids = request.token_ids[start:]  # what the cache does not hold yet
+            view = cache.view([Span.exact(0, start, start + len(token_ids))])
+            batch = TokenBatch(
+                token_ids=torch.tensor(token_ids, device=model.device),
+                positions=view.positions,
+                logit_rows=torch.tensor([len(token_ids) - 1], device=model.device),
+            )
+            logits = model(batch, view)
+            view.advance()
+            sampled = sample(logits, [request])
+            yield commit_token(request, int(sampled.token_ids.item()), read_logprobs(sampled, [request])[0])
+    finally:
+        cache.release(request)

@@ -1,0 +1,278 @@
+"""KV memory: who holds what (plain integers), where a pass writes and reads (a view), and the attend op.
+
+A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_dim]`. A sequence owns a *slot*
+(an integer handle) with a block table, a capacity and a length. Bookkeeping never touches a tensor, so schedulers
+are tested without a model; a `KVView` turns it into the index tensors of one forward pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.models.config import ModelConfig
+from common.request import Request
+from kernels.attention import AttentionLayout, attention
+
+
+class KVCapacityError(ValueError):
+    """A pass would write outside the columns that its sequence owns."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's keys and values take."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype) -> KVShape:
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+
+    def allocate(
+        self, blocks: int, block_size: int, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Stores of keys and of values, zeroed: for each layer [blocks, block_size, kv_heads, head_dim]."""
+        size = (blocks, block_size, self.num_kv_heads, self.head_dim)
+        keys, values = (
+            [torch.zeros(size, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+            for _ in range(2)
+        )
+        return keys, values
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of KV memory for `tokens` tokens: 2 (keys and values) x layers x kv_heads x head_dim x itemsize."""
+    return KVShape.of(config, dtype).bytes_per_token * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The columns `start` to `end` (exclusive) of one sequence, which a pass computes.
+
+    `length` is what the sequence really holds once the pass has succeeded: less than `end` where the pass
+    also computes padding.
+    """
+
+    slot: int
+    start: int
+    end: int
+    length: int
+
+    @classmethod
+    def exact(cls, slot: int, start: int, end: int) -> Span:
+        return cls(slot, start, end, end)
+
+
+class KVPool(ABC):
+    """Bookkeeping and storage of KV memory. Every phase has its own kind; nobody asks which.
+
+    Bookkeeping methods use integers only. Storage is touched by `view`, by the pass that uses the view, and by
+    `erase`.
+    """
+
+    #: [blocks, block_size, kv_heads, head_dim] for each layer
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+
+    def __init__(self, shape: KVShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self._lengths: dict[int, int] = {}  # slot -> columns that hold a token
+
+    # ------------------------------------------------------------------ bookkeeping
+
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Columns in a block."""
+
+    @abstractmethod
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """Make sure `request` owns columns for `tokens` tokens in all; give it a slot if it has none.
+
+        All or nothing: on False nothing has changed.
+        """
+
+    @abstractmethod
+    def release(self, request: Request) -> None:
+        """Take back all that `request` holds; a request that holds nothing is left alone."""
+
+    @abstractmethod
+    def capacity(self, slot: int) -> int:
+        """Columns that `slot` owns. KeyError: the slot is not in use."""
+
+    @abstractmethod
+    def block_table(self, slot: int) -> Sequence[int]:
+        """Physical blocks of `slot` in column order. KeyError: the slot is not in use."""
+
+    @abstractmethod
+    def max_request_tokens(self) -> int | None:
+        """Prompt and new tokens a single request can ever hold here; None: no limit of the pool's own."""
+
+    @property
+    @abstractmethod
+    def reserved_tokens(self) -> int:
+        """Columns set aside for the sequences that hold memory now."""
+
+    @property
+    def used_tokens(self) -> int:
+        """Columns that hold a token now."""
+        return sum(self._lengths.values())
+
+    def get_seq_len(self, slot: int) -> int:
+        """Columns of `slot` that hold a token. KeyError: the slot is not in use."""
+        return self._lengths[slot]
+
+    def audit(self, holders: Iterable[Request]) -> int:
+        """Reclaim memory held for anybody but `holders`; how many slots that were (0 in health)."""
+        leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
+        for slot in leaked:
+            self._free(slot)
+        return len(leaked)
+
+    @abstractmethod
+    def _free(self, slot: int) -> None:
+        """Return a slot and its blocks."""
+
+    # ------------------------------------------------------------------ storage
+
+    def erase(self, slot: int) -> None:
+        """Zero a sequence's columns: a mask hides a stale number from the next owner, but not a NaN."""
+        table = torch.tensor(self.block_table(slot), device=self.device)
+        for layer in (*self.k, *self.v):
+            layer.index_fill_(0, table, 0)
+
+    def view(self, spans: Sequence[Span]) -> KVView:
+        """The addresses of one pass over `spans`, in that order.
+
+        Raises:
+            KVCapacityError: a span lies outside its slot's capacity, leaves a gap after the columns already
+                held, or a slot appears twice. In a flat store an overflow would write into a neighbour.
+        """
+        return KVView(self, spans)
+
+    def advance(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._lengths[span.slot] = span.length
+
+
+class KVView:
+    """One pass's window on a pool: index tensors computed once, read by every layer.
+
+    Attributes:
+        positions: [T] int64, each token's column in its own sequence.
+        write_rows: [T] int64, the row of the flat store each token's key and value go to.
+        layout: where every query finds its keys.
+    """
+
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+        self._pool = pool
+        self._spans = tuple(spans)
+        self._check()
+        size = pool.block_size
+        tables = [pool.block_table(span.slot) for span in spans]
+        width = max(len(table) for table in tables)
+        # Entries past a sequence's own blocks repeat its first: they are addresses nobody's mask lets through.
+        padded = [[*table, *[table[0]] * (width - len(table))] for table in tables]
+        lengths = tuple(span.end - span.start for span in spans)
+        if sum(lengths) == len(lengths):
+            positions = torch.tensor([span.start for span in spans])
+            sequence = torch.arange(len(spans))
+        else:
+            positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
+            sequence = torch.repeat_interleave(torch.tensor(lengths))
+        block_table = torch.tensor(padded)
+        rows = block_table[sequence, positions // size] * size + positions % size
+        self.positions = positions.to(pool.device, non_blocking=True)
+        self.write_rows = rows.to(pool.device, non_blocking=True)
+        self.layout = AttentionLayout(
+            block_table=block_table.to(pool.device, non_blocking=True),
+            block_size=size,
+            query_lengths=lengths,
+            kv_lengths=tuple(span.end for span in spans),
+        )
+
+    def _check(self) -> None:
+        seen: set[int] = set()
+        for span in self._spans:
+            capacity, held = self._pool.capacity(span.slot), self._pool.get_seq_len(span.slot)
+            if not 0 <= span.start < span.end <= capacity:
+                raise KVCapacityError(
+                    f"slot {span.slot}: columns {span.start} to {span.end} are not within its {capacity}"
+                )
+            if span.start > held:
+                raise KVCapacityError(
+                    f"slot {span.slot}: writing from column {span.start} leaves a gap after the {held} held"
+                )
+            if span.slot in seen:
+                raise KVCapacityError(f"slot {span.slot} appears twice in one pass")
+            seen.add(span.slot)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Store this pass's keys and values, then let every query see what the position rule shows it.
+
+        Args:
+            layer: index of the layer.
+            q: [T, Hq, D] queries, rotated.
+            k, v: [T, Hkv, D] this pass's keys (rotated) and values.
+            scale: factor on the scores.
+            window: columns a query sees at most, its own included; None: all.
+
+        Returns:
+            [T, Hq, D].
+        """
+        k_store, v_store = self._pool.k[layer], self._pool.v[layer]
+        k_store.view(-1, *k_store.shape[2:]).index_copy_(0, self.write_rows, k)
+        v_store.view(-1, *v_store.shape[2:]).index_copy_(0, self.write_rows, v)
+        return attention(q, k_store, v_store, self.layout, scale=scale, window=window)
+
+    def advance(self) -> None:
+        """Set the sequences' new lengths. Called once the whole pass has succeeded: until then its columns
+        lie beyond every length, so a failed pass leaves the pool as it was."""
+        self._pool.advance(self._spans)
+
+
+# ---------------------------------------------------------------------- the attend op
+
+_current_view: ContextVar[KVView] = ContextVar("current_kv_view")
+
+
+@contextmanager
+def using_view(view: KVView) -> Iterator[None]:
+    """Make `view` the one that `attend` finds, in this thread, for the duration of a pass."""
+    token = _current_view.set(view)
+    try:
+        yield
+    finally:
+        _current_view.reset(token)
+
+
+@torch.library.custom_op("infer::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
+    """`KVView.attend` on the current view, opaque to compilers: a model can be captured as one graph around it.
+
+    Shapes as in `KVView.attend`. The store it writes is no argument, so a compiler sees a pure function; a pass
+    must therefore use its result (`TokenBatch.logit_rows` is never empty), or the writes are removed with it.
+    """
+    return _current_view.get().attend(layer, q, k, v, scale=scale, window=window)
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(q, memory_format=torch.contiguous_format)

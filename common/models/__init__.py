@@ -1,0 +1,1 @@
+"""The architectures on the flat forward pass, and how their checkpoints are found and read."""

@@ -1,0 +1,307 @@
+"""What the architectures share: the flat pass and the layers it runs through.
+
+A pass is a flat list of `T` tokens of any sequences. Linear layers, norms and rotary embeddings see rows; only
+attention must know which token belongs to whom, and it asks the KV view (`common.kv.attend`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.kv import KVView, attend, using_view
+from common.models.config import LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
+from kernels.gated_act import gated_act
+from kernels.rms_norm import fused_add_rms_norm, rms_norm
+from kernels.rope import rope
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The tokens of one forward pass.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, each token's place in its own sequence.
+        logit_rows: [S] int64, S >= 1: which of the T rows need logits.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of a checkpoint and the part of one of our parameters that takes it."""
+
+    name: str  # as the checkpoint calls it
+    parameter: nn.Parameter
+    row: int  # first row of the parameter's dimension 0 that it fills
+    rows: int
+
+
+class Linear(nn.Module):
+    """`y = x W^T (+ b)`: [T, in] -> [T, sum of outs].
+
+    Several matrices of a checkpoint that read the same input are one matrix here: one product instead of three.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = parts  # checkpoint name -> output features, in order
+        out_features = sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.bias = (
+            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
+        row = 0
+        for name, rows in self.parts.items():
+            yield HeldTensor(f"{prefix}{name}.weight", self.weight, row, rows)
+            if self.bias is not None:
+                yield HeldTensor(f"{prefix}{name}.bias", self.bias, row, rows)
+            row += rows
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang & Sennrich 2019) times `weight + offset`; offset 1 is Gemma's (1 + w)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return rms_norm(x, self.weight, self.eps, self.offset)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, size] twice -> (norm of their sum, their sum)."""
+        return fused_add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+    def held_tensors(self, name: str) -> Iterator[HeldTensor]:
+        yield HeldTensor(f"{name}.weight", self.weight, 0, self.weight.shape[0])
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each pair of dimensions: [head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    match config.scaling:
+        case None:
+            return frequencies
+        case LinearScaling(factor):
+            return frequencies / factor
+        case Llama3Scaling(factor, low, high, original):
+            turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+            ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: long waves, 1: short ones
+            return (1 - ramp) * frequencies / factor + ramp * frequencies
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position's angles: [max_positions, head_dim / 2] float32 each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = head_dim
+        self.register_buffer("cos", torch.empty(max_positions, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(max_positions, head_dim // 2), persistent=False)
+
+    def fill(self) -> None:
+        """Compute the table, on the CPU so that every device rotates by the same angles."""
+        positions = torch.arange(self.cos.shape[0], device="cpu").float()
+        angles = torch.outer(positions, rope_frequencies(self.config, self.head_dim))
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] -> cos, sin [T, head_dim / 2]: picked once a pass, used by every layer."""
+        return self.cos[positions], self.sin[positions]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) over the current KV view."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.index = index
+        self.window = layer.window
+        self.scale = config.attention_scale
+        self.head_dim = config.head_dim
+        self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=config.attention_bias,
+            dtype=dtype,
+        )
+        self.out = Linear(q_size, {"o_proj": config.hidden_size}, bias=config.attention_bias, dtype=dtype)
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """A hook for architectures that normalise queries and keys before rotating them."""
+        return q, k
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden]."""
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = heads.split(self.sizes, dim=1)
+        q, k = self.normalise(q, k)
+        q, k = rope(q, k, cos, sin)
+        mixed = attend(q, k, v, self.index, self.scale, self.window)
+        projected: Tensor = self.out(mixed.view(x.shape[0], -1))
+        return projected
+
+    def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
+        yield from self.qkv.held_tensors(prefix)
+        yield from self.out.held_tensors(prefix)
+
+
+class QKNormAttention(Attention):
+    """Attention that normalises every head's query and key (Qwen 3, Gemma 3)."""
+
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
+        super().__init__(config, layer, index, dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, offset)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, offset)
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+    def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
+        yield from super().held_tensors(prefix)
+        yield from self.q_norm.held_tensors(f"{prefix}q_norm")
+        yield from self.k_norm.held_tensors(f"{prefix}k_norm")
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` (Shazeer 2020): [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.activation = config.activation
+        self.gate_up = Linear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias, dtype=dtype
+        )
+        self.down = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(gated_act(self.gate_up(x), self.activation))
+        return hidden
+
+    def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
+        yield from self.gate_up.held_tensors(prefix)
+        yield from self.down.held_tensors(prefix)
+
+
+class DecoderBlock(nn.Module, ABC):
+    """One layer of the stack; an architecture's file shows how its own is wired."""
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden and residual [T, hidden], whose sum is the stream -> the same two after this layer."""
+
+    @abstractmethod
+    def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
+        """Which checkpoint tensors this layer takes, and where."""
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder-only language model on the flat pass."""
+
+    norm_offset = 0.0
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.max_positions = max_positions  # rotary tables end here
+        self.embedding = nn.Parameter(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), requires_grad=False
+        )
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
+        # Which table each layer rotates by. Looked up here, not in `compute`: compilers cannot compare configs.
+        self.rotary_of_layer = [ropes.index(layer.rope) for layer in config.layers]
+        self.blocks = nn.ModuleList(
+            self.make_block(layer, index) for index, layer in enumerate(config.layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, self.norm_offset)
+        self.untied_head = (
+            None
+            if config.tie_word_embeddings
+            else nn.Parameter(torch.empty_like(self.embedding), requires_grad=False)
+        )
+
+    @abstractmethod
+    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
+        """The architecture's layer."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]."""
+        return F.embedding(token_ids, self.embedding)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def materialise(self, device: torch.device) -> None:
+        """Give a model built on the meta device its memory: weights uninitialised, rotary tables filled."""
+        self.to_empty(device=device)
+        for table in self.rotary:
+            assert isinstance(table, RotaryTable)
+            table.fill()
+
+    def compute(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """The pass as a function of tensors alone, so that it can be compiled or captured whole.
+
+        token_ids, positions [T], logit_rows [S] -> logits [S, vocab].
+        """
+        angles = [table(positions) for table in self.rotary]
+        hidden = self.embed(token_ids)
+        residual = torch.zeros_like(hidden)
+        for table, block in zip(self.rotary_of_layer, self.blocks, strict=True):
+            cos, sin = angles[table]
+            hidden, residual = block(hidden, residual, cos, sin)
+        # The rows that need logits are picked before the head: full-prompt logits are never computed.
+        hidden, _ = self.norm.add_and_norm(hidden[logit_rows], residual[logit_rows])
+        return F.linear(hidden, self.embedding if self.untied_head is None else self.untied_head)
+
+    def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
+        """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab].
+
+        The view is set, and inference mode entered, here: in the thread that runs the pass and outside what may
+        be compiled, since neither crosses threads nor belongs in a graph.
+        """
+        with torch.inference_mode(), using_view(view):
+            return self.compute(batch.token_ids, batch.positions, batch.logit_rows)
+
+    def held_tensors(self) -> Iterator[HeldTensor]:
+        """Every checkpoint tensor of this model and the parameter rows it fills."""
+        vocab = self.config.vocab_size
+        yield HeldTensor("model.embed_tokens.weight", self.embedding, 0, vocab)
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, DecoderBlock)
+            yield from block.held_tensors(f"model.layers.{index}.")
+        yield from self.norm.held_tensors("model.norm")
+        if self.untied_head is not None:
+            yield HeldTensor("lm_head.weight", self.untied_head, 0, vocab)

@@ -1,0 +1,205 @@
+"""Weights from safetensors files straight into a model's parameters.
+
+A file is a header (JSON: name, dtype, shape, byte range of every tensor) and the bytes. Each tensor is read into
+the rows of the parameter that takes it: nothing is mapped and then copied, so loading needs the model's own memory
+and little more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from common.errors import StartupError
+from common.models.layers import CausalLM, HeldTensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies on disk."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # first byte in the file
+    num_bytes: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint's folder. StartupError: unreadable, or not an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(f"{path.parent} has no {path.name}: is it a Hugging Face checkpoint?") from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} must hold a JSON object")
+    return content
+
+
+def find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint, single file or sharded, by name.
+
+    Raises:
+        StartupError: no safetensors here, or a file is missing, truncated or malformed.
+    """
+    if (folder / INDEX_FILE).is_file():
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, Mapping):
+            raise StartupError(f"{folder / INDEX_FILE} has no weight_map")
+        tensors: dict[str, StoredTensor] = {}
+        for name in sorted(set(weight_map.values())):
+            if not (folder / name).is_file():
+                raise StartupError(f"{folder} lacks {name}, which its {INDEX_FILE} names")
+            tensors |= _read_header(folder / name)
+        return tensors
+    if (folder / SINGLE_FILE).is_file():
+        return _read_header(folder / SINGLE_FILE)
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise StartupError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded: "
+            "convert them to safetensors"
+        )
+    raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
+            raise StartupError(f"{path} is not a safetensors file, or its header is cut off")
+        try:
+            header = json.loads(file.read(header_bytes))
+            return {
+                name: _stored(path, name, entry, 8 + header_bytes, size)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StartupError(f"{path} has a malformed header: {error}") from None
+
+
+def _stored(path: Path, name: str, entry: Mapping[str, Any], data_start: int, file_size: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise StartupError(f"{path}: {name} is stored as {entry['dtype']}; we read {', '.join(_DTYPES)}")
+    shape = tuple(entry["shape"])
+    if end - begin != torch.Size(shape).numel() * dtype.itemsize:
+        raise StartupError(f"{path}: {name} takes {end - begin} bytes, which its shape {shape} does not need")
+    if data_start + end > file_size:
+        raise StartupError(
+            f"{path} is truncated: it has {file_size} bytes, {name} ends at {data_start + end}; download it again"
+        )
+    return StoredTensor(path, dtype, shape, data_start + begin, end - begin)
+
+
+def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
+    """Fill a model that was built on the meta device from the checkpoint in `folder`.
+
+    Everything is checked against the files' headers before memory is taken.
+
+    Raises:
+        StartupError: tensors missing, unexpected or of another shape; each is named.
+    """
+    stored = find_tensors(folder)
+    _check(model, stored, folder)
+    model.materialise(device)
+    files: dict[Path, BinaryIO] = {}
+    try:
+        # In file order, so that a disk reads forward.
+        for held in sorted(model.held_tensors(), key=lambda held: _place(stored[held.name])):
+            tensor = stored[held.name]
+            if tensor.file not in files:
+                files[tensor.file] = tensor.file.open("rb", buffering=0)
+            _read_into(held.parameter.data[held.row : held.row + held.rows], tensor, files[tensor.file])
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def _place(tensor: StoredTensor) -> tuple[str, int]:
+    return str(tensor.file), tensor.offset
+
+
+def _check(model: CausalLM, stored: Mapping[str, StoredTensor], folder: Path) -> None:
+    held = {tensor.name: tensor for tensor in model.held_tensors()}
+    missing = sorted(set(held) - set(stored))
+    # A tied model's file may repeat the embedding as its head, and old files hold the rotary frequencies.
+    unexpected = sorted(
+        name
+        for name in set(stored) - set(held)
+        if not name.endswith("rotary_emb.inv_freq")
+        and not (name == "lm_head.weight" and model.config.tie_word_embeddings)
+    )
+    misshaped = [
+        f"{name} is {list(stored[name].shape)}, config.json makes it {list(_shape(tensor))}"
+        for name, tensor in held.items()
+        if name in stored and stored[name].shape != _shape(tensor)
+    ]
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshaped))
+        if names
+    ]
+    if problems:
+        raise StartupError(f"{folder}: the tensors do not fit its config.json. {'; '.join(problems)}")
+
+
+def _shape(held: HeldTensor) -> tuple[int, ...]:
+    return (held.rows, *held.parameter.shape[1:])
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _read_into(target: Tensor, tensor: StoredTensor, file: BinaryIO) -> None:
+    """Read one tensor's bytes into `target`, by way of a temporary only where type or device differ."""
+    direct = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
+    buffer = target if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+    view = memoryview(buffer.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a Buffer
+    file.seek(tensor.offset)
+    done = 0
+    while done < tensor.num_bytes:  # one call reads at most 2 GB
+        count = os.readv(file.fileno(), [view[done:]])
+        if count == 0:
+            raise StartupError(f"{tensor.file} ended while it was being read")
+        done += count
+    if not direct:
+        target.copy_(buffer)
+
+
+def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
+    """Give a dummy its weights: normal with the usual 0.02, norms that neither scale nor shift."""
+    model.materialise(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1.0 - model.norm_offset)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)

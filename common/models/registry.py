@@ -1,0 +1,126 @@
+"""From a model's name to its files: a folder, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub id."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import torch
+
+from common.errors import StartupError
+from common.models.config import ModelConfig, token_id_set
+from common.models.gemma3 import Gemma3
+from common.models.layers import CausalLM
+from common.models.llama import Llama
+from common.models.loader import fill_randomly, load_weights, read_json
+from common.models.qwen3 import Qwen3
+from common.text import Tokenizer
+from common.zoo.presets import PRESETS, TOKENIZER_OF
+
+ARCHITECTURES: dict[str, type[CausalLM]] = {"llama": Llama, "qwen3": Qwen3, "gemma3_text": Gemma3}
+
+ZOO = Path(__file__).resolve().parent.parent / "zoo"
+DUMMY_SEED = 0  # every phase measures the same weights
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model that has been found: its shape, where its weights are, where its tokenizer is."""
+
+    name: str
+    config: ModelConfig
+    weights: Path | None  # None: a dummy, which makes up its own
+    tokenizer_folder: Path
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self.tokenizer_folder, vocab_size=self.config.vocab_size)
+
+
+def open_checkpoint(name: str) -> Checkpoint:
+    """Find a model and read its config; downloads a hub id's files.
+
+    Raises:
+        StartupError: no such model, or its config is not one we can run.
+    """
+    if name.startswith("dummy:"):
+        return _open_dummy(name)
+    folder = _find_folder(name)
+    config = ModelConfig.from_json(read_json(folder / "config.json"))
+    # The generation config is where chat models keep the ids that end a turn.
+    generation = folder / "generation_config.json"
+    extra = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | token_id_set(extra))
+    return Checkpoint(name, config, weights=folder, tokenizer_folder=folder)
+
+
+def load_model(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, max_positions: int
+) -> CausalLM:
+    """Build a checkpoint's model and fill its weights.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        device: where the weights go.
+        dtype: the type they are kept and computed in.
+        max_positions: where the rotary tables end.
+
+    Raises:
+        StartupError: the weights do not fit the config, or cannot be read.
+    """
+    with torch.device("meta"):
+        model = ARCHITECTURES[checkpoint.config.architecture](checkpoint.config, dtype, max_positions)
+    if checkpoint.weights is None:
+        fill_randomly(model, device, DUMMY_SEED)
+    else:
+        load_weights(model, checkpoint.weights, device)
+    return model.eval()
+
+
+def _open_dummy(name: str) -> Checkpoint:
+    preset = name.removeprefix("dummy:")
+    if preset not in PRESETS:
+        raise StartupError(f"no preset {preset!r}; there are {', '.join(f'dummy:{key}' for key in PRESETS)}")
+    config = ModelConfig.from_json(PRESETS[preset])
+    tokenizer_folder = ZOO / TOKENIZER_OF[config.architecture]
+    lender = open_checkpoint(str(tokenizer_folder)).config
+    config = dataclasses.replace(config, eos_token_ids=lender.eos_token_ids)
+    return Checkpoint(name, config, weights=None, tokenizer_folder=tokenizer_folder)
+
+
+def _find_folder(name: str) -> Path:
+    if name.startswith("zoo:"):
+        folder = ZOO / name.removeprefix("zoo:")
+        if not (folder / "config.json").is_file():
+            known = ", ".join(f"zoo:{path.parent.name}" for path in sorted(ZOO.glob("*/config.json")))
+            raise StartupError(f"the zoo has no {name!r}; it has {known}")
+        return folder
+    if Path(name).is_dir():
+        return Path(name)
+    if _HUB_ID.fullmatch(name):
+        return _download(name)
+    raise StartupError(
+        f"no model {name!r}: it is neither a folder, nor zoo:NAME, nor dummy:PRESET, nor a hub id like owner/name"
+    )
+
+
+def _download(hub_id: str) -> Path:
+    """A hub id's files, only those needed; from the local cache where they are there already."""
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except Exception as error:  # HTTP, cache and name errors have no common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StartupError(f"{hub_id} cannot be downloaded from the hub: {reason}") from None

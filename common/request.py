@@ -1,0 +1,226 @@
+"""What a client asks for, and the life of that request inside the engine.
+
+```text
+             admitted           first token            EOS, stop string, length
+  WAITING ─────────────> PREFILL ───────────> DECODE ──────────────────────────> FINISHED
+     ^                      │                    │
+     └───── preempted ──────┴────────────────────┘        from anywhere: FAILED, CANCELLED
+```
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from common.text import IncrementalDetokenizer
+
+FinishReason = Literal["eos", "stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Raises:
+        ValueError: a value is out of its range; the message begins with the field's name.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
+    ignore_eos: bool = False
+    min_tokens: int = 0  # neither EOS nor a stop token can be sampled before this many tokens
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "temperature": 0.0 <= self.temperature < math.inf,
+            "top_p": 0.0 < self.top_p <= 1.0,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "min_p": 0.0 <= self.min_p <= 1.0,
+            "repetition_penalty": 0.0 < self.repetition_penalty < math.inf,
+            "presence_penalty": math.isfinite(self.presence_penalty),
+            "frequency_penalty": math.isfinite(self.frequency_penalty),
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "stop": all(self.stop),
+            "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
+            "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
+            "min_tokens": 0 <= self.min_tokens <= self.max_new_tokens,
+        }
+        for name, ok in in_range.items():
+            if not ok:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL_STATES = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+_LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FAILED, RequestState.CANCELLED}),
+    RequestState.PREFILL: frozenset(
+        {RequestState.DECODE, RequestState.WAITING, RequestState.FAILED, RequestState.CANCELLED}
+    ),
+    RequestState.DECODE: TERMINAL_STATES | {RequestState.WAITING},
+    RequestState.FINISHED: frozenset(),
+    RequestState.FAILED: frozenset(),
+    RequestState.CANCELLED: frozenset(),
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A request was moved to a state that its present state does not lead to."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence: its prompt, what has been generated, and where it stands.
+
+    Only the engine's thread touches a request once it has been added.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
+
+    state: RequestState = field(default=RequestState.WAITING, init=False)
+    token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
+    slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
+    arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
+    _generator: torch.Generator = field(init=False)
+    _uniforms: list[float] = field(default_factory=list, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids is empty: a request needs at least one token")
+        self.token_ids = list(self.prompt_token_ids)
+        self.seed_generator(self.params.seed if self.params.seed is not None else 0)
+
+    def seed_generator(self, seed: int) -> None:
+        """Start this request's own stream of random numbers: on the CPU, so that every device draws alike."""
+        self._generator = torch.Generator("cpu").manual_seed(seed % 2**64)
+        self._uniforms.clear()
+
+    def next_uniform(self) -> float:
+        """The random number in [0, 1) that decides the next token: the n-th of its stream for the n-th token.
+
+        Asking again before that token is appended gives the same number, so a pass that is tried again, or a
+        prefill after preemption, chooses what it would have chosen.
+        """
+        while len(self._uniforms) <= self.num_generated_tokens:
+            self._uniforms.append(torch.rand((), generator=self._generator, dtype=torch.float64).item())
+        return self._uniforms[self.num_generated_tokens]
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and generated tokens at the most: what its KV memory can grow to."""
+        return len(self.prompt_token_ids) + self.params.max_new_tokens
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.state in TERMINAL_STATES
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Ids that end this request when sampled (and may not be sampled before `min_tokens`)."""
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        return eos | frozenset(self.params.stop_token_ids)
+
+    # ------------------------------------------------------------------ transitions
+
+    def start_prefill(self) -> None:
+        self._move_to(RequestState.PREFILL)
+
+    def start_decode(self) -> None:
+        self._move_to(RequestState.DECODE)
+
+    def preempt(self) -> None:
+        """Back to the queue with everything generated so far; the caller has released its memory."""
+        self._move_to(RequestState.WAITING)
+
+    def finish(self, reason: FinishReason) -> None:
+        self._move_to(RequestState.FINISHED)
+        self.finish_reason = reason
+
+    def fail(self, error: Exception) -> None:
+        self._move_to(RequestState.FAILED)
+        self.error = error
+
+    def cancel(self) -> None:
+        self._move_to(RequestState.CANCELLED)
+        self.finish_reason = "cancelled"
+
+    def _move_to(self, state: RequestState) -> None:
+        if state not in _LEGAL_TRANSITIONS[self.state]:
+            raise IllegalTransitionError(
+                f"request {self.request_id}: {self.state.value} does not lead to {state.value}"
+            )
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities under the model's own distribution (before temperature and filters)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one engine step has to say to one client.
+
+    A request's last output has `finished` set: with a `finish_reason`, or with an `error`.
+    """
+
+    request_id: str
+    token_id: int | None
+    text_delta: str
+    finished: bool
+    finish_reason: FinishReason | None
+    error: Exception | None
+    prompt_tokens: int
+    completion_tokens: int
+    logprobs: TokenLogprobs | None = None

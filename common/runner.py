@@ -1,0 +1,275 @@
+"""Running a plan: forward passes on the device, then tokens turned into outputs.
+
+`execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the device; `commit`
+brings the sampled ids to the host and turns them into text, stop decisions and outputs. What differs between phases
+is which passes a plan becomes (`passes`).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from common.errors import EngineDeadError, NaNLogitsError
+from common.kv import KVPool, Span
+from common.models.layers import CausalLM, TokenBatch
+from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
+from common.sampling import NOT_A_TOKEN, Sampled, read_logprobs, sample
+from common.scheduling import StepPlan
+from common.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+DEVICE_FAILED = "the device failed; restart the server"
+
+
+@dataclass(frozen=True, slots=True)
+class PassRow:
+    """One sequence's share of a pass.
+
+    Attributes:
+        request: whose it is.
+        span: the columns it computes.
+        token_ids: the tokens at those columns, as many as the span is long.
+        sample_at: index into `token_ids` of the token whose logits choose the next one; None: no choice here.
+    """
+
+    request: Request
+    span: Span
+    token_ids: Sequence[int]
+    sample_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """Rows that go through the model together. Rows of one token should come first (see `kernels.attention`).
+
+    `splittable`: after a failure each row may be tried alone, so that only the guilty fail.
+    """
+
+    rows: tuple[PassRow, ...]
+    splittable: bool = True
+    padded_tokens: int = 0
+    idle_rows: int = 0
+
+    def alone(self) -> list[ForwardPass]:
+        """The same work, one row a pass; padding was counted already."""
+        return [ForwardPass((row,), splittable=False) for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPass:
+    """A pass that succeeded: whose tokens were sampled, and the tokens, still on the device."""
+
+    requests: tuple[Request, ...]
+    sampled: Sampled
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way: passes that succeeded, requests whose pass did not."""
+
+    sampled: list[SampledPass] = field(default_factory=list)
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)
+
+
+class Runner(ABC):
+    """Owns the model and the KV pool; runs what the scheduler planned."""
+
+    def __init__(self, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
+        self.model = model
+        self.pool = pool
+        self.telemetry = telemetry
+
+    @abstractmethod
+    def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
+        """The forward passes of a plan, in the order they run."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step waits for its commit: never, where each step does both."""
+        return False
+
+    def execute(self, plan: StepPlan) -> list[StepOutput]:
+        """Run a plan to its outputs; an empty plan is legal.
+
+        Raises:
+            EngineDeadError: the device failed so that its state is unknown.
+        """
+        try:
+            return self.commit(self.launch(plan))
+        except torch.AcceleratorError as error:  # a device may report a failed pass only when its results are read
+            raise EngineDeadError(DEVICE_FAILED) from error
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """Give back the memory of requests that have left."""
+        for request in requests:
+            if request.slot is not None and request.error is not None:
+                self.pool.erase(request.slot)  # whatever went wrong may have left a NaN
+            self.pool.release(request)
+
+    # ------------------------------------------------------------------ launch
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Run the forward passes and sample. What raises in a pass fails that pass alone."""
+        launched = Launched()
+        for forward_pass in self.passes(plan):
+            record = self.telemetry.current
+            record.padded_tokens += forward_pass.padded_tokens
+            record.idle_rows += forward_pass.idle_rows
+            self._launch_pass(forward_pass, launched)
+        return launched
+
+    def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
+        try:
+            requests, logits = self.forward(forward_pass)
+        except Exception as error:
+            _raise_if_fatal(error)
+            self.telemetry.counters.failed_passes += 1
+            if forward_pass.splittable and len(forward_pass.rows) > 1:
+                logger.warning("a pass of %d sequences failed, trying each alone", len(forward_pass.rows))
+                for single in forward_pass.alone():
+                    self._launch_pass(single, launched)
+            else:
+                logger.exception("a forward pass failed")
+                launched.failed += [(row.request, error) for row in forward_pass.rows]
+        else:
+            self._sample(requests, logits, launched)
+
+    def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
+        """Choose a pass's tokens, all at once; if that raises, one by one, so that only the guilty fail."""
+        try:
+            with torch.inference_mode():
+                launched.sampled.append(SampledPass(requests, sample(logits, requests)))
+        except Exception as error:
+            _raise_if_fatal(error)
+            if len(requests) > 1:
+                for row, request in enumerate(requests):
+                    self._sample((request,), logits[row : row + 1], launched)
+            else:
+                logger.exception("sampling failed")
+                launched.failed += [(request, error) for request in requests]
+
+    def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
+        """One trip through the model: addresses, logits, then the new lengths.
+
+        Returns:
+            The requests that a token is to be sampled for, and their logits [S, vocab].
+        """
+        rows = forward_pass.rows
+        device = self.model.device
+        view = self.pool.view([row.span for row in rows])
+        sampled_requests: list[Request] = []
+        logit_rows: list[int] = []
+        offset = 0
+        for row in rows:
+            if row.sample_at is not None:
+                sampled_requests.append(row.request)
+                logit_rows.append(offset + row.sample_at)
+            offset += len(row.token_ids)
+        token_ids = [token_id for row in rows for token_id in row.token_ids]
+        batch = TokenBatch(
+            token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
+            positions=view.positions,
+            # A pass nobody samples from still names a row, or a compiler may remove it as dead code.
+            logit_rows=torch.tensor(logit_rows or [0]).to(device, non_blocking=True),
+        )
+        logits = self.model(batch, view)
+        self.telemetry.current.passes += 1
+        view.advance()
+        return tuple(sampled_requests), logits[: len(sampled_requests)]
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, launched: Launched) -> list[StepOutput]:
+        """Turn sampled ids into text, stop decisions and outputs. An error of one request fails it alone."""
+        outputs: list[StepOutput] = []
+        for done in launched.sampled:
+            if not done.requests:
+                continue
+            token_ids = done.sampled.token_ids.tolist()  # the step's one copy from device to host
+            logprobs = read_logprobs(done.sampled, done.requests)
+            for request, token_id, row_logprobs in zip(done.requests, token_ids, logprobs, strict=True):
+                if request.is_terminal:  # cancelled since the launch
+                    continue
+                try:
+                    outputs.append(commit_token(request, token_id, row_logprobs))
+                except Exception as error:
+                    logger.exception("request %s failed", request.request_id)
+                    outputs.append(fail(request, error))
+        outputs += [fail(request, error) for request, error in launched.failed if not request.is_terminal]
+        return outputs
+
+
+def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
+    """Append a sampled token to its request: the text it lets out, and whether the request ends with it.
+
+    Raises:
+        NaNLogitsError: the row's logits were not numbers.
+    """
+    if token_id == NOT_A_TOKEN:
+        raise NaNLogitsError("the model's output for this request was not a number")
+    if request.state is RequestState.PREFILL:
+        request.start_decode()
+    request.token_ids.append(token_id)
+    text, reason = _read(request, token_id)
+    if reason is not None:
+        request.finish(reason)
+    return StepOutput(
+        request_id=request.request_id,
+        token_id=token_id,
+        text_delta=text,
+        finished=reason is not None,
+        finish_reason=reason,
+        error=None,
+        prompt_tokens=request.num_prompt_tokens,
+        completion_tokens=request.num_generated_tokens,
+        logprobs=logprobs,
+    )
+
+
+def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
+    """The order of checks: EOS (or a stop token), stop string, length."""
+    detokenizer = request.detokenizer
+    ending = token_id in request.ending_token_ids
+    text = detokenizer.add(token_id) if detokenizer is not None and not ending else ""
+    reason: FinishReason | None = None
+    if ending:
+        reason = "stop" if token_id in request.params.stop_token_ids else "eos"
+    elif detokenizer is not None and detokenizer.stopped:
+        reason = "stop"
+    elif request.num_generated_tokens >= request.params.max_new_tokens:
+        reason = "length"
+    if reason is not None and detokenizer is not None:
+        text += detokenizer.finish()
+    return text, reason
+
+
+def fail(request: Request, error: Exception) -> StepOutput:
+    """Move a request to FAILED and say so: its terminal output."""
+    request.fail(error)
+    return terminal_output(request)
+
+
+def terminal_output(request: Request) -> StepOutput:
+    """The last output of a request that ended without a token: failed or cancelled."""
+    return StepOutput(
+        request_id=request.request_id,
+        token_id=None,
+        text_delta="",
+        finished=True,
+        finish_reason=request.finish_reason,
+        error=request.error,
+        prompt_tokens=request.num_prompt_tokens,
+        completion_tokens=request.num_generated_tokens,
+    )
+
+
+def _raise_if_fatal(error: Exception) -> None:
+    """Running out of memory leaves the device as it was; any other error of its own does not."""
+    if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+        raise EngineDeadError(DEVICE_FAILED) from error

@@ -1,0 +1,79 @@
+"""What the engine did: a ring buffer of steps, and counters over its whole life."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One engine step."""
+
+    step: int
+    started_s: float  # the engine's clock
+    duration_s: float = 0.0
+    waiting: int = 0  # requests in the queue after admission
+    active: int = 0  # requests that hold KV memory during the step
+    passes: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    padded_tokens: int = 0  # computed for the sake of a rectangle, thrown away
+    idle_rows: int = 0  # decode rows of requests that were done already
+    kv_used_tokens: int = 0
+    kv_reserved_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine started."""
+
+    steps: int = 0
+    requests_added: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+    passes: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    padded_tokens: int = 0
+    idle_rows: int = 0
+    failed_passes: int = 0
+    reclaimed_slots: int = 0  # memory found to be held for nobody after a failed pass; 0 in health
+    preemptions: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Telemetry:
+    """The latest `capacity` steps and the totals. Written by the engine's thread only."""
+
+    capacity: int = 4096
+    counters: Counters = field(default_factory=Counters)
+    records: deque[StepRecord] = field(init=False)
+    current: StepRecord = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.records = deque(maxlen=self.capacity)
+        self.current = StepRecord(0, 0.0)
+
+    def begin_step(self, now: float) -> StepRecord:
+        self.current = StepRecord(step=self.counters.steps, started_s=now)
+        return self.current
+
+    def end_step(self, now: float) -> None:
+        record, counters = self.current, self.counters
+        record.duration_s = now - record.started_s
+        counters.steps += 1
+        counters.busy_s += record.duration_s
+        for name in ("passes", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"):
+            setattr(counters, name, getattr(counters, name) + getattr(record, name))
+        self.records.append(record)
+
+    def snapshot(self, *, since_step: int = 0) -> dict[str, Any]:
+        """Counters and the kept steps from `since_step` on, as plain values. Safe from any thread."""
+        return {
+            "counters": asdict(self.counters),
+            "steps": [asdict(record) for record in tuple(self.records) if record.step >= since_step],
+        }

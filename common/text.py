@@ -1,0 +1,199 @@
+"""Text in and out: a checkpoint's tokenizer, and token ids turned into text as they arrive."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from common.errors import StartupError
+
+
+class Tokenizer:
+    """The `tokenizer.json` of a checkpoint.
+
+    A model may have more ids than its tokenizer (a dummy that borrows one); those print as `<1234>`.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, vocab_size: int) -> None:
+        self.backend = backend
+        self.vocab_size = vocab_size  # the model's
+        known = backend.get_vocab_size(with_added_tokens=True)
+        self.foreign_from = known
+        self._longest_token = max((len(token) for token in backend.get_vocab()), default=1)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
+        """Raises StartupError: no readable tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise StartupError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)), vocab_size=vocab_size)
+        except Exception as error:  # the library raises a plain Exception
+            raise StartupError(f"{path} cannot be read: {error}") from None
+
+    def min_tokens(self, text: str) -> int:
+        """A bound from below on the tokens of `text`, without tokenizing it."""
+        return len(text) // self._longest_token
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokens that the checkpoint puts around every text (BOS, say)."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        parts: list[str] = []
+        for foreign, run in itertools.groupby(token_ids, key=self.is_foreign):
+            ids = list(run)
+            parts.append(
+                "".join(self.foreign_text(i) for i in ids)
+                if foreign
+                else self.backend.decode(ids, skip_special_tokens=True)
+            )
+        return "".join(parts)
+
+    def is_foreign(self, token_id: int) -> bool:
+        """Whether the model has this id and the tokenizer does not."""
+        return token_id >= self.foreign_from
+
+    @staticmethod
+    def foreign_text(token_id: int) -> str:
+        return f"<{token_id}>"
+
+
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
+
+
+class IncrementalDetokenizer:
+    """One request's tokens turned into text as they come, stop strings held back and cut out.
+
+    Two things are never said too early: half a character (its bytes may be spread over several tokens), and text
+    that may turn out to be the start of a stop string. The second is why `add` may return less than was decoded:
+
+    ```text
+    stop = "END"      decoded so far   "the E"  ->  said "the ", held "E"
+                      then             "N"      ->  said "",     held "EN"
+                      then             "D"      ->  said "",     stopped; held text is dropped
+                      or then          "J"      ->  said "ENJ"
+    ```
+    """
+
+    #: Tokens in a row without a full character after which their bytes are taken for broken, not for unfinished:
+    #: UTF-8 needs at most four bytes a character.
+    MAX_UNFINISHED = 4
+
+    #: Tokens of the prompt that set the context of the first new one (does a space come before it?).
+    CONTEXT = 8
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest_stop = max((len(text) for text in self._stop), default=0)
+        self._held = ""
+        self._unfinished: list[int] = []
+        self.stopped = False
+        self._context: list[int] = []  # the latest tokens that ended a character
+        self._stream = self._new_stream(())
+        for token_id in self._tail(prompt_token_ids):
+            self._decode(token_id)
+
+    def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """The end of a prompt, from where a character begins: cut in half, it would show up in the answer."""
+        tail = [i for i in prompt_token_ids[-self.CONTEXT :] if not self._tokenizer.is_foreign(i)]
+        while tail and self._tokenizer.decode(tail).startswith(REPLACEMENT):
+            tail = tail[1:]
+        return tail
+
+    def _new_stream(self, context: Sequence[int]) -> DecodeStream:
+        """A stream that has heard `context`: the next token is spaced as it would be after it."""
+        stream = DecodeStream(skip_special_tokens=True)
+        for token_id in context:
+            try:
+                stream.step(self._tokenizer.backend, token_id)
+            except Exception:
+                stream = DecodeStream(skip_special_tokens=True)
+        return stream
+
+    def add(self, token_id: int) -> str:
+        """The text that this token lets out; sets `stopped` when it completes a stop string."""
+        return self._release(self._decode(token_id))
+
+    def finish(self) -> str:
+        """What was held back in case of a stop string. Bytes of an unfinished character are dropped."""
+        held, self._held = self._held, ""
+        return "" if self.stopped else held
+
+    # ------------------------------------------------------------------ tokens to characters
+
+    def _decode(self, token_id: int) -> str:
+        if self._tokenizer.is_foreign(token_id):
+            return self._flush_broken() + self._tokenizer.foreign_text(token_id)
+        broken = ""
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:
+            # The library's "invalid prefix": the earlier tokens decode to something else now that this one
+            # follows (byte fallback does that). What waited for its end is broken; begin anew with this token.
+            broken = self._flush_broken()
+            self._stream = self._new_stream(self._context)
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        if text is not None:
+            self._context = [*self._unfinished, token_id]
+            self._unfinished.clear()
+            return broken + text
+        if token_id not in self._tokenizer.special_ids:
+            self._unfinished.append(token_id)
+        return broken + (self._flush_broken() if self._is_broken() else "")
+
+    def _is_broken(self) -> bool:
+        """Whether characters before the last can no longer be mended. Tokens that each begin with the end of
+        one character and end with the beginning of the next are merely unfinished, however many they are."""
+        if len(self._unfinished) < self.MAX_UNFINISHED:
+            return False
+        return REPLACEMENT in self._tokenizer.decode(self._unfinished)[:-1]
+
+    def _flush_broken(self) -> str:
+        """Tokens that will never form a character become U+FFFD, so that those after them are heard."""
+        if not self._unfinished:
+            return ""
+        text = self._tokenizer.decode(self._unfinished)
+        self._unfinished.clear()
+        self._stream = self._new_stream(self._context)
+        return text
+
+    # ------------------------------------------------------------------ stop strings
+
+    def _release(self, text: str) -> str:
+        if not self._stop:
+            return text
+        self._held += text
+        # The stop string that is complete first wins; among those complete at the same character, the longest
+        # (it begins first). Only matches that end in the new text can be new.
+        ends = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if ends:
+            _, start = min(ends)
+            self.stopped = True
+            said, self._held = self._held[:start], ""
+            return said
+        keep = self._longest_unfinished_stop()
+        cut = len(self._held) - keep
+        said, self._held = self._held[:cut], self._held[cut:]
+        return said
+
+    def _longest_unfinished_stop(self) -> int:
+        """Length of the longest suffix of the held text that a stop string begins with."""
+        for length in range(min(self._longest_stop - 1, len(self._held)), 0, -1):
+            suffix = self._held[-length:]
+            if any(stop.startswith(suffix) for stop in self._stop):
+                return length
+        return 0

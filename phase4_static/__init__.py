@@ -1,0 +1,26 @@
+"""Phase 4, static batching: fixed batches, padded to a rectangle, run until their last member is done."""
+
+from __future__ import annotations
+
+from common.build import EngineBuilder
+from common.engine import Phase
+from phase4_static.cache import StaticKVCache
+from phase4_static.config import Config
+from phase4_static.runner import StaticRunner as Runner
+from phase4_static.scheduler import StaticScheduler as Scheduler
+
+__all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
+
+PHASE = Phase(
+    number=4,
+    slug="phase4_static",
+    title="Static batching",
+    idea="fixed batches, padded to a rectangle",
+)
+
+build_engine: EngineBuilder[Config] = EngineBuilder(
+    phase=PHASE,
+    scheduler=Scheduler,
+    runner=lambda _: Runner,
+    pool=StaticKVCache,
+)
