@@ -1,0 +1,86 @@
+"""KV memory as slots: one for every sequence that runs, taken at admission, given back at retirement.
+
+```text
+slot 0   A A A A A A A · · · · · · · · ·      each slot is max_seq_len long,
+slot 1   · · · · · · · · · · · · · · · ·      whatever its sequence needs
+slot 2   B B B x x x x x · · · · · · · ·      x: stale, from an earlier occupant; above B's length,
+slot 3   C C C C C C C C C C C · · · · ·         so no query of B's sees it
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.kv import KVPool, KVShape
+from common.request import Request
+from phase5_continuous.config import Config
+
+
+class SlottedKVCache(KVPool):
+    """One pool for the engine's life: `max_batch_size` slots of `max_seq_len` columns. A slot is a block."""
+
+    def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
+        super().__init__(shape, device)
+        assert config.max_seq_len is not None
+        self.num_slots = config.max_batch_size
+        self.max_seq_len = config.max_seq_len
+        self.k, self.v = shape.allocate(self.num_slots, self.max_seq_len, device)
+        self._free_slots = list(reversed(range(self.num_slots)))
+
+    # ------------------------------------------------------------------ slots
+
+    def allocate_slot(self) -> int:
+        """Take a slot; it starts empty. RuntimeError: none is free."""
+        if not self._free_slots:
+            raise RuntimeError(f"all {self.num_slots} KV slots are in use")
+        slot = self._free_slots.pop()
+        self._lengths[slot] = 0
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        """Give a slot back. KeyError: it is not in use."""
+        del self._lengths[slot]
+        self._free_slots.append(slot)
+
+    def free_slot_count(self) -> int:
+        return len(self._free_slots)
+
+    # ------------------------------------------------------------------ the protocol
+
+    @property
+    def block_size(self) -> int:
+        return self.max_seq_len
+
+    def reserve(self, request: Request, tokens: int) -> bool:
+        if tokens > self.max_seq_len:
+            return False
+        if request.slot is None:
+            if not self._free_slots:
+                return False
+            request.slot = self.allocate_slot()
+        return True
+
+    def release(self, request: Request) -> None:
+        if request.slot is not None:
+            self.free_slot(request.slot)
+            request.slot = None
+
+    def _free(self, slot: int) -> None:
+        self.free_slot(slot)
+
+    def capacity(self, slot: int) -> int:
+        self.get_seq_len(slot)  # KeyError for a slot that is not in use
+        return self.max_seq_len
+
+    def block_table(self, slot: int) -> Sequence[int]:
+        return (slot,)
+
+    def max_request_tokens(self) -> int | None:
+        return self.max_seq_len
+
+    @property
+    def reserved_tokens(self) -> int:
+        return len(self._lengths) * self.max_seq_len

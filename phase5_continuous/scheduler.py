@@ -1,0 +1,44 @@
+"""Continuous batching (Yu et al. 2022, Orca): the batch is made anew on every step.
+
+```text
+time ──>
+  seat 1  A ██████████ D ██████████████    D takes A's seat in the step after A's last
+  seat 2  B ████████████████████ F ████
+  seat 3  C ████ E ████████ G █████████    nobody waits for B
+```
+"""
+
+from __future__ import annotations
+
+from common.kv import KVPool
+from common.request import Request, RequestState
+from common.scheduling import PrefillChunk, StepPlan
+from phase4_static.scheduler import StaticScheduler
+
+
+class ContinuousScheduler(StaticScheduler):
+    """Retire whoever is done, admit whoever waits, first come first served, in every step."""
+
+    def queue_room(self) -> int:
+        """A request that the next step will seat is not waiting, so free seats count as room."""
+        return super().queue_room() + self.free_seats
+
+    def _take_out_done(self) -> list[Request]:
+        done = [request for request in self._active if request.is_terminal]
+        self._active = [request for request in self._active if not request.is_terminal]
+        return done
+
+    def admit(self, pool: KVPool) -> None:
+        self._fill_seats(pool)
+
+    def plan(self) -> StepPlan:
+        """A token for everyone who decodes, and the newcomers' prompts."""
+        return StepPlan(
+            decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
+            prefill=tuple(
+                PrefillChunk(r, 0, len(r.token_ids)) for r in self._active if r.state is RequestState.PREFILL
+            ),
+        )
+
+    def next_wake(self, now: float) -> float | None:
+        return now if self.has_work else None

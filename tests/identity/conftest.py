@@ -1,0 +1,140 @@
+"""What the token identity suite compares, and against what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import common.generate
+import common.runner
+from common.engine import Engine
+from common.generate import generate
+from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
+from common.models.layers import CausalLM
+from common.models.loader import fill_randomly
+from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
+from common.phases import find_phase
+from common.request import Request, SamplingParams
+from common.sampling import Sampled
+from common.text import Tokenizer
+
+MAX_SEQ_LEN = 384
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A phase with some options: one line here, and the whole suite holds for it."""
+
+    phase: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.phase, *(str(value) for value in self.options.values())])
+
+
+VARIANTS = [
+    Variant("phase4_static", {"batch_wait_timeout_s": 0.0}),
+    Variant("phase5_continuous"),
+    Variant("phase5_continuous", {"prefill_newcomers": "one_by_one"}),
+]
+
+MODELS = ["zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny", "random:llama", "random:qwen3", "random:gemma3"]
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    chosen: Variant = request.param
+    return chosen
+
+
+@dataclass
+class Subject:
+    """A model, its tokenizer, and what each prompt gives when it runs alone."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    _alone: dict[tuple[tuple[int, ...], SamplingParams], Solo] = field(default_factory=dict)
+
+    def engine(self, variant: Variant, **options: Any) -> Engine:
+        package = find_phase(variant.phase)
+        config = package.Config(**{"max_seq_len": MAX_SEQ_LEN, **variant.options, **options})
+        return package.build_engine(config, model=self.model, tokenizer=self.tokenizer)
+
+    def alone(self, prompt: Sequence[int], params: SamplingParams) -> Solo:
+        """Tokens and logits of the request run by `generate()`."""
+        key = (tuple(prompt), params)
+        if key not in self._alone:
+            request = Request("alone", list(prompt), params, self.model.config.eos_token_ids)
+            with recorded_logits() as logits:
+                for _ in generate(self.model, request):
+                    pass
+            self._alone[key] = Solo(request.token_ids[len(prompt) :], logits["alone"])
+        return self._alone[key]
+
+
+@dataclass
+class Solo:
+    tokens: list[int]
+    logits: list[Tensor]  # [vocab] for each token
+
+
+class recorded_logits:
+    """While entered: the logits that every request's tokens were sampled from, by request id."""
+
+    def __enter__(self) -> dict[str, list[Tensor]]:
+        self._patch = pytest.MonkeyPatch()
+        seen: dict[str, list[Tensor]] = defaultdict(list)
+        original = common.runner.sample
+
+        def sample(logits: Tensor, requests: Sequence[Request]) -> Sampled:
+            for row, request in enumerate(requests):
+                seen[request.request_id].append(logits[row].clone())
+            return original(logits, requests)
+
+        self._patch.setattr(common.runner, "sample", sample)
+        self._patch.setattr(common.generate, "sample", sample)
+        return seen
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+def random_model(architecture: str) -> CausalLM:
+    """Random weights, large enough that logits are not flat: confident predictions hide mask errors, these do not."""
+    trained = open_checkpoint(f"zoo:{architecture}-tiny").config
+    layers = trained.layers
+    if architecture == "llama":
+        scaled = RopeConfig(10_000.0, Llama3Scaling(4.0, 1.0, 4.0, 64))
+        layers = tuple(dataclasses.replace(layer, rope=scaled) for layer in layers)
+    config: ModelConfig = dataclasses.replace(trained, layers=layers, dtype=torch.float32)
+    with torch.device("meta"):
+        model = ARCHITECTURES[config.architecture](config, torch.float32, MAX_SEQ_LEN)
+    fill_randomly(model, torch.device("cpu"), seed=1)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("norm.weight"):
+            parameter.data.mul_(5.0)
+    return model
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    name: str = request.param
+    architecture = name.split(":")[1].removesuffix("-tiny")
+    checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
+    if name.startswith("random:"):
+        model = random_model(architecture)
+    else:
+        model = load_model(
+            checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=MAX_SEQ_LEN
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Subject(model, checkpoint.tokenizer())
+    torch.set_num_threads(threads)
