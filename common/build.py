@@ -25,6 +25,7 @@ from common.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+RunnerFactory = Callable[[CausalLM, KVPool, Telemetry], Runner]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class EngineBuilder(Generic[ConfigT]):
 
     phase: Phase
     scheduler: Callable[[ConfigT, Clock], Scheduler]
-    runner: Callable[[ConfigT], Callable[[CausalLM, KVPool, Telemetry], Runner]]
+    runner: Callable[[ConfigT], RunnerFactory]
     pool: Callable[[ConfigT, KVShape, torch.device], KVPool]
 
     def __call__(

@@ -207,6 +207,7 @@ class Engine:
         scheduler.make_room(pool)
         scheduler.admit(pool)
         plan = scheduler.plan()
+        telemetry.counters.preemptions = scheduler.preemptions
         record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)

@@ -133,12 +133,16 @@ class KVPool(ABC):
         """Columns that hold a token now."""
         return sum(self._lengths.values())
 
+    def free_token_capacity(self) -> int | None:
+        """Columns that nobody holds; None where memory comes in slots, and only their number limits."""
+        return None
+
     def get_seq_len(self, slot: int) -> int:
         """Columns of `slot` that hold a token. KeyError: the slot is not in use."""
         return self._lengths[slot]
 
     def audit(self, holders: Iterable[Request]) -> int:
-        """Reclaim memory held for anybody but `holders`; how many slots that were (0 in health)."""
+        """Reclaim memory held for anybody but `holders`; how many slots or blocks that were (0 in health)."""
         leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
         for slot in leaked:
             self._free(slot)

@@ -116,6 +116,7 @@ class Request:
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
+    prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     _generator: torch.Generator = field(init=False)
     _uniforms: list[float] = field(default_factory=list, init=False)
@@ -179,6 +180,7 @@ class Request:
     def preempt(self) -> None:
         """Back to the queue with everything generated so far; the caller has released its memory."""
         self._move_to(RequestState.WAITING)
+        self.prefill_progress = 0
 
     def finish(self, reason: FinishReason) -> None:
         self._move_to(RequestState.FINISHED)

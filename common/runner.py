@@ -102,7 +102,7 @@ class Runner(ABC):
         """
         try:
             return self.commit(self.launch(plan))
-        except torch.AcceleratorError as error:  # a device may report a failed pass only when its results are read
+        except torch.AcceleratorError as error:  # a failed pass may show only when its results are read
             raise EngineDeadError(DEVICE_FAILED) from error
 
     def release(self, requests: Iterable[Request]) -> None:
@@ -181,6 +181,8 @@ class Runner(ABC):
         logits = self.model(batch, view)
         self.telemetry.current.passes += 1
         view.advance()
+        for row in rows:
+            row.request.prefill_progress = row.span.length
         return tuple(sampled_requests), logits[: len(sampled_requests)]
 
     # ------------------------------------------------------------------ commit

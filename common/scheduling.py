@@ -41,6 +41,8 @@ class Scheduler(ABC):
     A step calls `retire`, `make_room`, `admit` and `plan`, in that order.
     """
 
+    preemptions = 0  # since the start
+
     @abstractmethod
     def add_request(self, request: Request) -> bool:
         """Queue a request. False: the queue is full, nothing has changed."""

@@ -40,7 +40,7 @@ class Counters:
     padded_tokens: int = 0
     idle_rows: int = 0
     failed_passes: int = 0
-    reclaimed_slots: int = 0  # memory found to be held for nobody after a failed pass; 0 in health
+    reclaimed_slots: int = 0  # slots or blocks held for nobody, found after a failed pass; 0 in health
     preemptions: int = 0
     busy_s: float = 0.0
 

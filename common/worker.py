@@ -152,7 +152,7 @@ class EngineWorker:
         """Hand over requests whose places were promised (`Admission.submit` is the way to call this).
 
         Raises:
-            ShuttingDownError: the time to drain is over; nothing new begins.
+            ShuttingDownError: the time to drain is over, or the worker was stopped; nothing new begins.
         """
         if self._aborted is not None:
             with self._wakeup:
@@ -212,6 +212,7 @@ class EngineWorker:
     async def stop(self) -> None:
         """End the thread after the step it is in. What is still unanswered is failed."""
         self.stop_admitting()
+        self._aborted = ShuttingDownError(STOPPED)
         with self._wakeup:
             self._stopping = True
             self._wakeup.notify()

@@ -1,0 +1,85 @@
+"""Which blocks are free and who holds the others: ids only, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner")
+
+
+class OutOfBlocksError(RuntimeError):
+    """Fewer blocks are free than were asked for."""
+
+
+class BlockAllocator(Generic[Owner]):
+    """Hands out block ids 0 to `num_blocks` - 1. Every operation is O(1) a block.
+
+    The block freed last is given out first: its bytes may still be in a cache of the machine.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(reversed(range(num_blocks)))
+        self._owners: dict[int, Owner] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_allocated(self) -> int:
+        return len(self._owners)
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= len(self._free)
+
+    def allocate(self, count: int, owner: Owner) -> list[int]:
+        """Take `count` blocks for `owner`, all or none.
+
+        Raises:
+            OutOfBlocksError: not so many are free; nothing has changed.
+            ValueError: `count` is negative.
+        """
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} blocks")
+        if not self.can_allocate(count):
+            raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free")
+        blocks = [self._free.pop() for _ in range(count)]
+        self._owners |= dict.fromkeys(blocks, owner)
+        return blocks
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            ValueError: one of them is not allocated, or is named twice; nothing has changed.
+        """
+        blocks = list(blocks)
+        wrong = [block for block in blocks if block not in self._owners]
+        if wrong or len(set(blocks)) != len(blocks):
+            raise ValueError(f"blocks {wrong or blocks} are not allocated, or named twice")
+        self.force_free(blocks)
+
+    def force_free(self, blocks: Iterable[int]) -> int:
+        """Give back those of `blocks` that are allocated; how many. For reclaiming what was lost track of."""
+        held = [block for block in dict.fromkeys(blocks) if block in self._owners]
+        for block in held:
+            del self._owners[block]
+        self._free += held
+        return len(held)
+
+    # ------------------------------------------------------------------ audits
+
+    def allocated_block_ids(self) -> set[int]:
+        """A copy."""
+        return set(self._owners)
+
+    def find_leaked_blocks(self, active_owners: Iterable[Owner]) -> set[int]:
+        """Blocks whose owner is not among `active_owners`."""
+        active = set(active_owners)
+        return {block for block, owner in self._owners.items() if owner not in active}
+
+    def find_unreferenced_blocks(self, referenced: Iterable[int]) -> set[int]:
+        """Allocated blocks that are not among `referenced`."""
+        return self.allocated_block_ids() - set(referenced)

@@ -1,0 +1,130 @@
+"""KV memory as a heap of small blocks (Kwon et al. 2023, PagedAttention).
+
+```text
+block size 4                       block table        physical blocks
+  A  tokens 0-9, three blocks      A  5 0 7           0  A4 A5 A6 A7     4  ·  ·  ·  ·
+  B  tokens 0-4, two blocks        B  2 3             1  ·  ·  ·  ·      5  A0 A1 A2 A3
+                                                      2  B0 B1 B2 B3     6  ·  ·  ·  ·
+  column c of A is in block table[c // 4]             3  B4 ·  ·  ·      7  A8 A9 ·  ·
+  at offset c % 4
+```
+
+A sequence holds what it uses, rounded up to a block; what it may need later is anybody's until then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from common.kv import KVPool, KVShape
+from common.request import Request
+from phase6_paged.allocator import BlockAllocator
+from phase6_paged.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+class PagedKVCachePool(KVPool):
+    """Block tables over one store of `num_blocks` blocks. A slot is the name of a table, never used again."""
+
+    def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
+        super().__init__(shape, device)
+        self._block_size = config.block_size
+        self.allocator: BlockAllocator[int] = BlockAllocator(config.resolve_num_blocks())
+        self.k, self.v = shape.allocate(self.allocator.num_blocks, self._block_size, device)
+        self._tables: dict[int, list[int]] = {}
+        self._names = itertools.count()
+        assert config.max_seq_len is not None
+        if self.allocator.num_blocks * self._block_size < config.max_seq_len:
+            logger.warning(
+                "%d blocks of %d hold %d tokens: less than one sequence of %d; longer requests are refused",
+                self.allocator.num_blocks,
+                self._block_size,
+                self.allocator.num_blocks * self._block_size,
+                config.max_seq_len,
+            )
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Whole blocks that hold `tokens` tokens."""
+        return -(-tokens // self._block_size)
+
+    # ------------------------------------------------------------------ slots
+
+    def allocate_slot(self) -> int:
+        """A new, empty block table."""
+        slot = next(self._names)
+        self._tables[slot] = []
+        self._lengths[slot] = 0
+        return slot
+
+    def grow(self, slot: int, tokens: int) -> None:
+        """Extend a block table to hold `tokens` tokens.
+
+        Raises:
+            KeyError: the slot is not in use.
+            OutOfBlocksError: not enough blocks are free; nothing has changed.
+        """
+        table = self._tables[slot]
+        table += self.allocator.allocate(max(0, self.blocks_for(tokens) - len(table)), owner=slot)
+
+    def free_slot(self, slot: int) -> None:
+        """Give back a slot and its blocks. KeyError: it is not in use."""
+        table = self._tables.pop(slot)
+        del self._lengths[slot]
+        self.allocator.free(table)
+
+    # ------------------------------------------------------------------ the protocol
+
+    def reserve(self, request: Request, tokens: int) -> bool:
+        held = 0 if request.slot is None else len(self._tables[request.slot])
+        if not self.allocator.can_allocate(self.blocks_for(tokens) - held):
+            return False
+        if request.slot is None:
+            request.slot = self.allocate_slot()
+        self.grow(request.slot, tokens)
+        return True
+
+    def release(self, request: Request) -> None:
+        if request.slot is not None:
+            self.free_slot(request.slot)
+            request.slot = None
+
+    def _free(self, slot: int) -> None:
+        self.free_slot(slot)
+
+    def capacity(self, slot: int) -> int:
+        return len(self._tables[slot]) * self._block_size
+
+    def block_table(self, slot: int) -> Sequence[int]:
+        return self._tables[slot]
+
+    def max_request_tokens(self) -> int | None:
+        return self.allocator.num_blocks * self._block_size
+
+    def free_token_capacity(self) -> int | None:
+        return self.allocator.num_free * self._block_size
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.allocator.num_allocated * self._block_size
+
+    # ------------------------------------------------------------------ audits
+
+    def audit_blocks(self) -> set[int]:
+        """Blocks that are allocated and in no table: empty after any history."""
+        return self.allocator.find_unreferenced_blocks(itertools.chain.from_iterable(self._tables.values()))
+
+    def reclaim_leaked_blocks(self) -> int:
+        """Free what `audit_blocks` finds; how many blocks that were."""
+        return self.allocator.force_free(self.audit_blocks())
+
+    def audit(self, holders: Iterable[Request]) -> int:
+        return super().audit(holders) + self.reclaim_leaked_blocks()

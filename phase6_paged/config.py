@@ -1,0 +1,42 @@
+"""Options of paged attention."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from phase5_continuous.config import Config as ContinuousConfig
+
+
+class Config(ContinuousConfig):
+    """Phase 5's options, and how KV memory is cut up.
+
+    `max_batch_size` limits what is computed together, `num_blocks` what is held: they are independent.
+    """
+
+    kv_cache_backend: Literal["paged", "contiguous"] = Field(
+        default="paged", description="blocks, or phase 5's slots (which take no notice of the block options)"
+    )
+    block_size: int = Field(default=16, ge=1, description="tokens in a block of KV memory")
+    num_blocks: int | None = Field(
+        default=None,
+        ge=1,
+        description="blocks in all; default: as many bytes as max_batch_size slots of max_seq_len",
+    )
+
+    def resolve_num_blocks(self) -> int:
+        """Blocks in all. `max_seq_len` must be resolved."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return -(-super().kv_tokens() // self.block_size)
+
+    def kv_tokens(self) -> int:
+        if self.kv_cache_backend == "contiguous":
+            return super().kv_tokens()
+        return self.resolve_num_blocks() * self.block_size
+
+    def kv_formula(self) -> str:
+        if self.kv_cache_backend == "contiguous":
+            return super().kv_formula()
+        return f"{self.resolve_num_blocks()} blocks × {self.block_size}"

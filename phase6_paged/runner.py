@@ -1,0 +1,13 @@
+"""Nothing new: the flat pass finds keys through a block table, and always did.
+
+Phase 5's slot was a table of one long block. What changes lies below: on CUDA, decode reads the blocks where they
+are (`kernels.paged_attention`); elsewhere it gathers them, with indices built once a step.
+"""
+
+from __future__ import annotations
+
+from phase5_continuous.runner import ContinuousRunner
+
+
+class PagedRunner(ContinuousRunner):
+    """Phase 5's runner, on either pool."""

@@ -1,0 +1,50 @@
+"""Admission by memory, growth by the block, and preemption when memory runs out.
+
+```text
+          free blocks                       a decode step needs a block and none is free:
+  admit ──> prompt's blocks taken now       the latest arrival gives up all of its own,
+  step  ──> one more where a block is full  goes to the front of the queue with what it has
+  retire ─> all of them back                generated, and later prefills prompt + generated
+```
+"""
+
+from __future__ import annotations
+
+from common.kv import KVPool
+from common.request import Request, RequestState
+from phase5_continuous.scheduler import ContinuousScheduler
+
+GROWTH_RESERVE = 0.2  # share of the free pool kept from newcomers, for those who decode to grow into
+
+
+class PagedScheduler(ContinuousScheduler):
+    """Continuous batching on a budget of blocks. On a pool without one (slots) it is phase 5's."""
+
+    def make_room(self, pool: KVPool) -> None:
+        """Oldest first, so that the oldest always goes on: whoever is in its way arrived later."""
+        for request in sorted(self._active, key=lambda r: r.arrival):
+            while request.state is RequestState.DECODE and not pool.reserve(request, len(request.token_ids)):
+                self._preempt(max(self._active, key=lambda r: r.arrival), pool)
+
+    def _preempt(self, request: Request, pool: KVPool) -> None:
+        """Take back a request's memory; nothing else is lost, and its client sees only a pause."""
+        self._active.remove(request)
+        pool.release(request)
+        request.preempt()
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def admit(self, pool: KVPool) -> None:
+        """First come, first served, as long as whole blocks for prompt and generated tokens are within budget."""
+        free = pool.free_token_capacity()
+        budget = None if free is None else int(free * (1 - GROWTH_RESERVE))
+        while self.waiting and self.free_seats > 0:
+            request = self.waiting[0]
+            cost = -(-len(request.token_ids) // pool.block_size) * pool.block_size
+            # With nobody active nobody grows: a prompt that fits the pool must not wait forever.
+            if budget is not None and cost > budget and self._active:
+                return
+            if not self._seat(request, pool):
+                return
+            self.waiting.popleft()
+            budget = None if budget is None else budget - cost

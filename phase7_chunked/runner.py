@@ -1,0 +1,31 @@
+"""Chunks and decode tokens in one forward pass: the weights are read once a step.
+
+The flat pass needs nothing new. A chunk is tokens at positions `start` to `end` of its sequence, whose queries see
+the columns before them, those of earlier chunks included.
+
+```text
+  one pass     a b c d | C512 C513 … C1023          decode tokens of A, B, C', D, then a chunk of C
+  positions    9 4 7 31| 512  513  … 1023
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.runner import ForwardPass
+from common.scheduling import StepPlan
+from phase6_paged.runner import PagedRunner
+
+
+class ChunkedRunner(PagedRunner):
+    """Phase 6's rows, in one pass instead of two."""
+
+    def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
+        # Decode rows first: sequences with one query are computed together (see `kernels.attention`).
+        rows = (
+            *(self.decode_row(request) for request in plan.decode),
+            *(self.prefill_row(chunk) for chunk in plan.prefill),
+        )
+        if rows:
+            yield ForwardPass(rows)

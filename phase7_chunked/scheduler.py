@@ -1,0 +1,46 @@
+"""Long prompts a chunk at a time (Agrawal et al. 2023, Sarathi): nobody's next token waits for all of it.
+
+```text
+a prompt of 2000 arrives while A and B decode         steps ──>
+  phase 6   A a a a ················ a a a             the prompt has a step to itself
+            B b b b ················ b b b
+            C       └ 2000 at once ┘ c c c
+  phase 7   A a a a  a   a   a   a   a a a             each step is a little longer, none is long
+            B b b b  b   b   b   b   b b b
+            C       └512┘└512┘└512┘└464┘ c c
+```
+"""
+
+from __future__ import annotations
+
+from common.engine import Clock
+from common.request import Request, RequestState
+from common.scheduling import PrefillChunk, StepPlan
+from phase6_paged.scheduler import PagedScheduler
+from phase7_chunked.config import Config
+
+
+class ChunkedScheduler(PagedScheduler):
+    """Phase 6's admission, which reserves a whole prompt's blocks; then the prompt advances chunk by chunk."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        super().__init__(config, clock)
+        self.chunk_size = config.prefill_chunk_size
+        self.max_chunks = config.max_prefill_chunks_per_step
+
+    def plan(self) -> StepPlan:
+        """A token for everyone who decodes, and the next chunk of as many prompts as a step may advance."""
+        return StepPlan(
+            decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
+            prefill=tuple(self.next_chunk(r) for r in self.prefill_requests(self.max_chunks)),
+        )
+
+    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
+        """Whose prompts advance: those that have begun, oldest first, then newcomers; at most `max_chunks`."""
+        prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
+        prefilling.sort(key=lambda r: (r.prefill_progress == 0, r.arrival))
+        return prefilling[:max_chunks]
+
+    def next_chunk(self, request: Request) -> PrefillChunk:
+        start = request.prefill_progress
+        return PrefillChunk(request, start, min(start + self.chunk_size, len(request.token_ids)))
