@@ -1,0 +1,176 @@
+"""The zoo's three tokenizers, trained on the generator's text, each built the way its family builds them.
+
+===========  ==========================================================  ======================
+model        pieces                                                      begins with
+===========  ==========================================================  ======================
+llama-tiny   byte-level BPE: every byte is a letter of the alphabet      ``<|begin_of_text|>``
+qwen3-tiny   byte-level BPE                                              nothing
+gemma3-tiny  BPE on characters, spaces written as ``▁``; what is not in  ``<bos>``
+             the alphabet falls back to ``<0x00>`` … ``<0xFF>``
+===========  ==========================================================  ======================
+
+All three are trained on text *without* emoji, so that one emoji is always several tokens, as it often is in
+the real vocabularies, and a server has to hold back the first of them.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+# Words with the space before them, up to three digits, marks, white space: no piece crosses these borders.
+SPLIT = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"
+
+LLAMA_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+GEMMA_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+
+LLAMA_CHAT = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+QWEN_CHAT = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# Gemma has no system role: a system message opens the first user turn. The assistant is called "model".
+GEMMA_CHAT = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+{%- set opening = messages[0]['content'] + '\\n\\n' %}
+{%- set turns = messages[1:] %}
+{%- else %}
+{%- set opening = '' %}
+{%- set turns = messages %}
+{%- endif %}
+{%- for message in turns %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif %}
+{%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{- '<start_of_turn>' + role + '\\n' + (opening if loop.first else '') + message['content'] | trim }}
+{{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<start_of_turn>model\\n' }}
+{%- endif %}
+"""
+
+
+def without_emoji(texts: Iterable[str]) -> Iterator[str]:
+    """The texts with everything above U+2100 left out: emoji and their joiners, but no accented letter."""
+    for text in texts:
+        yield re.sub(r"[^\u0000-\u20ff]", "", text)
+
+
+def byte_level(texts: Iterable[str], size: int, special: tuple[str, ...]) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most ``size`` pieces; the special tokens have the highest ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(without_emoji(texts), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer
+
+
+def prepend(tokenizer: Tokenizer, token: str) -> processors.TemplateProcessing:
+    """A post-processor that puts ``token`` in front of every text."""
+    return processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token}:1 $B:1",
+        special_tokens=[(token, tokenizer.token_to_id(token))],
+    )
+
+
+def llama(texts: Iterable[str], size: int) -> Tokenizer:
+    """Like Llama 3's: byte-level BPE, and a beginning-of-text token in front."""
+    tokenizer = byte_level(texts, size, LLAMA_SPECIAL)
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), prepend(tokenizer, LLAMA_SPECIAL[0])]
+    )
+    return tokenizer
+
+
+def qwen(texts: Iterable[str], size: int) -> Tokenizer:
+    """Like Qwen 3's: byte-level BPE, text normalized to NFC, no token in front."""
+    tokenizer = byte_level(texts, size, QWEN_SPECIAL)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def gemma(texts: Iterable[str], size: int) -> Tokenizer:
+    """Like Gemma's: BPE on characters with ``▁`` for a space, and bytes for what the alphabet lacks.
+
+    Trained in two moves. The trainer needs white space and marks as borders, to learn no piece across words;
+    afterwards the merges themselves keep to them, so the tokenizer carries no such rule (nor does Gemma's).
+    And byte pieces must be ordinary pieces: as added tokens, ``<0x41>`` in a text would turn into an A.
+    """
+    draft = Tokenizer(models.BPE())
+    draft.normalizer = normalizers.Replace(" ", "▁")
+    draft.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?\p{L}+|\n+|."), behavior="isolated")
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[*GEMMA_SPECIAL, *byte_pieces], show_progress=False
+    )
+    draft.train_from_iterator(without_emoji(texts), trainer)
+    learned = json.loads(draft.to_str())["model"]
+
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=learned["vocab"],
+            merges=[(left, right) for left, right in learned["merges"]],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in GEMMA_SPECIAL]
+    )
+    tokenizer.post_processor = prepend(tokenizer, "<bos>")
+    return tokenizer
