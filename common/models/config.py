@@ -124,7 +124,7 @@ class _Reader:
 
     def dtype(self) -> torch.dtype:
         name = self.get("dtype", self.get("torch_dtype", "float32"))
-        if name not in _DTYPES:
+        if not isinstance(name, str) or name not in _DTYPES:
             raise StartupError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
@@ -153,6 +153,7 @@ class _Reader:
         activation: str,
         tie_word_embeddings: bool,
         max_position_embeddings: int,
+        head_dim: int | None = None,
         attention_scale: float | None = None,
     ) -> ModelConfig:
         """The entries that all architectures name alike; the arguments are what an architecture settles itself."""
@@ -163,7 +164,7 @@ class _Reader:
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
             )
         hidden_size = self.positive_int("hidden_size")
-        head_dim = self.positive_int("head_dim", hidden_size // heads)
+        head_dim = self.positive_int("head_dim", head_dim or hidden_size // heads)
         name = str(self.raw.get("hidden_act", self.raw.get("hidden_activation")) or activation)
         if name not in _ACTIVATIONS:
             raise StartupError(f"config.json: hidden_act {name!r} is not one of {', '.join(_ACTIVATIONS)}")
@@ -189,10 +190,15 @@ class _Reader:
 
 
 def token_id_set(value: Any) -> frozenset[int]:
-    """EOS ids as `config.json` and `generation_config.json` write them: null, one id, or a list."""
-    if value is None:
-        return frozenset()
-    return frozenset(value) if isinstance(value, list) else frozenset({int(value)})
+    """EOS ids as `config.json` and `generation_config.json` write them: null, one id, or a list.
+
+    Raises:
+        StartupError: anything else.
+    """
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise StartupError(f"eos_token_id must be a token id or a list of them, not {value!r}")
+    return frozenset(ids)
 
 
 def _number(value: Any, key: str) -> float:
@@ -245,6 +251,7 @@ def _read_qwen3(reader: _Reader) -> ModelConfig:
         activation="silu",
         tie_word_embeddings=False,
         max_position_embeddings=32_768,
+        head_dim=128,
     )
 
 
@@ -277,6 +284,7 @@ def _read_gemma3(reader: _Reader) -> ModelConfig:
         activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
         max_position_embeddings=131_072,
+        head_dim=256,
         attention_scale=reader.number("query_pre_attn_scalar", 256) ** -0.5,
     )
 

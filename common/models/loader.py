@@ -65,8 +65,8 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, Mapping):
-            raise StartupError(f"{folder / INDEX_FILE} has no weight_map")
+        if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise StartupError(f"{folder / INDEX_FILE} has no weight_map from tensors to files")
         tensors: dict[str, StoredTensor] = {}
         for name in sorted(set(weight_map.values())):
             if not (folder / name).is_file():
@@ -108,8 +108,11 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], data_start: int, fi
     if dtype is None:
         raise StartupError(f"{path}: {name} is stored as {entry['dtype']}; we read {', '.join(_DTYPES)}")
     shape = tuple(entry["shape"])
-    if end - begin != torch.Size(shape).numel() * dtype.itemsize:
-        raise StartupError(f"{path}: {name} takes {end - begin} bytes, which its shape {shape} does not need")
+    needed = torch.Size(shape).numel() * dtype.itemsize
+    if begin < 0 or end - begin != needed:
+        raise StartupError(
+            f"{path}: {name} lies at bytes {begin} to {end}, but its shape {shape} needs {needed}"
+        )
     if data_start + end > file_size:
         raise StartupError(
             f"{path} is truncated: it has {file_size} bytes, {name} ends at {data_start + end}; download it again"

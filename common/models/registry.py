@@ -9,6 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
 from common.models.config import ModelConfig, token_id_set
@@ -121,6 +122,10 @@ def _download(hub_id: str) -> Path:
     """A hub id's files, only those needed; from the local cache where they are there already."""
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except GatedRepoError:
+        reason = "its owner wants their terms accepted first, on its page; then log in with `hf auth login`"
+    except RepositoryNotFoundError:
+        reason = "there is no such model, or it is private: log in with `hf auth login`"
     except Exception as error:  # HTTP, cache and name errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StartupError(f"{hub_id} cannot be downloaded from the hub: {reason}") from None
+    raise StartupError(f"{hub_id} cannot be downloaded from the hub: {reason}")

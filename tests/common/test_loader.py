@@ -1,0 +1,432 @@
+"""Weights from disk: every tensor in its place, and every broken checkpoint refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.errors import StartupError
+from common.models.config import ModelConfig
+from common.models.layers import CausalLM
+from common.models.llama import Llama
+from common.models.loader import find_tensors
+from common.models.registry import open_checkpoint
+from tests.helpers import ARCHITECTURES, draw_ids, load, read_config, save_tiny, solo_logits, write_config
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+BIASED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"attention_bias": True},
+    "gemma3_text": {"attention_bias": True},
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "checkpoint", "llama")
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """A single-file checkpoint's tensors, copied: what safetensors returns changes with the file."""
+    return {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite a single-file checkpoint's tensors."""
+    tensors = read(folder)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite the header of a checkpoint's file, the data as they are."""
+    raw = (folder / WEIGHTS).read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + size])
+    change(header)
+    new = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + size :])
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which a checkpoint is refused."""
+    with pytest.raises(StartupError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert folder.name in message
+    return message
+
+
+# ---------------------------------------------------------------------- every tensor in its place
+
+
+def assert_holds(model: CausalLM, stored: dict[str, Tensor]) -> None:
+    """Check a model of ours against a checkpoint's tensors, with the layout spelled out by hand."""
+    gemma = model.config.architecture == "gemma3_text"
+    expected: list[tuple[Tensor, list[str]]] = [
+        (model.embedding, ["model.embed_tokens.weight"]),
+        (model.norm.weight, ["model.norm.weight"]),
+    ]
+    if model.untied_head is not None:
+        expected.append((model.untied_head, ["lm_head.weight"]))
+    for index, block in enumerate(model.blocks):
+        attention, mlp, layer = block.attention, block.mlp, f"model.layers.{index}"
+        matrices = [
+            (attention.qkv, [f"{layer}.self_attn.{name}_proj" for name in "qkv"]),
+            (attention.out, [f"{layer}.self_attn.o_proj"]),
+            (mlp.gate_up, [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]),
+            (mlp.down, [f"{layer}.mlp.down_proj"]),
+        ]
+        for linear, names in matrices:
+            expected.append((linear.weight, [f"{name}.weight" for name in names]))
+            if linear.bias is not None:
+                expected.append((linear.bias, [f"{name}.bias" for name in names]))
+        norms = {"input_layernorm": block.input_norm, "post_attention_layernorm": block.post_attention_norm}
+        if gemma:
+            norms["pre_feedforward_layernorm"] = block.pre_mlp_norm
+            norms["post_feedforward_layernorm"] = block.post_mlp_norm
+        if model.config.architecture != "llama":
+            norms |= {"self_attn.q_norm": attention.q_norm, "self_attn.k_norm": attention.k_norm}
+        expected += [(norm.weight, [f"{layer}.{name}.weight"]) for name, norm in norms.items()]
+    for parameter, names in expected:
+        assert torch.equal(parameter, torch.cat([stored[name] for name in names]).to(parameter.dtype)), names
+    # Nothing was left out on either side.
+    assert {id(parameter) for parameter, _ in expected} == {id(parameter) for parameter in model.parameters()}
+    assert sorted(name for _, names in expected for name in names) == sorted(stored)
+
+
+@EVERY_ARCHITECTURE
+def test_every_tensor_lands_in_its_rows(architecture: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, architecture, **BIASED[architecture])
+    assert_holds(load(folder), read(folder))
+
+
+@EVERY_ARCHITECTURE
+def test_shards_are_one_checkpoint(architecture: str, tmp_path: Path) -> None:
+    whole = save_tiny(tmp_path / "whole", architecture)
+    shards = save_tiny(tmp_path / "shards", architecture, shard_size="60KB")
+    assert len(list(shards.glob("model-*.safetensors"))) > 2
+    assert not (shards / WEIGHTS).exists()
+    assert_holds(load(shards), read(whole))
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_stored_types_are_converted_tensor_by_tensor(
+    stored: torch.dtype, kept: torch.dtype, llama: Path
+) -> None:
+    change_tensors(llama, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    model = load(llama, dtype=kept)
+    assert {parameter.dtype for parameter in model.parameters()} == {kept}
+    assert_holds(model, read(llama))
+
+
+def test_one_file_may_hold_several_types(llama: Path) -> None:
+    change_tensors(llama, lambda tensors: tensors.update({Q: tensors[Q].bfloat16(), K: tensors[K].half()}))
+    assert_holds(load(llama), read(llama))
+
+
+def test_bfloat16_is_kept_bit_for_bit(llama: Path) -> None:
+    # Every pattern of 16 bits that is a number, in place of the embedding; NaN would not equal itself.
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    patterns = patterns[~patterns.isnan()]
+    rows = len(patterns) // 42
+    table = patterns[: rows * 42].view(rows, 42)
+    change_tensors(
+        llama, lambda t: t.update({"model.embed_tokens.weight": table, "lm_head.weight": table.clone()})
+    )
+    write_config(llama, read_config(llama) | {"vocab_size": rows})
+    for dtype in (torch.bfloat16, torch.float32):
+        model = load(llama, dtype=dtype)
+        assert torch.equal(model.embedding, table.to(dtype))
+        assert torch.equal(model.embedding.bfloat16().view(torch.int16), table.view(torch.int16))
+
+
+@EVERY_ARCHITECTURE
+def test_a_tied_file_may_repeat_the_embedding_and_hold_rotary_frequencies(
+    architecture: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, architecture, tie_word_embeddings=True)
+    plain = solo_logits(load(folder), draw_ids(9))
+    assert "lm_head.weight" not in read(folder)
+    extra = {
+        "lm_head.weight": torch.zeros(97, 42),  # never read: the embedding is the head
+        "model.rotary_emb.inv_freq": torch.zeros(8),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+    }
+    change_tensors(folder, lambda tensors: tensors.update(extra))
+    assert torch.equal(solo_logits(load(folder), draw_ids(9)), plain)
+
+
+def test_tensors_may_lie_in_any_order_with_metadata(llama: Path) -> None:
+    tensors = read(llama)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name in sorted(tensors, reverse=True):
+        content = tensors[name].numpy().tobytes()
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": offsets}
+        data += content
+    raw = json.dumps(header).encode()
+    (llama / WEIGHTS).write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    assert_holds(load(llama), tensors)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_truncated_file(llama: Path) -> None:
+    raw = (llama / WEIGHTS).read_bytes()
+    (llama / WEIGHTS).write_bytes(raw[:-1])
+    message = refusal(llama)
+    assert f"{WEIGHTS} is truncated" in message
+    assert str(len(raw) - 1) in message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x10\x00",
+        struct.pack("<Q", 0),
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 50) + b'{"a": 1',
+        struct.pack("<Q", 7) + b"garbage",
+        struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 8) + b'{"a": 1}',
+        struct.pack("<Q", 20) + b'{"a": {"dtype": 32}}',
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    ],
+    ids=repr,
+)
+def test_garbage_for_a_header(raw: bytes, llama: Path) -> None:
+    (llama / WEIGHTS).write_bytes(raw)
+    message = refusal(llama)
+    assert WEIGHTS in message
+    assert "header" in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"dtype": "F8_E4M3"}, [Q, "F8_E4M3", "BF16"]),
+        ({"dtype": "I64"}, [Q, "I64"]),
+        ({"data_offsets": [0, 4]}, [Q, "bytes 0 to 4", "16128"]),
+        ({"data_offsets": [0]}, ["malformed header"]),
+        ({"data_offsets": ["0", "4"]}, ["malformed header"]),
+        ({"data_offsets": [-16128, 0]}, [Q, "bytes -16128 to 0"]),
+        ({"shape": "96x42"}, ["malformed header"]),
+        ({"shape": [42, 96]}, [Q, "[42, 96]", "[96, 42]"]),
+    ],
+    ids=str,
+)
+def test_a_header_entry_that_cannot_be(entry: dict[str, Any], says: list[str], llama: Path) -> None:
+    change_header(llama, lambda header: header[Q].update(entry))
+    message = refusal(llama)
+    assert WEIGHTS in message or "config.json" in message
+    assert all(part in message for part in says), message
+
+
+def test_missing_tensor(llama: Path) -> None:
+    change_tensors(llama, lambda tensors: tensors.pop(Q))
+    assert f"missing: {Q}" in refusal(llama)
+
+
+def test_unexpected_tensor(llama: Path) -> None:
+    change_tensors(
+        llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
+    )
+    assert "unexpected: model.layers.0.self_attn.q_norm.weight" in refusal(llama)
+
+
+def test_an_untied_head_may_not_be_missing(llama: Path) -> None:
+    change_tensors(llama, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "missing: lm_head.weight" in refusal(llama)
+
+
+def test_wrong_shape(llama: Path) -> None:
+    change_tensors(llama, lambda tensors: tensors.update({Q: tensors[Q][:-1]}))
+    message = refusal(llama)
+    assert f"wrong shape: {Q} is [95, 42], config.json makes it [96, 42]" in message
+
+
+def test_all_that_is_wrong_is_said_at_once_and_long_lists_are_cut(llama: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[Q] = tensors[Q].T
+        tensors["stray"] = torch.ones(1)
+        for name in [name for name in tensors if "mlp" in name]:
+            del tensors[name]
+
+    change_tensors(llama, spoil)
+    message = refusal(llama)
+    assert all(
+        part in message for part in ("missing", "and 4 more", "unexpected: stray", f"wrong shape: {Q}")
+    )
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"num_hidden_layers": 4}, "missing: model.layers.3."),
+        ({"num_hidden_layers": 2}, "unexpected: model.layers.2."),
+        (
+            {"hidden_size": 48},
+            "wrong shape: model.embed_tokens.weight is [97, 42], config.json makes it [97, 48]",
+        ),
+        ({"num_key_value_heads": 3}, "k_proj.weight is [32, 42], config.json makes it [48, 42]"),
+        ({"attention_bias": True}, "missing: model.layers.0.self_attn.k_proj.bias"),
+        ({"model_type": "qwen3"}, "missing: model.layers.0.self_attn.k_norm.weight"),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_the_tensors(entry: dict[str, Any], says: str, llama: Path) -> None:
+    write_config(llama, read_config(llama) | entry)
+    assert says in refusal(llama)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "checkpoint", "llama", shard_size="60KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    message = refusal(folder)
+    assert shard.name in message
+    assert INDEX in message
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "x", {"a": 1}, {"a": ["b"]}, {"a": None}], ids=repr)
+def test_an_index_without_files(weight_map: Any, llama: Path) -> None:
+    (llama / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    message = refusal(llama)
+    assert INDEX in message
+    assert "weight_map" in message
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
+    (llama / WEIGHTS).rename(llama / pickle)
+    message = refusal(llama)
+    assert pickle in message
+    assert "safetensors" in message
+
+
+def test_no_weights_at_all(llama: Path) -> None:
+    (llama / WEIGHTS).unlink()
+    assert WEIGHTS in refusal(llama)
+
+
+def test_missing_config(llama: Path) -> None:
+    (llama / "config.json").unlink()
+    assert "config.json" in refusal(llama)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"null"], ids=repr)
+def test_a_config_that_is_no_json_object(content: bytes, llama: Path) -> None:
+    (llama / "config.json").write_bytes(content)
+    assert "config.json" in refusal(llama)
+
+
+def test_unknown_architecture(llama: Path) -> None:
+    write_config(llama, read_config(llama) | {"model_type": "mamba"})
+    with pytest.raises(StartupError, match=r"'mamba' is not implemented.* llama, qwen3, gemma3_text"):
+        load(llama)
+
+
+def test_missing_tokenizer(llama: Path) -> None:
+    with pytest.raises(StartupError, match=r"checkpoint has no tokenizer\.json"):
+        open_checkpoint(str(llama)).tokenizer()
+
+
+def test_a_refused_checkpoint_takes_no_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_tensors(llama, lambda tensors: tensors.pop(Q))
+
+    def refuse(*_: Any) -> None:
+        pytest.fail("memory was taken before the files were checked")
+
+    monkeypatch.setattr(CausalLM, "materialise", refuse)
+    assert "missing" in refusal(llama)
+
+
+def test_headers_are_read_alone(llama: Path) -> None:
+    stored = find_tensors(llama)
+    expected = read(llama)
+    assert {name: tensor.shape for name, tensor in stored.items()} == {
+        n: tuple(t.shape) for n, t in expected.items()
+    }
+
+
+# ---------------------------------------------------------------------- memory
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from common.models.registry import load_model, open_checkpoint
+
+def megabytes(entry):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry))
+    return int(line.split()[1]) / 1024
+
+before = megabytes("VmRSS")
+checkpoint = open_checkpoint(sys.argv[1])
+dtype = getattr(torch, sys.argv[2])
+model = load_model(checkpoint, device=torch.device("cpu"), dtype=dtype, max_positions=64)
+size = sum(p.numel() * p.itemsize for p in model.parameters()) / 2**20
+print(size, megabytes("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of about 300 MB, bfloat16."""
+    folder = tmp_path_factory.mktemp("large")
+    config = {
+        "model_type": "llama",
+        "vocab_size": 16_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    }
+    write_config(folder, config)
+    with torch.device("meta"):
+        shapes = {
+            held.name: (held.rows, *held.parameter.shape[1:])
+            for held in Llama(ModelConfig.from_json(config), torch.bfloat16, 8).held_tensors()
+        }
+    save_file({name: torch.rand(shape).bfloat16() for name, shape in shapes.items()}, folder / WEIGHTS)
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_needs_the_models_memory_and_little_more(large: Path, dtype: str) -> None:
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(large), dtype],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    size, risen = map(float, output.split())
+    assert size > (290 if dtype == "bfloat16" else 580)
+    assert risen <= 1.3 * size, f"{risen:.0f} MB for a model of {size:.0f} MB"
+    assert risen >= 0.9 * size  # or the measurement is broken
+    print(f"{dtype}: peak memory rose by {risen / size:.3f} of the model's size")

@@ -1,0 +1,498 @@
+"""The models against transformers, and one flat pass over many sequences against each sequence alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import common.kv
+from common.generate import generate
+from common.kv import KVCapacityError, Span, using_view
+from common.models.layers import CausalLM, TokenBatch
+from common.models.registry import open_checkpoint
+from common.request import Request, SamplingParams
+from kernels.attention import AttentionLayout
+from tests.helpers import (
+    ARCHITECTURES,
+    ZOO_NAMES,
+    ScatteredPool,
+    as_transformers_4,
+    draw_ids,
+    largest_difference,
+    load,
+    oracle_logits,
+    oracle_of,
+    read_config,
+    run_pass,
+    save_tiny,
+    solo_logits,
+    write_config,
+    zoo,
+)
+
+PARITY = 1e-4  # float32 against float32
+FLAT = 1e-4  # one pass over many against one pass over one: the same sums in another order
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 3_000.0}
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "grouped queries, untied", {}),
+    ("llama", "tied", {"tie_word_embeddings": True}),
+    ("llama", "one KV head", {"num_key_value_heads": 1}),
+    ("llama", "a KV head per query head", {"num_key_value_heads": 6}),
+    ("llama", "head_dim is hidden_size / heads", {"hidden_size": 60, "head_dim": None}),
+    ("llama", "attention bias", {"attention_bias": True}),
+    ("llama", "MLP bias", {"mlp_bias": True}),
+    ("llama", "llama3 RoPE past the original length", {"rope_parameters": LLAMA3}),
+    ("llama", "linear RoPE", {"rope_parameters": LINEAR}),
+    ("qwen3", "grouped queries, untied", {}),
+    ("qwen3", "tied", {"tie_word_embeddings": True}),
+    ("qwen3", "one KV head", {"num_key_value_heads": 1}),
+    ("qwen3", "attention bias", {"attention_bias": True}),
+    ("qwen3", "linear RoPE", {"rope_parameters": LINEAR}),
+    ("gemma3_text", "prompt past the window", {}),
+    ("gemma3_text", "one KV head", {"num_key_value_heads": 1}),
+    ("gemma3_text", "untied", {"tie_word_embeddings": False}),
+    ("gemma3_text", "attention bias", {"attention_bias": True}),
+    ("gemma3_text", "window of one", {"sliding_window": 1}),
+    (
+        "gemma3_text",
+        "linear RoPE on global layers",
+        {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": LINEAR}},
+    ),
+    (
+        "gemma3_text",
+        "a global layer in every three",
+        {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+]
+EVERY_CASE = pytest.mark.parametrize(
+    ("architecture", "entries"),
+    [
+        pytest.param(architecture, entries, id=f"{architecture}-{name}")
+        for architecture, name, entries in CASES
+    ],
+)
+EVERY_ZOO_MODEL = pytest.mark.parametrize("name", ZOO_NAMES)
+
+REAL_CHECKPOINTS = [folder for folder in os.environ.get("INFER_TEST_MODELS", "").split(",") if folder]
+STORY = "Once upon a time there was a fox who lived by the river. Every morning she "
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    """A tiny random model of each architecture; Gemma's window is 8."""
+    return load(save_tiny(tmp_path_factory.mktemp("tiny"), request.param))
+
+
+@cache
+def zoo_model(name: str) -> CausalLM:
+    return load(zoo(name))
+
+
+@cache
+def zoo_oracle(name: str) -> Any:
+    return oracle_of(zoo(name))
+
+
+def logits_token_by_token(model: CausalLM, token_ids: Sequence[int], prompt: int) -> Tensor:
+    """Logits at every position where `prompt` tokens come in one pass and each later one in a pass of its own."""
+    pool = ScatteredPool(model, [len(token_ids)])
+    pieces = [token_ids[:prompt], *([token_id] for token_id in token_ids[prompt:])]
+    return torch.cat([run_pass(model, pool, [(0, piece)])[0] for piece in pieces])
+
+
+def generate_ours(
+    model: CausalLM, prompt: Sequence[int], tokens: int, eos_token_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    request = Request(
+        request_id="greedy",
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(temperature=0.0, max_new_tokens=tokens),
+        eos_token_ids=eos_token_ids,
+    )
+    return [output.token_id for output in generate(model, request) if output.token_id is not None]
+
+
+def generate_theirs(oracle: Any, prompt: Sequence[int], tokens: int) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    written = oracle.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, pad_token_id=0
+    )
+    new: list[int] = written[0, len(prompt) :].tolist()
+    return new
+
+
+# ---------------------------------------------------------------------- parity with transformers
+
+
+@EVERY_CASE
+def test_logits_are_those_of_transformers_at_every_position(
+    architecture: str, entries: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, architecture, **entries)
+    model, token_ids = load(tmp_path), draw_ids(90)
+    expected = oracle_logits(oracle_of(tmp_path), token_ids)
+    assert expected.std() > 1.0  # near-equal logits would agree whatever the model did
+    assert largest_difference(solo_logits(model, token_ids), expected) < PARITY
+    assert largest_difference(logits_token_by_token(model, token_ids, prompt=40), expected) < PARITY
+
+
+@EVERY_CASE
+def test_a_config_of_transformers_4_gives_the_same_model(
+    architecture: str, entries: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, architecture, **entries)
+    token_ids = draw_ids(40)
+    config, logits = open_checkpoint(str(tmp_path)).config, solo_logits(load(tmp_path), token_ids)
+    old = as_transformers_4(read_config(tmp_path))
+    assert not {"rope_parameters", "dtype", "layer_types"} & set(old)
+    write_config(tmp_path, old)
+    assert open_checkpoint(str(tmp_path)).config == config
+    assert torch.equal(solo_logits(load(tmp_path), token_ids), logits)
+    # transformers reads the old style too, and to it, too, this is the same model.
+    assert largest_difference(oracle_logits(oracle_of(tmp_path), token_ids), logits) < PARITY
+
+
+@EVERY_ZOO_MODEL
+def test_zoo_logits_are_those_of_transformers(name: str) -> None:
+    model = zoo_model(name)
+    story = open_checkpoint(str(zoo(name))).tokenizer().encode(STORY * 12)[:250]
+    noise = draw_ids(250, model.config.vocab_size)
+    for token_ids in (story, noise):  # past every window and every original RoPE length of the zoo
+        assert len(token_ids) == 250
+        expected = oracle_logits(zoo_oracle(name), token_ids)
+        assert largest_difference(solo_logits(model, token_ids), expected) < PARITY
+        assert largest_difference(logits_token_by_token(model, token_ids, prompt=150), expected) < PARITY
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    entries = {"rope_parameters": LLAMA3} if architecture == "llama" else {"tie_word_embeddings": False}
+    save_tiny(tmp_path, architecture, **entries)
+    model, oracle = load(tmp_path), oracle_of(tmp_path)
+    different = set()
+    for seed, length in enumerate((1, 7, 50)):
+        prompt = draw_ids(length, seed=seed)
+        written = generate_ours(model, prompt, 64)
+        assert written == generate_theirs(oracle, prompt, 64)
+        different |= set(written)
+    assert len(different) > 8  # not a token or two over and over
+
+
+def test_generation_ends_at_the_eos_where_transformers_ends(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=False)
+    prompt = draw_ids(7)
+    endless = generate_ours(load(tmp_path), prompt, 40)
+    eos = endless[20]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, 96]}))
+    written = generate_ours(load(tmp_path), prompt, 40, open_checkpoint(str(tmp_path)).config.eos_token_ids)
+    assert written == generate_theirs(oracle_of(tmp_path), prompt, 40)
+    assert written == endless[: endless.index(eos) + 1]
+
+
+@EVERY_ZOO_MODEL
+def test_zoo_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    checkpoint = open_checkpoint(str(zoo(name)))
+    for prompt in ("Once upon a time", "The little fox", "One day a boy named"):
+        token_ids = checkpoint.tokenizer().encode(prompt)
+        written = generate_ours(zoo_model(name), token_ids, 80, checkpoint.config.eos_token_ids)
+        assert written == generate_theirs(zoo_oracle(name), token_ids, 80)
+
+
+@pytest.mark.checkpoints
+@pytest.mark.parametrize("folder", REAL_CHECKPOINTS)
+def test_real_checkpoint_equals_transformers(folder: str) -> None:
+    """`INFER_TEST_MODELS=dir,dir pytest -m checkpoints`: float32, so 4 bytes per parameter, twice."""
+    checkpoint = open_checkpoint(folder)
+    model, oracle = load(folder, max_positions=2048), oracle_of(Path(folder))
+    token_ids = checkpoint.tokenizer().encode(STORY * 40)[:600]  # past Gemma's window of 512
+    expected = oracle_logits(oracle, token_ids)
+    # Real logits reach 30 and more, where float32 itself is coarser: the bound grows with them.
+    bound = PARITY * max(1.0, expected.abs().max().item())
+    assert largest_difference(solo_logits(model, token_ids), expected) < bound
+    prompt = checkpoint.tokenizer().encode(STORY)
+    eos = checkpoint.config.eos_token_ids
+    assert generate_ours(model, prompt, 32, eos) == generate_theirs(oracle, prompt, 32)
+
+
+# ---------------------------------------------------------------------- the flat pass
+
+
+def changed_by_the_first_token(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
+    """[T]: how far the logits at each position move when the first token becomes another."""
+    other = [(token_ids[0] + 1) % model.config.vocab_size, *token_ids[1:]]
+    return (solo_logits(model, token_ids) - solo_logits(model, other)).abs().amax(dim=-1)
+
+
+def test_tiny_models_are_sensitive_to_context(model: CausalLM) -> None:
+    """All comparisons below would pass on a model that looks at nothing but its last token."""
+    assert changed_by_the_first_token(model, draw_ids(60)).min() > 0.01
+
+
+@EVERY_ZOO_MODEL
+def test_zoo_models_are_sensitive_to_context(name: str) -> None:
+    ids = open_checkpoint(str(zoo(name))).tokenizer().encode(STORY)
+    assert changed_by_the_first_token(zoo_model(name), ids[: len(ids) // 2]).min() > 0.01
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_sequences_at_different_places_in_one_pass(model: CausalLM, block_size: int) -> None:
+    """Decode beside prompts beside chunks of prompts, in any order: all get their solo logits."""
+    sequences = [draw_ids(length, seed=length) for length in (31, 5, 40, 12, 33)]
+    expected = [solo_logits(model, ids) for ids in sequences]
+    pool = ScatteredPool(model, [len(ids) for ids in sequences], block_size)
+    passes = (
+        [(0, 20), (1, 4)],  # two prompts
+        [(0, 1), (1, 1), (2, 9)],  # two decode while a third's first chunk comes
+        [(2, 16), (0, 1), (3, 12), (4, 1)],  # a later chunk, a decode after it, a prompt, a prompt of one
+        [(4, 2), (2, 14)],
+        [(0, 1), (4, 1), (2, 1)],  # all decode, in another order
+        [(4, 29), (0, 8)],
+    )
+    for pieces in passes:
+        starts = {slot: pool.get_seq_len(slot) for slot, _ in pieces}
+        got = run_pass(
+            model, pool, [(slot, sequences[slot][starts[slot] : starts[slot] + n]) for slot, n in pieces]
+        )
+        for (slot, n), logits in zip(pieces, got, strict=True):
+            assert largest_difference(logits, expected[slot][starts[slot] : starts[slot] + n]) < FLAT
+    assert [pool.get_seq_len(slot) for slot in range(5)] == [len(ids) for ids in sequences]
+
+
+def test_padding_on_the_right_changes_nothing(model: CausalLM) -> None:
+    """A rectangle: the short prompt's pad tokens are computed, not counted, and overwritten by decode."""
+    long, short, pad = draw_ids(30, seed=1), draw_ids(14, seed=2), 0
+    pool = ScatteredPool(model, [40, 40])
+    view = pool.view([Span.exact(0, 0, 30), Span(slot=1, start=0, end=30, length=14)])
+    token_ids = torch.tensor([*long, *short, *[pad] * 16])
+    model(TokenBatch(token_ids, view.positions, torch.tensor([29, 43])), view)
+    view.advance()
+    assert pool.get_seq_len(1) == 14
+    for step in range(3):
+        got = run_pass(model, pool, [(0, [step]), (1, [step])])
+        long, short = [*long, step], [*short, step]
+        assert largest_difference(got[0][0], solo_logits(model, long)[-1]) < FLAT
+        assert largest_difference(got[1][0], solo_logits(model, short)[-1]) < FLAT
+
+
+def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = draw_ids(25)
+    expected = solo_logits(model, token_ids)
+    shapes: list[tuple[torch.Size, torch.Size]] = []
+    linear = torch.nn.functional.linear
+
+    def recording_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shapes.append((x.shape, weight.shape))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", recording_linear)
+    pool = ScatteredPool(model, [25])
+    view = pool.view([Span.exact(0, 0, 25)])
+    rows = torch.tensor([24, 3])
+    logits = model(TokenBatch(torch.tensor(token_ids), view.positions, rows), view)
+    assert largest_difference(logits, expected[rows]) < FLAT
+    config = model.config
+    assert shapes.pop() == ((2, config.hidden_size), (config.vocab_size, config.hidden_size))
+    assert len(shapes) == 4 * config.num_layers  # QKV, out, gate and up, down
+    assert all(x[0] == 25 for x, _ in shapes)
+    assert all(weight[0] != config.vocab_size for _, weight in shapes)
+
+
+def test_indices_are_built_once_a_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ScatteredPool(model, [30, 30, 30])
+    run_pass(model, pool, [(0, draw_ids(12)), (1, draw_ids(9))])
+    built: list[tuple[str, int | None]] = []
+    for name in ("_build_decode_group", "_build_prefill_segments"):
+        monkeypatch.setattr(AttentionLayout, name, _recording(getattr(AttentionLayout, name), name, built))
+    tables: list[int] = []
+    block_table = pool.block_table
+    monkeypatch.setattr(pool, "block_table", lambda slot: (tables.append(slot), block_table(slot))[1])
+    seen: list[tuple[AttentionLayout, int | None]] = []
+    attention = common.kv.attention
+
+    def recording_attention(*args: Any, scale: float, window: int | None) -> Tensor:
+        seen.append((args[3], window))
+        return attention(*args, scale=scale, window=window)
+
+    monkeypatch.setattr(common.kv, "attention", recording_attention)
+    run_pass(model, pool, [(0, [1]), (1, [2]), (2, draw_ids(11))])
+    windows = [layer.window for layer in model.config.layers]
+    assert [window for _, window in seen] == windows
+    assert len({id(layout) for layout, _ in seen}) == 1
+    assert tables == [0, 1, 2]
+    per_window = [
+        (name, window)
+        for window in set(windows)
+        for name in ("_build_decode_group", "_build_prefill_segments")
+    ]
+    assert sorted(built, key=repr) == sorted(per_window, key=repr)
+
+
+def _recording(
+    method: Callable[..., Any], name: str, calls: list[tuple[str, int | None]]
+) -> Callable[..., Any]:
+    def build(layout: AttentionLayout, window: int | None) -> Any:
+        calls.append((name, window))
+        return method(layout, window)
+
+    return build
+
+
+# ---------------------------------------------------------------------- memory that is not ours
+
+
+def everything_stored(pool: ScatteredPool) -> Tensor:
+    """[2 x layers, rows, kv_heads, head_dim]: a copy of the whole store, as flat rows."""
+    return torch.stack([layer.flatten(0, 1) for layer in (*pool.k, *pool.v)])
+
+
+def test_a_pass_writes_its_own_rows_and_no_other(model: CausalLM) -> None:
+    pool = ScatteredPool(model, [20, 20, 20])
+    run_pass(model, pool, [(slot, draw_ids(10, seed=slot)) for slot in range(3)])
+    before = everything_stored(pool)
+    run_pass(model, pool, [(2, [5]), (0, draw_ids(6))])
+    changed = (everything_stored(pool) != before).flatten(2).any(dim=2)  # [2 x layers, rows]
+    written = sorted([pool.rows(2)[10], *pool.rows(0)[10:16]])
+    assert all(layer.nonzero().flatten().tolist() == written for layer in changed)
+
+
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [
+        pytest.param(
+            [Span.exact(1, 0, 3), Span.exact(0, 6, 11)], "slot 0: columns 6 to 11", id="past the capacity"
+        ),
+        pytest.param(
+            [Span.exact(1, 0, 3), Span.exact(0, 10, 11)], "slot 0: columns 10 to 11", id="all past it"
+        ),
+        pytest.param(
+            [Span.exact(1, 0, 3), Span.exact(0, 7, 8)], "slot 0: .* gap after the 6 held", id="a gap"
+        ),
+        pytest.param([Span.exact(1, 0, 3), Span.exact(0, -1, 2)], "slot 0: columns -1 to 2", id="below zero"),
+        pytest.param([Span.exact(1, 0, 3), Span.exact(0, 6, 6)], "slot 0: columns 6 to 6", id="nothing"),
+        pytest.param([Span.exact(0, 6, 7), Span.exact(0, 6, 7)], "slot 0 appears twice", id="a slot twice"),
+    ],
+)
+def test_a_view_refuses_columns_that_are_not_the_sequences(
+    spans: list[Span], says: str, model: CausalLM
+) -> None:
+    # Blocks of 4 for 10 columns: the last block has room for 12, which is not the sequence's to use.
+    pool = ScatteredPool(model, [10, 10], block_size=4)
+    run_pass(model, pool, [(0, draw_ids(6))])
+    before = everything_stored(pool)
+    with pytest.raises(KVCapacityError, match=says):
+        pool.view(spans)
+    assert torch.equal(everything_stored(pool), before)
+    assert (pool.get_seq_len(0), pool.get_seq_len(1)) == (6, 0)
+
+
+def test_a_failed_pass_leaves_lengths_and_can_be_tried_again(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = draw_ids(15, seed=1), draw_ids(9, seed=2)
+    pool = ScatteredPool(model, [20, 20])
+    run_pass(model, pool, [(0, first[:10])])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.blocks[-1], "forward", fail)
+        with pytest.raises(RuntimeError, match="out of order"):
+            run_pass(model, pool, [(0, first[10:]), (1, second)])
+    assert (pool.get_seq_len(0), pool.get_seq_len(1)) == (10, 0)
+    got = run_pass(model, pool, [(0, first[10:]), (1, second)])
+    assert largest_difference(got[0], solo_logits(model, first)[10:]) < FLAT
+    assert largest_difference(got[1], solo_logits(model, second)) < FLAT
+
+
+@pytest.mark.parametrize("sick", range(3))
+@pytest.mark.parametrize("tokens", [1, 4], ids=["decode", "chunk"])
+def test_nan_stays_with_its_owner(model: CausalLM, tokens: int, sick: int) -> None:
+    """0 x NaN is NaN, so a masked column that holds one would still poison whoever reads it."""
+    sequences = [draw_ids(length, seed=length) for length in (9, 20, 35)]
+    more = draw_ids(tokens, seed=3)
+    # Tables of three widths: what pads the narrow ones must not be a block of the sick one.
+    pool = ScatteredPool(model, [20, 30, 40])
+    run_pass(model, pool, list(enumerate(sequences)))
+    for layer in (*pool.k, *pool.v):
+        layer.flatten(0, 1)[pool.rows(sick)] = torch.nan
+    got = run_pass(model, pool, [(slot, more) for slot in range(3)])
+    for slot, ids in enumerate(sequences):
+        if slot == sick:
+            assert got[slot].isnan().all()
+        else:
+            assert largest_difference(got[slot], solo_logits(model, [*ids, *more])[len(ids) :]) < FLAT
+
+
+def test_an_erased_slot_is_clean_for_its_next_owner(model: CausalLM) -> None:
+    pool = ScatteredPool(model, [30, 30])
+    run_pass(model, pool, [(0, draw_ids(25)), (1, draw_ids(25, seed=1))])
+    for layer in (*pool.k, *pool.v):
+        layer.flatten(0, 1)[pool.rows(0)] = torch.nan
+    before = everything_stored(pool)[:, pool.rows(1)]
+    pool.erase(0)
+    assert not everything_stored(pool)[:, pool.rows(0)].any()
+    assert torch.equal(everything_stored(pool)[:, pool.rows(1)], before)
+    # A short sequence beside a long one: the short one's unused columns are gathered and masked.
+    pool._lengths[0] = 0
+    short = draw_ids(3, seed=2)
+    run_pass(model, pool, [(0, short)])
+    got = run_pass(model, pool, [(0, [7]), (1, [7])])
+    assert largest_difference(got[0][0], solo_logits(model, [*short, 7])[-1]) < FLAT
+
+
+# ---------------------------------------------------------------------- compilers
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_whole_model_is_one_graph_around_an_opaque_attend(model: CausalLM) -> None:
+    """The first chunk's only logits are dropped by its caller: its keys and values must be written all the same."""
+    graphs: list[list[str]] = []
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def recording_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(model.compute, backend=recording_backend, fullgraph=True)
+    token_ids = draw_ids(30)
+    expected = solo_logits(model, token_ids)
+    pool, eager_pool = ScatteredPool(model, [30]), ScatteredPool(model, [30])
+    for start, end, rows in ((0, 13, [0]), (13, 30, list(range(17)))):
+        view = pool.view([Span.exact(0, start, end)])
+        with torch.inference_mode(), using_view(view):
+            logits = compiled(torch.tensor(token_ids[start:end]), view.positions, torch.tensor(rows))
+        view.advance()
+        run_pass(model, eager_pool, [(0, token_ids[start:end])])
+        assert largest_difference(everything_stored(pool), everything_stored(eager_pool)) < FLAT
+    assert largest_difference(logits, expected[13:]) < FLAT
+    assert graphs
+    for targets in graphs:
+        assert sum("infer.attend" in target for target in targets) == model.config.num_layers
+        assert not any("scaled_dot_product" in target for target in targets)

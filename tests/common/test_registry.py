@@ -1,0 +1,330 @@
+"""From a name to a model: folders, the zoo, dummies, and the hub (a stub of it, on this machine)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import StartupError
+from common.kv import KVShape
+from common.models import registry
+from common.models.layers import CausalLM
+from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
+from common.zoo.presets import PRESETS
+from tests.helpers import CPU, ZOO_NAMES, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(StartupError) as caught:
+        open_checkpoint(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---------------------------------------------------------------------- folders and the zoo
+
+
+def test_a_folder_is_a_model(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.weights == checkpoint.tokenizer_folder == tmp_path
+    assert checkpoint.config.architecture == "llama"
+    assert solo_logits(load(tmp_path), draw_ids(5)).shape == (5, 97)
+
+
+@pytest.mark.parametrize("name", ZOO_NAMES)
+def test_a_zoo_name_is_its_folder(name: str) -> None:
+    checkpoint = open_checkpoint(f"zoo:{name}")
+    assert checkpoint.weights == zoo(name)
+    assert checkpoint.name == f"zoo:{name}"
+    assert checkpoint.config == open_checkpoint(str(zoo(name))).config
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer.decode(tokenizer.encode("the fox", add_special_tokens=False)).strip() == "the fox"
+
+
+def test_unknown_names_say_what_there_is() -> None:
+    assert all(f"zoo:{name}" in refusal("zoo:llama-huge") for name in ZOO_NAMES)
+    assert all(f"dummy:{preset}" in refusal("dummy:llama-huge") for preset in PRESETS)
+    for name in ("nothing", "/no/such/folder", "a/b/c", "zoo"):
+        message = refusal(name)
+        assert repr(name) in message
+        assert all(form in message for form in ("folder", "zoo:NAME", "dummy:PRESET", "owner/name"))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "union"),
+    [
+        (7, None, {7}),
+        (7, {}, {7}),
+        (7, {"eos_token_id": None}, {7}),
+        (7, {"eos_token_id": 9}, {7, 9}),
+        ([7, 8], {"eos_token_id": [8, 9]}, {7, 8, 9}),
+        (None, {"eos_token_id": [9]}, {9}),
+        (None, None, set()),
+    ],
+)
+def test_eos_ids_are_the_union_of_both_configs(
+    config: Any, generation: dict[str, Any] | None, union: set[int], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "llama", eos_token_id=config)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert open_checkpoint(str(tmp_path)).config.eos_token_ids == union
+
+
+def test_a_broken_generation_config_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    assert "eos_token_id" in refusal(str(tmp_path))
+    (tmp_path / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refusal(str(tmp_path))
+
+
+# ---------------------------------------------------------------------- dummies
+
+
+def on_meta(preset: str) -> CausalLM:
+    """A preset's model without memory."""
+    config = open_checkpoint(f"dummy:{preset}").config
+    with torch.device("meta"):
+        return ARCHITECTURES[config.architecture](config, torch.bfloat16, max_positions=16)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [
+        ("llama-60m", 60),
+        ("llama-135m", 134.5),
+        ("llama-3.2-1b", 1235.8),
+        ("llama-3.2-3b", 3212.7),
+        ("qwen3-60m", 60),
+        ("qwen3-0.6b", 596.0),
+        ("qwen3-1.7b", 1720.6),
+        ("qwen3-4b", 4022.5),
+        ("gemma3-60m", 60),
+        ("gemma-3-1b", 999.9),
+    ],
+)
+def test_a_preset_has_as_many_parameters_as_the_model_it_stands_for(preset: str, millions: float) -> None:
+    count = sum(parameter.numel() for parameter in on_meta(preset).parameters()) / 1e6
+    ours = millions == 60  # our own shapes, named after a round number
+    assert count == pytest.approx(millions, rel=0.2 if ours else 0.001)
+
+
+def test_every_preset_is_counted_above() -> None:
+    marks = test_a_preset_has_as_many_parameters_as_the_model_it_stands_for.pytestmark
+    assert {preset for preset, _ in marks[0].args[1]} == set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", ["llama-60m", "qwen3-60m", "gemma3-60m"])
+def test_a_dummy_runs_and_is_the_same_every_time(preset: str) -> None:
+    checkpoint = open_checkpoint(f"dummy:{preset}")
+    assert checkpoint.weights is None
+    lender = open_checkpoint(str(checkpoint.tokenizer_folder)).config
+    assert lender.architecture == checkpoint.config.architecture
+    assert checkpoint.config.eos_token_ids == lender.eos_token_ids != frozenset()
+    first, second = (
+        load_model(checkpoint, device=CPU, dtype=torch.bfloat16, max_positions=32) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    ids = draw_ids(20, checkpoint.config.vocab_size)
+    logits = solo_logits(first, ids)
+    assert logits.isfinite().all()
+    assert logits.float().std() > 0.1
+    assert largest_difference(logits[-1], solo_logits(first, [*ids[:5], 0, *ids[6:]])[-1]) > 0.01
+
+
+def test_ids_beyond_a_borrowed_tokenizer_still_print() -> None:
+    tokenizer = open_checkpoint("dummy:llama-60m").tokenizer()
+    assert tokenizer.vocab_size == 32_000
+    assert tokenizer.decode([31_999]) == "<31999>"
+
+
+def test_a_dummy_takes_kv_memory_of_the_real_shape() -> None:
+    config = open_checkpoint("dummy:llama-3.2-3b").config
+    assert KVShape.of(config, torch.bfloat16).bytes_per_token == 2 * 28 * 8 * 128 * 2
+
+
+# ---------------------------------------------------------------------- the hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO, GATED, NO_REPO = "someone/tiny", "someone/gated", "someone/else"
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port, which nobody serves
+NOT_NEEDED = ("pytorch_model.bin", "original/consolidated.00.pth", "original/model.safetensors", "README.md")
+
+
+@dataclass
+class StubHub:
+    """As much of the hub's API as a download needs, on files of a folder; remembers what was asked for."""
+
+    files: Path
+    requests: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def fetched(self) -> set[str]:
+        """The files whose content was sent."""
+        prefix = f"GET /{REPO}/resolve/{COMMIT}/"
+        return {line.removeprefix(prefix) for line in self.requests if line.startswith(prefix)}
+
+
+def _handler(hub: StubHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.answer(with_content=False)
+
+        def do_GET(self) -> None:
+            self.answer(with_content=True)
+
+        def answer(self, *, with_content: bool) -> None:
+            path = self.path.partition("?")[0]
+            hub.requests.append(f"{self.command} {path}")
+            names = sorted(str(p.relative_to(hub.files)) for p in hub.files.rglob("*") if p.is_file())
+            headers = {}
+            if path.startswith(f"/api/models/{GATED}/"):
+                self.refuse(403, "GatedRepo")
+                return
+            if path.startswith(f"/api/models/{REPO}/revision/"):
+                siblings = [{"rfilename": name} for name in names]
+                content = json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode()
+                headers = {"Content-Type": "application/json"}
+            elif path.startswith(f"/api/models/{REPO}/tree/"):
+                tree = [
+                    {
+                        "type": "file",
+                        "path": name,
+                        "oid": f"{i:040x}",
+                        "size": (hub.files / name).stat().st_size,
+                    }
+                    for i, name in enumerate(names)
+                ]
+                content = json.dumps(tree).encode()
+                headers = {"Content-Type": "application/json"}
+            elif path.removeprefix(f"/{REPO}/resolve/{COMMIT}/") in names:
+                name = path.removeprefix(f"/{REPO}/resolve/{COMMIT}/")
+                content = (hub.files / name).read_bytes()
+                headers = {"ETag": f'"{names.index(name):040x}"', "X-Repo-Commit": COMMIT}
+            else:
+                known = path.startswith((f"/{REPO}/", f"/api/models/{REPO}/"))
+                self.refuse(404, "EntryNotFound" if known else "RepoNotFound")
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if with_content:
+                self.wfile.write(content)
+
+        def refuse(self, status: int, code: str) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    return Handler
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[StubHub]:
+    files = tmp_path / "hub"
+    save_tiny(files, "qwen3", shard_size="60KB", eos_token_id=3)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(zoo("qwen3-tiny") / name, files)
+    for name in NOT_NEEDED:
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).write_bytes(b"not needed")
+    stub = StubHub(files)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stub))
+    server.daemon_threads = True
+    stub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield stub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+OPEN = """
+import sys, torch
+from common.errors import StartupError
+from common.models.registry import load_model, open_checkpoint
+
+for name in sys.argv[1:]:
+    try:
+        checkpoint = open_checkpoint(name)
+    except StartupError as error:
+        print("REFUSED", error)
+    else:
+        model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=64)
+        print(checkpoint.name, checkpoint.tokenizer().encode("the fox"), sorted(checkpoint.config.eos_token_ids))
+"""
+
+
+def open_in_a_process(names: list[str], endpoint: str, cache: Path, **env: str) -> list[str]:
+    """What comes of each name where `endpoint` is the hub: huggingface_hub reads it from the environment once."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", OPEN, *names]
+    result = subprocess.run(command, env=clean | settings | env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(names), "one line for each"
+    return lines
+
+
+def test_a_hub_id_is_downloaded_once_and_only_what_is_needed(hub: StubHub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = open_in_a_process([REPO], hub.url, cache)
+    assert first[0].startswith(f"{REPO} [")
+    assert first[0].endswith(" [3]")
+    present = {str(path.relative_to(hub.files)) for path in hub.files.rglob("*") if path.is_file()}
+    assert hub.fetched() == present - set(NOT_NEEDED)
+    assert not [line for line in hub.requests if any(name in line for name in NOT_NEEDED)]
+    assert any(name.startswith("model-00002") for name in hub.fetched())
+
+    hub.requests.clear()
+    assert open_in_a_process([REPO], hub.url, cache, HF_HUB_OFFLINE="1") == first
+    assert hub.requests == []
+    assert open_in_a_process([REPO], UNREACHABLE, cache) == first
+
+
+def test_hub_models_that_we_may_not_have(hub: StubHub, tmp_path: Path) -> None:
+    missing, gated = open_in_a_process([NO_REPO, GATED], hub.url, tmp_path / "cache")
+    assert missing.startswith(f"REFUSED {NO_REPO} cannot be downloaded from the hub: there is no such model")
+    assert gated.startswith(f"REFUSED {GATED} cannot be downloaded from the hub: its owner wants their terms")
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+    (line,) = open_in_a_process([REPO], UNREACHABLE, tmp_path / "cache")
+    assert line.startswith(f"REFUSED {REPO} cannot be downloaded from the hub: ")
+    assert "Connect" in line
+
+
+def test_a_download_is_refused_in_one_line_whatever_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device\nand a second line")
+
+    monkeypatch.setattr(registry.huggingface_hub, "snapshot_download", fail)
+    assert "No space left on device" in refusal(REPO)
+    monkeypatch.setattr(registry.huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    assert "division by zero" in refusal(REPO)

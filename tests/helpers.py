@@ -1,0 +1,212 @@
+"""Tiny checkpoints with random weights, transformers as the oracle, and passes over a pool of scattered blocks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from common.generate import SingleSequenceCache
+from common.kv import KVPool, KVShape, Span
+from common.models.layers import CausalLM, TokenBatch
+from common.models.registry import ZOO, load_model, open_checkpoint
+from common.request import Request, SamplingParams
+
+CPU = torch.device("cpu")
+ARCHITECTURES = ("llama", "qwen3", "gemma3_text")
+ZOO_NAMES = ("llama-tiny", "qwen3-tiny", "gemma3-tiny")
+
+# Shapes that catch mix-ups: no two sizes are equal, heads are grouped, head_dim is not hidden_size / heads.
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 42,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_OWN = {
+    "llama": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
+    "qwen3": {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}},
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 40_000.0},
+        },
+    },
+}
+
+
+def save_tiny(
+    folder: Path, architecture: str, *, seed: int = 0, shard_size: str = "1GB", **entries: Any
+) -> Path:
+    """Write a checkpoint (float32 safetensors, config.json in the style of transformers 5) with random weights."""
+    config = AutoConfig.for_model(architecture, **(_SHAPE | _OWN[architecture] | entries))
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(oracle, seed)
+    oracle.save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def fill(model: PreTrainedModel, seed: int) -> None:
+    """Weights under which activations keep their size from layer to layer, attention picks and logits differ."""
+    generator = torch.Generator().manual_seed(seed)
+    # Gemma multiplies by 1 + weight, and embeddings by the root of the hidden size.
+    gemma = model.config.model_type == "gemma3_text"
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            parameter.data = 0.3 * noise + (0.0 if gemma else 1.0)
+        elif name.endswith(".bias"):
+            parameter.data = 0.3 * noise
+        elif parameter.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            parameter.data = 1.5 * noise / parameter.shape[1] ** 0.5
+        else:
+            parameter.data = 0.3 * noise
+    model.tie_weights()
+
+
+def oracle_of(folder: Path) -> PreTrainedModel:
+    """The checkpoint as transformers reads and runs it: float32, attention spelled out."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def oracle_logits(oracle: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
+    """[T, vocab]: transformers' logits at every position."""
+    return oracle(torch.tensor([list(token_ids)])).logits[0]
+
+
+def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, max_positions: int = 512) -> CausalLM:
+    return load_model(open_checkpoint(str(folder)), device=CPU, dtype=dtype, max_positions=max_positions)
+
+
+def zoo(name: str) -> Path:
+    return ZOO / name
+
+
+def draw_ids(count: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of transformers 5 as version 4 would have written it."""
+    old = dict(config)
+    old["torch_dtype"] = old.pop("dtype")
+    rope = old.pop("rope_parameters")
+    if old["model_type"] == "gemma3_text":
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        old["sliding_window_pattern"] = old.pop("layer_types").index("full_attention") + 1
+        old.pop("_sliding_window_pattern", None)
+    else:
+        old.pop("layer_types", None)
+    old["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    old["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    return old
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return loaded
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# ---------------------------------------------------------------------- passes
+
+
+class ScatteredPool(KVPool):
+    """Slots 0, 1, … of given capacities, whose blocks lie anywhere in the store."""
+
+    def __init__(
+        self, model: CausalLM, capacities: Sequence[int], block_size: int = 3, seed: int = 0
+    ) -> None:
+        super().__init__(KVShape.of(model.config, model.dtype), model.device)
+        self._block_size = block_size
+        counts = [-(-capacity // block_size) for capacity in capacities]
+        blocks = random.Random(seed).sample(range(sum(counts)), sum(counts))
+        self._tables = {slot: [blocks.pop() for _ in range(count)] for slot, count in enumerate(counts)}
+        self._capacities = dict(enumerate(capacities))
+        self._lengths = dict.fromkeys(self._tables, 0)
+        self.k, self.v = self.shape.allocate(sum(counts), block_size, self.device)
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    def reserve(self, request: Request, tokens: int) -> bool:
+        raise NotImplementedError
+
+    def release(self, request: Request) -> None:
+        raise NotImplementedError
+
+    def _free(self, slot: int) -> None:
+        self._lengths[slot] = 0
+
+    def capacity(self, slot: int) -> int:
+        return self._capacities[slot]
+
+    def block_table(self, slot: int) -> Sequence[int]:
+        return self._tables[slot]
+
+    def max_request_tokens(self) -> int | None:
+        return None
+
+    @property
+    def reserved_tokens(self) -> int:
+        return sum(self._capacities.values())
+
+    def rows(self, slot: int) -> list[int]:
+        """The rows of the flat store that belong to `slot`."""
+        return [block * self._block_size + i for block in self._tables[slot] for i in range(self._block_size)]
+
+
+def run_pass(
+    model: CausalLM, pool: KVPool, pieces: Sequence[tuple[int, Sequence[int]]], *, advance: bool = True
+) -> list[Tensor]:
+    """One pass over (slot, its next tokens): each piece's logits [tokens, vocab], at every position."""
+    spans = []
+    for slot, ids in pieces:
+        start = pool.get_seq_len(slot)
+        spans.append(Span.exact(slot, start, start + len(ids)))
+    view = pool.view(spans)
+    flat = [token_id for _, ids in pieces for token_id in ids]
+    logits = model(TokenBatch(torch.tensor(flat), view.positions, torch.arange(len(flat))), view)
+    if advance:
+        view.advance()
+    return list(logits.split([len(ids) for _, ids in pieces]))
+
+
+def solo_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
+    """[T, vocab]: the whole of one sequence in one pass, alone."""
+    cache = SingleSequenceCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
+    request = Request(request_id="solo", prompt_token_ids=list(token_ids), params=SamplingParams())
+    cache.reserve(request, len(token_ids))
+    return run_pass(model, cache, [(0, token_ids)])[0]
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """max |a - b|; NaN counts as infinite."""
+    assert a.shape == b.shape
+    return (a.double() - b.double()).abs().nan_to_num(nan=torch.inf).max().item()

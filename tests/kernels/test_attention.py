@@ -1,0 +1,344 @@
+"""The position rule, held against an oracle that goes column by column in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kernels.attention
+from kernels.attention import AttentionLayout, attention, paged_attention_reference, varlen_attention
+
+SCALE = 0.3
+WINDOWS = (None, 1, 2, 5, 16, 1000)
+
+# Per sequence (queries, columns in all): the queries are the last of the columns.
+PASSES: dict[str, list[tuple[int, int]]] = {
+    "one prompt": [(7, 7)],
+    "one token": [(1, 1)],
+    "square": [(6, 6), (6, 6), (6, 6)],
+    "prompts of many lengths": [(3, 3), (11, 11), (2, 2), (20, 20)],
+    "rectangular": [(4, 9), (4, 17), (4, 4)],
+    "decode": [(1, 5), (1, 5), (1, 5)],
+    "decode at different places": [(1, 1), (1, 23), (1, 8), (1, 16), (1, 17)],
+    "decode, then chunks and prompts": [(1, 9), (1, 30), (5, 12), (8, 8), (16, 33)],
+    "single queries after longer ones": [(1, 4), (3, 8), (1, 12), (2, 2), (1, 1)],
+    "no decode first": [(5, 8), (1, 6)],
+}
+HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1), "one head": (1, 1)}
+
+
+@dataclass
+class Store:
+    """Keys and values of some sequences in blocks that lie anywhere, and in between what must never be read."""
+
+    layout: AttentionLayout
+    q: Tensor  # [T, Hq, D]
+    k: Tensor  # [blocks, block_size, Hkv, D]
+    v: Tensor
+    columns: list[tuple[np.ndarray, np.ndarray]]  # each sequence's own keys and values, [columns, Hkv, D]
+
+    def oracle(self, window: int | None) -> Tensor:
+        """[T, Hq, D] float64: for every query, every column that the rule shows it, and nothing else."""
+        q = self.q.double().cpu().numpy()
+        out = np.zeros(q.shape)
+        group = q.shape[1] // self.k.shape[2]
+        token = 0
+        for sequence, queries in enumerate(self.layout.query_lengths):
+            keys, values = self.columns[sequence]
+            for i in range(queries):
+                position = self.layout.kv_lengths[sequence] - queries + i
+                seen = [
+                    c for c in range(len(keys)) if c <= position and (window is None or position - c < window)
+                ]
+                for head in range(q.shape[1]):
+                    scores = [math.fsum(q[token, head] * keys[c, head // group]) * SCALE for c in seen]
+                    weights = np.exp(np.array(scores) - max(scores))
+                    weights /= weights.sum()
+                    out[token, head] = weights @ values[seen, head // group]
+                token += 1
+        return torch.from_numpy(out)
+
+
+def make(
+    sequences: Sequence[tuple[int, int]],
+    block_size: int,
+    heads: tuple[int, int] = (4, 2),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    poison: float = math.nan,
+    seed: int = 0,
+) -> Store:
+    """A pass whose sequences own shuffled blocks.
+
+    Blocks that no sequence owns are full of `poison`; columns past a sequence's end in its own blocks are large
+    (a NaN there would be the pool's fault: it zeroes them).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-columns // block_size) for _, columns in sequences]
+    total = sum(counts) + 3
+    order = random.Random(seed).sample(range(total), total)
+    width = max(counts)
+    size = (total, block_size, heads[1], 8)
+    k, v = torch.full(size, poison), torch.full(size, poison)
+    tables, own = [], []
+    for (_, columns), count in zip(sequences, counts, strict=True):
+        table = [order.pop() for _ in range(count)]
+        for store in (k, v):
+            store[table] = 1e4
+        keys = torch.randn(columns, heads[1], 8, generator=generator).to(dtype)
+        values = torch.randn(columns, heads[1], 8, generator=generator).to(dtype)
+        for column in range(columns):
+            block, offset = table[column // block_size], column % block_size
+            k[block, offset], v[block, offset] = keys[column], values[column]
+        tables.append([*table, *[table[0]] * (width - count)])
+        own.append((keys.double().numpy(), values.double().numpy()))
+    queries = [n for n, _ in sequences]
+    layout = AttentionLayout(
+        block_table=torch.tensor(tables, device=device),
+        block_size=block_size,
+        query_lengths=tuple(queries),
+        kv_lengths=tuple(columns for _, columns in sequences),
+    )
+    q = torch.randn(sum(queries), heads[0], 8, generator=generator).to(device, dtype)
+    return Store(layout, q, k.to(device, dtype), v.to(device, dtype), own)
+
+
+def reference(store: Store, window: int | None) -> Tensor:
+    return paged_attention_reference(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+
+
+def assert_follows_the_rule(store: Store, window: int | None) -> None:
+    out = reference(store, window)
+    assert out.shape == store.q.shape
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", PASSES)
+def test_every_query_sees_what_the_rule_shows_it(name: str, window: int | None, device: str) -> None:
+    assert_follows_the_rule(make(PASSES[name], block_size=3, device=device), window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 33, 64])
+def test_block_size_changes_nothing(block_size: int, window: int | None) -> None:
+    """From a block per column to one that holds a whole sequence."""
+    assert_follows_the_rule(make(PASSES["decode, then chunks and prompts"], block_size), window)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_query_heads_share_their_own_kv_head(heads: tuple[int, int], window: int | None) -> None:
+    assert_follows_the_rule(make(PASSES["decode, then chunks and prompts"], 3, heads), window)
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """A few sequences in any order: queries, and columns before them."""
+    lengths = st.tuples(st.integers(1, 6) | st.just(1), st.integers(0, 12))
+    return [
+        (queries, before + queries) for queries, before in draw(st.lists(lengths, min_size=1, max_size=5))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=passes(),
+    block_size=st.integers(1, 9),
+    window=st.none() | st.integers(1, 14),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    seed=st.integers(0, 1000),
+)
+def test_any_pass_follows_the_rule(
+    sequences: list[tuple[int, int]], block_size: int, window: int | None, heads: tuple[int, int], seed: int
+) -> None:
+    assert_follows_the_rule(make(sequences, block_size, heads, seed=seed), window)
+
+
+def test_one_layout_serves_layers_of_different_windows() -> None:
+    """Its cached indices belong to a window each; asking in any order and again gives the same."""
+    store = make(PASSES["decode, then chunks and prompts"], block_size=3)
+    outs = {window: reference(store, window) for window in (5, None, 2)}
+    for window in (None, 2, 5):
+        torch.testing.assert_close(outs[window].double(), store.oracle(window), rtol=1e-5, atol=1e-5)
+        assert torch.equal(reference(store, window), outs[window])
+    assert store.layout.decode_group(5) is store.layout.decode_group(5)
+    assert store.layout.prefill_segments(None) is store.layout.prefill_segments(None)
+
+
+def test_nothing_is_written() -> None:
+    store = make(PASSES["decode, then chunks and prompts"], block_size=3, poison=7.0)
+    before = [tensor.clone() for tensor in (store.q, store.k, store.v, store.layout.block_table)]
+    reference(store, 5)
+    for tensor, was in zip((store.q, store.k, store.v, store.layout.block_table), before, strict=True):
+        assert torch.equal(tensor, was)
+
+
+def test_queries_may_be_a_view_of_a_fused_matrix() -> None:
+    store = make(PASSES["decode, then chunks and prompts"], block_size=3)
+    expected = reference(store, 5)
+    fused = torch.cat([store.q, torch.full_like(store.q, math.nan)], dim=1)
+    store.q = fused[:, : store.q.shape[1]]
+    assert not store.q.is_contiguous()
+    torch.testing.assert_close(reference(store, 5), expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", ["decode at different places", "decode, then chunks and prompts"])
+def test_half_precision_stays_close(name: str, window: int | None) -> None:
+    store = make(PASSES[name], block_size=3, dtype=torch.bfloat16)
+    out = reference(store, window)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), store.oracle(window), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
+    healthy = make(PASSES["decode, then chunks and prompts"], block_size=3)
+    expected = reference(healthy, window)
+    starts = np.cumsum([0, *healthy.layout.query_lengths])
+    for sick in range(5):
+        store = make(PASSES["decode, then chunks and prompts"], block_size=3)
+        blocks = -(-store.layout.kv_lengths[sick] // 3)
+        for tensor in (store.k, store.v):
+            tensor[store.layout.block_table[sick, :blocks]] = math.nan
+        out = reference(store, window)
+        own = slice(starts[sick], starts[sick + 1])
+        assert out[own].isnan().all()
+        others = torch.ones(len(out), dtype=torch.bool)
+        others[own] = False
+        assert torch.equal(out[others], expected[others])
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+def test_the_cpu_takes_the_reference() -> None:
+    store = make(PASSES["decode, then chunks and prompts"], block_size=3)
+    for window in (None, 5):
+        out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+        assert torch.equal(out, reference(store, window))
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_varlen_indices_name_every_sequences_columns_in_order(name: str) -> None:
+    """The keys that a varlen kernel is given, without the kernel."""
+    store = make(PASSES[name], block_size=3)
+    indices = store.layout.varlen()
+    gathered = store.k.view(-1, *store.k.shape[2:])[indices.rows]
+    expected = np.concatenate([keys for keys, _ in store.columns])
+    assert torch.equal(gathered.double(), torch.from_numpy(expected))
+    assert indices.query_offsets.tolist() == [0, *np.cumsum(store.layout.query_lengths)]
+    assert indices.kv_offsets.tolist() == [0, *np.cumsum(store.layout.kv_lengths)]
+    assert indices.query_offsets.dtype == indices.kv_offsets.dtype == torch.int32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", PASSES)
+def test_varlen_follows_the_rule(name: str, window: int | None, dtype: torch.dtype) -> None:
+    store = make(PASSES[name], block_size=3, dtype=dtype, device="cuda")
+    out = varlen_attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=2e-2, atol=2e-2)
+    chosen = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    torch.testing.assert_close(chosen.double().cpu(), store.oracle(window), rtol=2e-2, atol=2e-2)
+
+
+# --- the choice ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Let the choice fall on Triton, interpreted where there is no GPU, and note what the paged kernel is given."""
+    calls: list[dict[str, Any]] = []
+    launch = kernels.attention.paged_attention_triton
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, **options: Any) -> Tensor:
+        calls.append({"q": q, "k": k, "table": table, "lengths": lengths, **options})
+        return launch(q, k, v, table, lengths, **options)
+
+    monkeypatch.setattr(kernels.attention, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(kernels.attention, "paged_attention_triton", recording)
+    return calls
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", PASSES)
+def test_leading_single_queries_take_the_paged_kernel(
+    name: str, window: int | None, triton_device: str, paged_calls: list[dict[str, Any]]
+) -> None:
+    """Decoding sequences are read in place, prompts and chunks are gathered, and both follow the rule."""
+    store = make(PASSES[name], block_size=4, device=triton_device)
+    out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=0, atol=1e-5)
+    singles = store.layout.num_single
+    if singles == 0:
+        assert paged_calls == []
+        return
+    (call,) = paged_calls
+    lengths = list(store.layout.kv_lengths[:singles])
+    assert call["k"] is store.k  # no gathered copy
+    assert call["q"].shape[0] == singles
+    assert call["lengths"].tolist() == lengths
+    assert (call["max_length"], call["total_length"]) == (max(lengths), sum(lengths))
+    assert torch.equal(call["table"], store.layout.block_table[:singles])
+
+
+def test_one_layout_serves_every_layer_of_the_paged_kernel(
+    triton_device: str, paged_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths go to the device once a pass, and the indices of the other sequences are built once a window."""
+    store = make(PASSES["decode, then chunks and prompts"], block_size=4, device=triton_device)
+    built: list[str] = []
+    for name in ("_build_paged", "_build_decode_group", "_build_prefill_segments"):
+        method = getattr(AttentionLayout, name)
+
+        def recording(*arguments: Any, name: str = name, method: Any = method) -> Any:
+            built.append(name)
+            return method(*arguments)
+
+        monkeypatch.setattr(AttentionLayout, name, recording)
+    for window in (None, 5, None, 5):
+        attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    assert len(paged_calls) == 4
+    assert all(call["lengths"] is paged_calls[0]["lengths"] for call in paged_calls)
+    assert built == ["_build_paged", "_build_prefill_segments", "_build_prefill_segments"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", PASSES)
+def test_cuda_passes_follow_the_rule_and_decode_in_place(
+    name: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is told what to take: the choice is the one that a server on this machine makes."""
+    store = make(PASSES[name], dtype=dtype, device="cuda")
+    launch, launched = kernels.attention.paged_attention_triton, []
+
+    def recording(*arguments: Any, **options: Any) -> Tensor:
+        launched.append(arguments[0].shape[0])
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(kernels.attention, "paged_attention_triton", recording)
+    out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    singles = store.layout.num_single
+    assert launched == ([singles] if singles else [])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=tolerance, atol=tolerance)
