@@ -27,6 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import use_triton
+from kernels.paged_attention import paged_attention_triton
+
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
@@ -56,6 +59,16 @@ class _VarlenIndices:
     kv_offsets: Tensor  # [B + 1] int32
 
 
+@dataclass(frozen=True, slots=True)
+class _PagedIndices:
+    """The leading sequences that have one query each, in the form in which the paged kernel takes them."""
+
+    block_table: Tensor  # [B, N]
+    lengths: Tensor  # [B] int32
+    max_length: int
+    total_length: int
+
+
 @dataclass(slots=True)
 class AttentionLayout:
     """Where the keys of one forward pass lie. Built once a pass; every layer reads it.
@@ -77,6 +90,8 @@ class AttentionLayout:
     _decode_groups: dict[int | None, _DecodeGroup] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[_PrefillSegment]] = field(default_factory=dict, init=False)
     _varlen: _VarlenIndices | None = field(default=None, init=False)
+    _paged: _PagedIndices | None = field(default=None, init=False)
+    _rest: AttentionLayout | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +119,26 @@ class AttentionLayout:
         if self._varlen is None:
             self._varlen = self._build_varlen()
         return self._varlen
+
+    def paged(self) -> _PagedIndices:
+        if self._paged is None:
+            self._paged = self._build_paged()
+        return self._paged
+
+    def after_singles(self) -> AttentionLayout:
+        """The layout of the sequences behind the leading ones of one query."""
+        if self._rest is None:
+            count = self.num_single
+            self._rest = AttentionLayout(
+                self.block_table[count:], self.block_size, self.query_lengths[count:], self.kv_lengths[count:]
+            )
+        return self._rest
+
+    def _build_paged(self) -> _PagedIndices:
+        lengths = self.kv_lengths[: self.num_single]
+        on_host = torch.tensor(lengths, dtype=torch.int32)
+        on_device = on_host.to(self.device, non_blocking=True)  # a plain copy would wait for the device
+        return _PagedIndices(self.block_table[: len(lengths)], on_device, max(lengths), sum(lengths))
 
     def _build_varlen(self) -> _VarlenIndices:
         kv = torch.tensor(self.kv_lengths, device=self.device)
@@ -270,9 +305,39 @@ def attention(
 ) -> Tensor:
     """Attention over the block store; arguments and result as in `paged_attention_reference`.
 
-    This is the one place that chooses: on CUDA, passes with prompts in them take FlashAttention's varlen kernel
-    where a probe on this machine has shown it to work; all else takes the torch reference.
+    This is the one place that chooses. With Triton, on CUDA, the leading sequences of one query take the paged
+    kernel, which reads their keys where they lie. Sequences with several queries, on CUDA, take FlashAttention's
+    varlen kernel where a probe on this machine has shown it to work. All else takes the torch reference.
     """
-    if q.is_cuda and layout.num_single < q.shape[0] and _varlen_works(q.device, q.dtype, q.shape[2]):
-        return varlen_attention(q, k_store, v_store, layout, scale=scale, window=window)
-    return paged_attention_reference(q, k_store, v_store, layout, scale=scale, window=window)
+    singles = layout.num_single
+    decode = singles if use_triton(q) else 0
+    if decode == q.shape[0]:
+        return _paged_decode(q, k_store, v_store, layout, scale=scale, window=window)
+    several = paged_attention_reference
+    if q.is_cuda and singles < q.shape[0] and _varlen_works(q.device, q.dtype, q.shape[2]):
+        several = varlen_attention
+    if decode == 0:
+        return several(q, k_store, v_store, layout, scale=scale, window=window)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out[:decode] = _paged_decode(q[:decode], k_store, v_store, layout, scale=scale, window=window)
+    rest = layout.after_singles()
+    out[decode:] = several(q[decode:], k_store, v_store, rest, scale=scale, window=window)
+    return out
+
+
+def _paged_decode(
+    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """The leading sequences of one query by the Triton kernel: [B, Hq, D] -> [B, Hq, D]."""
+    indices = layout.paged()
+    return paged_attention_triton(
+        q,
+        k_store,
+        v_store,
+        indices.block_table,
+        indices.lengths,
+        scale=scale,
+        window=window,
+        max_length=indices.max_length,
+        total_length=indices.total_length,
+    )

@@ -6,6 +6,7 @@ its own, because this one may have decorated the kernels for the interpreter.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_kernels_compile_for_a_gpu(tmp_path):
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split().count("compiled") == 12
+    assert result.stdout.split().count("compiled") == 34
 
 
 def compile_all() -> None:
@@ -63,6 +64,84 @@ def compile_all() -> None:
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             assert "cubin" in compile_source(source, target=GPUTarget("cuda", 80, 32)).asm
             print("compiled", kernel.__name__, element)
+    compile_paged_attention()
+
+
+ROW_STRIDES = ("q_stride", "q_head_stride", "block_stride", "column_stride", "kv_head_stride")
+
+# What a program may ask for on the GPUs that these targets are: 1 KiB less than a processor has.
+SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+
+
+def compile_paged_attention() -> None:
+    """The tile of a program follows from shapes and dtype, and must fit the shared memory of a processor."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_source
+
+    from kernels.paged_attention import _merge_splits_kernel, _paged_attention_kernel, _tile
+
+    # Both types of indices; partial results are float32 whatever the store is.
+    i32 = {"table_ptr": "*i32", "lengths_ptr": "*i32", "scale_log2": "fp32", "log_sums_ptr": "*fp32"}
+    i64 = i32 | {"table_ptr": "*i64", "lengths_ptr": "*i64"}
+    variants = []
+    for group, head_dim, block_size, element, itemsize, is_split in (
+        (1, 64, 16, "bf16", 2, False),
+        (4, 80, 1, "fp16", 2, False),
+        (4, 80, 1, "fp32", 4, True),
+        (8, 128, 4096, "bf16", 2, True),
+        (8, 128, 4096, "fp32", 4, False),
+        (16, 256, 3, "bf16", 2, False),
+        (16, 256, 3, "bf16", 2, True),
+        (128, 128, 16, "bf16", 2, False),
+        (1, 256, 16, "fp32", 4, False),
+    ):
+        rows, columns, dims, warps = _tile(group, head_dim, itemsize)
+        constants = {
+            "head_dim": head_dim,
+            "block_size": block_size,
+            "is_split": is_split,
+            "tile_rows": rows,
+            "tile_columns": columns,
+            "tile_dim": dims,
+        }
+        if group == 1:
+            constants["group"] = 1  # as at a launch: Triton makes constants of arguments that are 1
+        if is_split:
+            types = i32 | {"out_ptr": "*fp32"}
+        else:
+            types, constants["log_sums_ptr"] = i64, None
+        variants.append((_paged_attention_kernel, constants, element, types, warps))
+    for element, types in (("bf16", i32), ("fp32", i64)):
+        constants = {"head_dim": 80, "tile_splits": 16, "tile_columns": 64, "tile_dim": 128}
+        variants.append((_merge_splits_kernel, constants, element, types | {"partial_ptr": "*fp32"}, 4))
+    for kernel, constants, element, types, warps in variants:
+        signature = {
+            name: "constexpr"
+            if name in constants
+            else types.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
+            for name in kernel.arg_names
+        }
+        # As at a launch: torch's memory starts at multiples of 16 bytes, and rows of heads are such multiples long.
+        attributes = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(kernel.arg_names)
+            if name not in constants and (name.endswith("_ptr") or name in ROW_STRIDES)
+        }
+        for capability, shared_bytes in SHARED_MEMORY_BYTES.items():
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+            compiled = compile_source(
+                source,
+                target=GPUTarget("cuda", capability, 32),
+                options={"num_warps": warps, "num_stages": 3},
+            )
+            assert "cubin" in compiled.asm
+            assert compiled.metadata.shared <= shared_bytes
+            if kernel is _paged_attention_kernel:
+                # Keys and values are on their way while others are computed with: 16 bytes to a thread.
+                assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
+                assert ("mma." in compiled.asm["ptx"]) == (element != "fp32")  # on tensor cores
+            print("compiled", kernel.__name__, element, capability)
 
 
 if __name__ == "__main__":
