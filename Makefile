@@ -4,6 +4,8 @@
 #   make test-slow       the suites that take longer
 #   make serve PHASE=5   serve one phase (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make lint            style, types, and the one-way dependency rule
+#   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
+#   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/
 # PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
 
@@ -15,7 +17,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PHASE_MODULE = $(notdir $(patsubst %/,%,$(wildcard phase$(PHASE)_*/)))
 
-.PHONY: demo serve test test-slow lint format docs docs-serve clean
+.PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
@@ -39,7 +41,17 @@ test: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: .venv/full
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints'
+
+# Needs chromium on the machine.
+test-browser: .venv/full
+	$(BIN)/pytest -m browser
+
+bench: .venv/full
+	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching --out benchmarks/results/local
+
+plots: .venv/full
+	$(BIN)/python -m benchmarks plots
 
 lint: .venv/full
 	$(BIN)/ruff check
@@ -51,11 +63,11 @@ format: .venv/full
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
-docs: .venv/full
-	$(BIN)/mkdocs build --strict
+docs: plots
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs-serve: .venv/full
-	$(BIN)/mkdocs serve
+docs-serve: plots
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,79 @@
+"""Code shown on pages: cut out of the tree when the site is built, so that a page cannot show yesterday's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXERCISES = ROOT / "docs" / "exercises"
+
+
+def source(name: str) -> str:
+    """An object's source as a code block, titled with its file and line, and a link to its reference entry.
+
+    Args:
+        name: in full, such as `common.kv.KVPool.view`. A name that has moved fails the build.
+    """
+    found = pkgutil.resolve_name(_with_colon(name))
+    target = found.fget if isinstance(found, property) else found
+    lines, first = inspect.getsourcelines(target)
+    path = Path(inspect.getsourcefile(target) or "").resolve().relative_to(ROOT)
+    code = inspect.cleandoc("\n" + "".join(lines))
+    return f'```python title="{path}, line {first}"\n{code}\n```\n'
+
+
+def solution(name: str) -> str:
+    """The reference solution of an exercise, folded away."""
+    code = (EXERCISES / "solutions" / f"{name}.py").read_text().strip()
+    body = "\n".join(f"    {line}".rstrip() for line in ["```python", *code.splitlines(), "```"])
+    return f'??? tip "One way to solve it"\n\n{body}\n'
+
+
+def exercise_command(name: str) -> str:
+    """What to edit and what to run, for one exercise."""
+    for path in (EXERCISES / f"{name}.py", EXERCISES / f"check_{name}.py"):
+        assert path.is_file(), path
+    return (
+        f"Edit `docs/exercises/{name}.py`, then let the check judge it:\n\n"
+        f"```sh\n.venv/bin/pytest docs/exercises/check_{name}.py\n```\n"
+    )
+
+
+def reference(*packages: str) -> str:
+    """Reference entries of all modules of some packages; one that ends in `.` is meant without its subpackages."""
+    names = [name for package in packages for name in modules_of(package)]
+    return "\n\n".join(f"::: {name}{_without_reexports(name)}" for name in names) + "\n"
+
+
+def _without_reexports(name: str) -> str:
+    """A phase's package exports its parts under common names; they have their own entries, where they are."""
+    if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
+        return ""
+    return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'
+
+
+def modules_of(package: str) -> list[str]:
+    """A package's modules by name, the package itself first if it holds more than a docstring."""
+    alone = package.endswith(".")
+    folder = ROOT.joinpath(*package.rstrip(".").split("."))
+    found = []
+    for path in sorted(folder.glob("*.py") if alone else folder.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__main__" or (parts[-1] == "__init__" and len(ast.parse(path.read_text()).body) < 2):
+            continue
+        found.append(".".join(part for part in parts if part != "__init__"))
+    assert found, f"{package} has no modules"
+    return found
+
+
+def _with_colon(name: str) -> str:
+    """`package.module.Class.method` as `package.module:Class.method`, which is how `resolve_name` is sure."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:cut])
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return ".".join(parts[:cut]) + ":" + ".".join(parts[cut:])
+    raise ModuleNotFoundError(name)

@@ -1,0 +1,140 @@
+"""Tables of options, request fields, phases and workloads, read from the code that defines them."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from benchmarks.workloads import WORKLOADS, Lengths
+from common.phases import find_phase, phase_names
+from common.server.cli import ServerOptions, flag_of
+from common.server.schemas import CompletionRequest
+
+PLURALS = {"integer": "integers", "text": "texts", "list of integers": "lists of integers"}
+
+
+def phases_table() -> str:
+    """Every registered phase."""
+    rows = ["| phase | package | the one idea | port |", "| ---: | --- | --- | ---: |"]
+    for name in phase_names():
+        phase = find_phase(name).PHASE
+        rows.append(f"| {phase.number} | `{phase.slug}` | {phase.idea} | {phase.default_port} |")
+    return "\n".join(rows) + "\n"
+
+
+def options_table(*, phase: str | None = None) -> str:
+    """Options of a phase that the phase before does not have alike; without a phase, those all share.
+
+    Args:
+        phase: its module's name.
+    """
+    if phase is None:
+        base = find_phase(phase_names()[0]).Config.__base__
+        assert base is not None
+        fields = {**base.model_fields, **ServerOptions.model_fields}
+    else:
+        config = find_phase(phase).Config
+        own = config.__annotations__
+        fields = {name: field for name, field in config.model_fields.items() if name in own}
+    rows = ["| option | default | | values |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| `{flag_of(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
+        for name, field in fields.items()
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def request_fields_table() -> str:
+    """Fields of the body of `POST /v1/completions`."""
+    rows = ["| field | default | | values |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| `{name}` | {_default('', field)} | {_escape(field.description)} | {_values(field)} |"
+        for name, field in CompletionRequest.model_fields.items()
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def workloads_table() -> str:
+    rows = [
+        "| name | requests | prompt tokens | new tokens | arrivals | shows |",
+        "| --- | ---: | --- | --- | --- | --- |",
+    ]
+    for workload in WORKLOADS.values():
+        prompts = ", ".join(
+            f"{share:.0%}: {_range(lengths)}" if share < 1 else _range(lengths)
+            for share, lengths in workload.prompts
+        )
+        if workload.shared_prefix:
+            prompts = f"{workload.shared_prefix} shared and {prompts} of its own"
+        rate = f", {workload.rate:g} a second" if workload.rate else ""
+        rows.append(
+            f"| `{workload.name}` | {workload.requests} | {prompts} | {_range(workload.new_tokens)} "
+            f"| {workload.arrivals}{rate} | {workload.shows} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _range(lengths: Lengths) -> str:
+    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low} to {lengths.high}"
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    if name == "port":
+        return "8000 + the phase's number"
+    if field.is_required():
+        return "required"
+    return "" if field.default is None else f"`{_json(field.default)}`"
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _values(field: FieldInfo) -> str:
+    """The values a field takes, as people write them."""
+    bounds = []
+    limits = {type(each): each for each in field.metadata}
+    low, high = limits.get(annotated_types.Ge), limits.get(annotated_types.Le)
+    if low is not None and high is not None and low.ge == high.le:
+        return f"only {_bound(low.ge)}"
+    for each in field.metadata:
+        match each:
+            case annotated_types.Ge():
+                bounds.append(f"≥ {_bound(each.ge)}")
+            case annotated_types.Gt():
+                bounds.append(f"> {_bound(each.gt)}")
+            case annotated_types.Le():
+                bounds.append(f"≤ {_bound(each.le)}")
+            case annotated_types.Lt():
+                bounds.append(f"< {_bound(each.lt)}")
+            case annotated_types.MaxLen():
+                bounds.append(f"at most {each.max_length}")
+    return _escape(", ".join([_type(field.annotation), *bounds]))
+
+
+def _bound(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 2**31:
+        return f"{'-' if value < 0 else ''}2^{abs(value).bit_length() - 1}"
+    return f"{value:g}"
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type(each) for each in arguments if each is not type(None)))
+    if origin is list:
+        return f"list of {PLURALS.get(_type(arguments[0]), _type(arguments[0]))}"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    return names.get(annotation, "object")
+
+
+def _escape(text: str | None) -> str:
+    return (text or "").replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,275 @@
+"""Tables of measurements, made from `benchmarks/results` when the site is built.
+
+Without results every page still builds and says how to make them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
+from benchmarks.results import Run, load_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs" / "assets" / "plots"
+
+HEADLINES = (
+    "output tokens / s",
+    "TTFT p50",
+    "TTFT p99",
+    "ITL p50",
+    "ITL p99",
+    "longest stall",
+    "goodput",
+    "mean batch",
+    "wasted work",
+    "KV used, mean tokens",
+    "KV reserved, mean tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that may be compared: one workload and model, measured together on one machine."""
+
+    folder: str  # below the results: "" or, say, "h200"
+    runs: Sequence[Run]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def labels(self) -> list[str]:
+        return [repeats[0].server.label for repeats in columns_of(self.runs)]
+
+    @property
+    def repeats(self) -> int:
+        return max(run.repeat for run in self.runs)
+
+
+@functools.cache
+def groups(results: Path = RESULTS) -> tuple[Group, ...]:
+    """All comparisons below the folder of results, newest first."""
+    found: dict[tuple[str, str, str, str], list[Run]] = defaultdict(list)
+    for folder in sorted({path.parent for path in results.rglob("*.json")}):
+        for run in load_runs(folder, below=False):
+            name = "/".join(folder.relative_to(results).parts)
+            found[run.comparison, run.workload.name, run.server.model, name].append(run)
+    ordered = sorted(found.items(), key=lambda item: item[0], reverse=True)
+    return tuple(Group(key[3], runs) for key, runs in ordered)
+
+
+def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
+    """For each model and machine the newest full comparison of a workload that has all these servers."""
+    kept: dict[tuple[str, str], Group] = {}
+    for group in groups(results):
+        run = group.first
+        fits = run.workload.name == workload and not run.workload.quick and set(labels) <= set(group.labels)
+        if fits:
+            kept.setdefault((group.folder, run.server.model), group)
+    return [kept[key] for key in sorted(kept)]
+
+
+def missing(workload: str, labels: Sequence[str]) -> str:
+    numbers = ",".join(label.removeprefix("phase ") for label in labels)
+    return (
+        f'!!! note "Not measured yet"\n\n    The results folder has no full run of `{workload}` on '
+        f"{' and '.join(labels)}. On an idle machine, this makes them, and this page shows them when the site "
+        "is built next:\n\n"
+        f"    ```sh\n    .venv/bin/python -m benchmarks compare --phases {numbers} --workload {workload}\n"
+        "    .venv/bin/python -m benchmarks plots\n    ```\n"
+    )
+
+
+def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
+    """The main lines of a workload's newest comparisons, or a sentence that says how to make them.
+
+    Args:
+        labels: servers that a comparison must have, such as `phase 4`.
+    """
+    found = chosen(workload, labels, results)
+    if not found:
+        return missing(workload, labels)
+    lines = [line for line in LINES if line.title in HEADLINES]
+    return "\n".join(f"{_setup(group)}\n\n{_table(group, lines)}" for group in found)
+
+
+def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
+    """What a comparison says in a sentence for each model; nothing where nothing was measured."""
+    lines = {line.title: line for line in LINES}
+    sentences = []
+    for group in chosen(workload, [before, after], results):
+        columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
+
+        def ratio(title: str, columns: dict[str, list[Run]] = columns) -> float | None:
+            old, new = (median_of(columns[label], lines[title]) for label in (before, after))
+            return new / old if old and new is not None else None
+
+        said = [
+            f"{words} {_change(value)}"
+            for words, title in (
+                ("throughput is", "output tokens / s"),
+                ("the 99th percentile of TTFT is", "TTFT p99"),
+                ("that of ITL is", "ITL p99"),
+            )
+            if (value := ratio(title)) is not None
+        ]
+        if said:
+            sentences.append(f"- `{group.first.server.model}`, {_machine(group.first)}: {', '.join(said)}.")
+    if not sentences:
+        return ""
+    return f"{after.capitalize()} against {before}:\n\n" + "\n".join(sentences) + "\n"
+
+
+def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
+    """A workload's figures with their captions, light and dark; nothing where none were drawn.
+
+    Args:
+        kinds: figures to show, in this order; all if none is named.
+    """
+    index = folder / "captions.json"
+    entries = json.loads(index.read_text()).values() if index.is_file() else []
+    full = [entry for entry in entries if entry["workload"] == workload and not entry["quick"]]
+    wanted = kinds or tuple(dict.fromkeys(entry["figure"] for entry in full))
+    parts = []
+    for kind in wanted:
+        for entry in (entry for entry in full if entry["figure"] == kind):
+            images = "".join(
+                f'<img src="../assets/plots/{entry["files"][theme]}" alt="{entry["title"]}" '
+                f'class="only-{theme}" loading="lazy">'
+                for theme in ("light", "dark")
+            )
+            caption = f"<b>{entry['title']}.</b> {entry['caption']}"
+            parts.append(f'<figure class="plot">{images}<figcaption>{caption}</figcaption></figure>\n')
+    return "\n".join(parts)
+
+
+def ledger(results: Path = RESULTS) -> str:
+    """Every comparison with its setup and all its lines, newest first."""
+    found = groups(results)
+    if not found:
+        return (
+            "The results folder is empty: nothing has been measured in this checkout. "
+            "[Benchmarks](benchmarks.md) says how to measure.\n"
+        )
+    files = sum(len(group.runs) for group in found)
+    parts = [f"{files} runs in {len(found)} comparisons.\n"]
+    for group in found:
+        run = group.first
+        quick = ", quick" if run.workload.quick else ""
+        where = f" ({group.folder})" if group.folder else ""
+        parts.append(
+            f"## {run.started_at[:10]}: {run.workload.name}{quick}, {run.server.model}{where}\n\n"
+            f"{_setup(group)}\n\n{_table(group, LINES)}\n{_losses(group)}{_remarks(group)}"
+        )
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _machine(run: Run) -> str:
+    environment = run.environment
+    return (
+        environment.get("gpu") or f"{environment.get('cpu', 'unknown CPU')}, {environment.get('cores')} cores"
+    )
+
+
+def _setup(group: Group) -> str:
+    run = group.first
+    environment, version = run.environment, run.server.version or {}
+    packages = environment.get("packages", {})
+    facts = [
+        f"**{run.server.model}** on {_machine(run)}",
+        str(version.get("dtype", "")),
+        f"{run.workload.rate:.3g} requests a second" if run.workload.rate is not None else "",
+        f"table's rate × {run.calibration.factor:.3g}" if run.workload.rate and run.calibration else "",
+        f"median of {group.repeats} runs" if group.repeats > 1 else "one run",
+        "quick" if run.workload.quick else "",
+        f"seed {run.workload.seed}",
+        f"torch {packages['torch']}" if "torch" in packages else "",
+        f"revision `{environment['git']}`" if environment.get("git") else "",
+        run.started_at[:10],
+    ]
+    return ", ".join(fact for fact in facts if fact) + "."
+
+
+def _complete(repeats: Sequence[Run]) -> list[Run]:
+    return [run for run in repeats if run.status == "ok"]
+
+
+def _values(group: Group, line: Line) -> list[Value]:
+    return [median_of(_complete(repeats), line) for repeats in columns_of(group.runs)]
+
+
+def _table(group: Group, lines: Sequence[Line]) -> str:
+    bases = bases_of(columns_of(group.runs))
+    rows = [f"| | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
+    for line in lines:
+        values = _values(group, line)
+        if all(value is None for value in values):
+            continue
+        best = best_of(values, line.better)
+        cells = []
+        for value, base in zip(values, bases, strict=True):
+            before = None if base is None else values[base]
+            text = "–" if value is None else line.show(value)
+            if value is not None and value == best:
+                text = f"**{text}**"
+            if value is not None and before and line.better:
+                text += f" ×{value / before:.2f}"
+            cells.append(text)
+        rows.append(f"| {line.title} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _losses(group: Group) -> str:
+    """Lines in which a server does worse than the one before it: shown, not hidden."""
+    worse: dict[str, list[str]] = defaultdict(list)
+    for line in LINES:
+        values = _values(group, line)
+        for label, base, value in zip(group.labels, bases_of(columns_of(group.runs)), values, strict=True):
+            before = None if base is None else values[base]
+            if value is not None and before and _is_worse(line, before, value):
+                worse[label].append(f"{line.title} ×{value / before:.2f}")
+    return "".join(
+        f"\nWhere {label} is worse than what it is compared to: {', '.join(lines)}.\n"
+        for label, lines in worse.items()
+    )
+
+
+def _is_worse(line: Line, before: float, value: float) -> bool:
+    compare: dict[str, Callable[[float, float], bool]] = {
+        "high": lambda b, v: v < b,
+        "low": lambda b, v: v > b,
+    }
+    return line.better in compare and compare[line.better](before, value)
+
+
+def _remarks(group: Group) -> str:
+    """Options of each server, and what was noted about single runs."""
+    said = []
+    for repeats in columns_of(group.runs):
+        info = repeats[0].server
+        if info.options:
+            said.append(f"- {info.label}: `{' '.join(f'--{k} {v}' for k, v in info.options.items())}`")
+    for run in group.runs:
+        notes = [*run.notes, *([run.reason] if run.reason else [])]
+        if run.status != "ok" or notes:
+            said.append(f"- {run.server.label}, run {run.repeat}, {run.status}: {'; '.join(notes)}")
+    return "\n" + "\n".join(said) + "\n" if said else ""
+
+
+def _change(ratio: float) -> str:
+    if abs(ratio - 1) < 0.005:
+        return "unchanged"
+    if ratio >= 2:
+        return f"{ratio:.1f} times as high"
+    return f"{abs(ratio - 1):.0%} {'higher' if ratio > 1 else 'lower'}"

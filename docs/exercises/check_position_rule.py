@@ -1,0 +1,24 @@
+"""Compares `visible` with what the server's attention really reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from position_rule import visible
+
+from kernels.attention import AttentionLayout, attention
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4])
+@pytest.mark.parametrize(("start", "queries"), [(0, 5), (3, 4), (6, 1), (0, 1)])
+def test_attention_sees_what_the_rule_says(start: int, queries: int, window: int | None) -> None:
+    columns = start + queries
+    layout = AttentionLayout(torch.tensor([[0]]), columns, (queries,), (columns,))
+    q, k = torch.zeros(queries, 1, columns), torch.zeros(1, columns, 1, columns)
+    v = torch.eye(columns)[
+        None, :, None, :
+    ]  # column c's value is 1 at place c: what comes out shows who was read
+    out = attention(q, k, v, layout, scale=1.0, window=window)[:, 0]
+    for row, position in enumerate(range(start, columns)):
+        read = [c for c in range(columns) if out[row, c] > 0]
+        assert read == [c for c in range(columns) if visible(position, c, window)]

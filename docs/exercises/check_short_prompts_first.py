@@ -1,0 +1,39 @@
+"""Runs `ShortPromptsFirst` on integers alone: who is prefilled in which step?"""
+
+from __future__ import annotations
+
+import torch
+from short_prompts_first import ShortPromptsFirst
+
+import phase7_chunked
+from common.kv import KVShape
+from common.request import Request, SamplingParams
+from phase6_paged.cache import PagedKVCachePool
+
+LENGTHS = {"long": 300, "middle": 150, "short": 60, "late": 60}
+
+
+def test_the_fewest_tokens_left_go_first() -> None:
+    config = phase7_chunked.Config(max_seq_len=512, prefill_chunk_size=100)
+    pool = PagedKVCachePool(config.model_copy(), KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
+    scheduler = ShortPromptsFirst(config, lambda: 0.0)
+    for arrival, (name, length) in enumerate(LENGTHS.items()):
+        request = Request(name, [0] * length, SamplingParams(max_new_tokens=9))
+        request.arrival = arrival
+        assert scheduler.add_request(request)
+    order = []
+    while True:
+        scheduler.admit(pool)
+        plan = scheduler.plan()
+        if not plan.prefill:
+            break
+        for chunk in plan.prefill:
+            order.append((chunk.request.request_id, chunk.end - chunk.start))
+            chunk.request.prefill_progress = chunk.end
+            if chunk.is_last:
+                chunk.request.start_decode()
+    assert order == [
+        *(("short", 60), ("late", 60)),
+        *(("middle", 100), ("middle", 50)),
+        *(("long", 100), ("long", 100), ("long", 100)),
+    ]

@@ -1,0 +1,17 @@
+"""Exercise: let short prompts overtake long ones."""
+
+from __future__ import annotations
+
+from common.request import Request
+from phase7_chunked import Scheduler
+
+
+class ShortPromptsFirst(Scheduler):
+    """Phase 7, but the prompt with the fewest tokens left advances first; among equals, the oldest.
+
+    `request.token_ids` is what has to be in the cache, `request.prefill_progress` how much of it is.
+    """
+
+    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
+        everyone = super().prefill_requests(None)
+        return everyone[:max_chunks]  # in another order

@@ -1,0 +1,44 @@
+"""What the pages of the site call between double braces. Numbers on pages come from here, never from a keyboard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
+
+from docs.building import code, memory, options, paging, pictures, results, samples  # noqa: E402 - needs the path
+
+
+def define_env(env: Any) -> None:
+    """Make every function below callable from a page."""
+    for function in (
+        code.reference,
+        code.source,
+        code.solution,
+        code.exercise_command,
+        memory.memory_table,
+        memory.kv_size,
+        memory.sliding_share,
+        options.options_table,
+        options.phases_table,
+        options.request_fields_table,
+        options.workloads_table,
+        paging.block_table_size,
+        paging.capacity_table,
+        paging.chunk_table,
+        paging.weight_reads,
+        pictures.timeline,
+        pictures.timeline_table,
+        pictures.timeline_steps,
+        pictures.visibility,
+        results.headline,
+        results.ledger,
+        results.plots,
+        results.results_table,
+        samples.event_stream,
+        samples.zoo_samples,
+    ):
+        env.macro(function)

@@ -1,0 +1,248 @@
+"""What pages and README say is so: names exist, commands exist, numbers are the code's."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.results import Metrics, Percentiles, Run
+from common.build import format_bytes
+from common.kv import kv_bytes
+from common.models.registry import open_checkpoint
+from docs.building import code, memory, options, pictures, results
+from tests.docs.conftest import ROOT
+
+PACKAGES = ("common", "kernels", "benchmarks", "phase")
+EXERCISES = ROOT / "docs" / "exercises"
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def names_of(text: str) -> set[str]:
+    """Everything in code font, and every target of a reference link, that looks like a module path."""
+    quoted = re.findall(r"`([a-z][\w.]+)`", text) + re.findall(r"\]\[([a-z][\w.]+)\]", text)
+    quoted += re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    quoted += re.findall(r"source\(\"([\w.]+)\"\)", text)
+    return {
+        name
+        for name in quoted
+        if name.startswith(PACKAGES) and "." in name and not name.endswith((".py", ".md", ".json"))
+    }
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_code_font_exist(path: Path) -> None:
+    for name in names_of(path.read_text(encoding="utf-8")):
+        assert exists(name), f"{name}, named in {path.relative_to(ROOT)}, does not exist"
+
+
+def exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except AttributeError:
+        parent, _, last = name.rpartition(".")
+        return last in getattr(pkgutil.resolve_name(parent), "__annotations__", {})
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for target in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE):
+            assert target in targets, f"make {target}"
+        for phase in re.findall(r"PHASE=(\d+)", block):
+            assert list(ROOT.glob(f"phase{phase}_*/__main__.py")), f"PHASE={phase}"
+        for module in re.findall(r"python -m ([\w.]+)", block):
+            assert importlib.util.find_spec(module) is not None, module
+        for script in re.findall(r"pytest (docs/\S+)", block):
+            assert (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_examples_are_python_and_their_imports_work(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_references_leave_no_module_out() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    calls = re.findall(r"reference\((.*?)\)", text)
+    packages = [name for call in calls for name in re.findall(r'"([\w.]+)"', call)]
+    listed = [name for package in packages for name in code.modules_of(package)]
+    assert len(listed) == len(set(listed))
+    assert all(exists(name) for name in listed)
+    for package in {name.split(".")[0] for name in packages}:
+        assert set(code.modules_of(package)) == {name for name in listed if name.split(".")[0] == package}
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_memory_table_is_kv_bytes() -> None:
+    rows = [line.split("|")[1:-1] for line in memory.memory_table().splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == list(memory.MODELS)
+    for row in rows:
+        config = open_checkpoint(memory.MODELS[row[0].strip()]).config
+        assert row[-1].strip() == format_bytes(kv_bytes(config, 8 * 4096, torch.bfloat16))
+        by_hand = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+        assert kv_bytes(config, 1, torch.bfloat16) == by_hand
+        assert row[-2].strip() == f"{by_hand / 1024:.0f} kB"
+
+
+def test_timelines_are_whole() -> None:
+    """Every client gets what it asked for, in each phase; only phase 4 has idle rows."""
+    for phase, idle in (("phase4_static", True), ("phase5_continuous", False)):
+        found = pictures.schedule(phase)
+        for client in pictures.CLIENTS:
+            work = [kind for name, kind in found.cells.values() if name == client.name and kind != "idle"]
+            assert sorted(work) == ["decode"] * (client.new_tokens - 1) + ["prefill"]
+        assert any(kind == "idle" for _, kind in found.cells.values()) is idle
+        assert found.steps > max(found.last_token.values())
+
+
+def test_every_option_is_in_its_table() -> None:
+    text = options.options_table() + options.options_table(phase="phase4_static")
+    for flag in ("--model", "--port", "--max-batch-size", "--max-seq-len", "--batch-wait-timeout-s"):
+        assert f"`{flag}`" in text
+
+
+def test_source_is_cut_out_whole() -> None:
+    shown = code.source("phase4_static.scheduler.StaticScheduler.plan")
+    assert shown.startswith('```python title="phase4_static/scheduler.py, line ')
+    ast.parse(shown.split("\n", 1)[1].rsplit("```", 1)[0])
+    with pytest.raises((AttributeError, ModuleNotFoundError)):
+        code.source("phase4_static.scheduler.StaticScheduler.no_such_method")
+
+
+# ---------------------------------------------------------------------- results
+
+
+def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
+    for text in (
+        results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path),
+        results.ledger(tmp_path),
+    ):
+        assert "measure" in text.lower()
+    assert "--phases 4,5 --workload continuous_batching" in results.results_table(
+        "continuous_batching", "phase 4", "phase 5", results=tmp_path
+    )
+    assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
+    assert results.plots("continuous_batching", folder=tmp_path) == ""
+
+
+def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, status: str = "ok") -> Run:
+    """A run as a comparison leaves it, with TTFT as asked for and everything else alike."""
+    spread = Percentiles(p50=ttft / 2, p95=ttft, p99=ttft, max=ttft, mean=ttft / 2)
+    metrics = Metrics(
+        requests=2,
+        completed=2,
+        errors=0,
+        short=0,
+        duration_s=4.0,
+        output_tokens=400,
+        prompt_tokens=100,
+        output_tokens_per_s=100.0 * order,
+        requests_per_s=0.5,
+        arrival_rate=1.0,
+        ttft_s=spread,
+        itl_s=Percentiles(p50=0.1, p95=0.1, p99=order / 10, max=0.9, mean=0.1),
+        latency_s=spread,
+        longest_stall_s=0.9,
+        goodput=0.5,
+        slo_ttft_s=2.0,
+        slo_itl_s=0.2,
+    )
+    return Run.model_validate(
+        {
+            "comparison": "20260102-030405",
+            "repeat": repeat,
+            "started_at": "2026-01-02T03:04:05+00:00",
+            "status": status,
+            "reason": None if status == "ok" else "the server fell over",
+            "workload": {"name": "continuous_batching", "arrivals": "uniform", "rate": 2.0},
+            "server": {"label": label, "order": order, "model": "dummy:llama-60m", "options": {"seed": "0"}},
+            "calibration": {"mode": "auto", "factor": 0.5},
+            "environment": {
+                "cpu": "A Processor",
+                "cores": 2,
+                "git": "0123456789ab",
+                "packages": {"torch": "2.13"},
+            },
+            "metrics": metrics.model_dump() if status == "ok" else None,
+        }
+    )
+
+
+def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
+    for repeat, factor in enumerate((1.0, 1.1, 0.9), start=1):
+        a_run("phase 4", 4, repeat=repeat, ttft=2.0 * factor).save(tmp_path)
+        a_run("phase 5", 5, repeat=repeat, ttft=0.5 * factor).save(tmp_path)
+    a_run("phase 6", 6, status="failed").save(tmp_path)
+    table = results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path)
+    assert "**dummy:llama-60m** on A Processor, 2 cores" in table
+    assert "median of 3 runs" in table
+    assert "| TTFT p99 | 2.00 s | **500 ms** ×0.25 | – |" in table
+    assert "Not measured" not in table
+    said = results.headline("continuous_batching", "phase 4", "phase 5", tmp_path)
+    assert "throughput is 25% higher" in said
+    assert "TTFT is 75% lower" in said
+    assert "that of ITL is 25% higher" in said
+    ledger = results.ledger(tmp_path)
+    assert "7 runs in 1 comparisons" in ledger
+    assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in ledger
+    assert "phase 6, run 1, failed: the server fell over" in ledger
+    assert "revision `0123456789ab`" in ledger
+
+
+# ---------------------------------------------------------------------- exercises
+
+NAMES = sorted(path.stem.removeprefix("check_") for path in EXERCISES.glob("check_*.py"))
+
+
+def check(*options: str) -> str:
+    """Run every exercise's check in one process: what pytest says, a line for each test."""
+    plain = ["-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *plain, *options]
+    files = [f"docs/exercises/check_{name}.py" for name in NAMES]
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), (
+        done.stdout[-3000:] + done.stderr[-3000:]
+    )  # 1: tests ran, and some failed
+    return done.stdout
+
+
+def test_there_are_exercises() -> None:
+    for name in NAMES:
+        assert (EXERCISES / f"{name}.py").is_file()
+        assert (EXERCISES / "solutions" / f"{name}.py").is_file()
+    assert len(NAMES) >= 5
+
+
+def test_reference_solutions_pass() -> None:
+    said = check("--solution")
+    for name in NAMES:
+        assert f"PASSED docs/exercises/check_{name}.py" in said
+    assert "FAILED" not in said
+    assert "ERROR" not in said
+
+
+def test_untouched_exercises_fail() -> None:
+    said = check()
+    for name in NAMES:
+        assert f"FAILED docs/exercises/check_{name}.py" in said, name
+    assert "ERROR" not in said  # nothing but what the learner has to write is missing
