@@ -1,0 +1,255 @@
+"""`python -m benchmarks compare | run | plots`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.calibrate import LOADS, CalibrationError
+from benchmarks.compare import Comparison, compare
+from benchmarks.measure import Measurement, new_comparison_name
+from benchmarks.peers import peer_targets
+from benchmarks.results import Run
+from benchmarks.servers import Options, Setup, Target, phase_target
+from benchmarks.workloads import WORKLOADS, PromptWriter, Workload
+from common.errors import StartupError
+from common.models.registry import open_checkpoint
+from common.phases import phase_names
+
+RESULTS = Path("benchmarks/results")
+PLOTS = Path("docs/assets/plots")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 only if every run did what was asked."""
+    options = parser().parse_args(arguments)
+    console = Console()
+    try:
+        code: int = options.command(options, console)
+    except (StartupError, CalibrationError, ValueError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", markup=True, highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every option, in groups that commands share."""
+    load = argparse.ArgumentParser(add_help=False)
+    group = load.add_argument_group("workload")
+    group.add_argument(
+        "--workload", default="mixed", help=f"{', '.join(WORKLOADS)}; several with commas; or all"
+    )
+    group.add_argument("--seed", type=int, default=0, help="draws lengths, texts and arrivals (0)")
+    group.add_argument("--quick", action="store_true", help="a quarter of the requests, for demos")
+    group.add_argument("--text", action="store_true", help="send prompts as text, not as token ids")
+    group.add_argument(
+        "--rate", default="auto", help="auto (measure this machine and scale), table, or a factor (auto)"
+    )
+    group.add_argument(
+        "--load",
+        type=float,
+        help=f"offered load relative to the measured capacity ({', '.join(f'{k} {v}' for k, v in LOADS.items())})",
+    )
+    group.add_argument(
+        "--repeats", type=int, help="runs of each server; compare does 3 (quick: 1), run does 1"
+    )
+    group = load.add_argument_group("report")
+    group.add_argument(
+        "--slo-ttft", type=float, default=2.0, help="goodput: first token within so many s (2)"
+    )
+    group.add_argument(
+        "--slo-itl", type=float, default=0.2, help="goodput: 99 %% of gaps within so many s (0.2)"
+    )
+    group.add_argument(
+        "--stall-timeout", type=float, default=120.0, help="give up after so many s without any token (120)"
+    )
+    group.add_argument(
+        "--run-timeout", type=float, default=3600.0, help="give up a run after so many s (3600)"
+    )
+    group.add_argument("--out", type=Path, default=RESULTS, help=f"folder for results ({RESULTS})")
+
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure servers and draw what was found."
+    )
+    commands = top.add_subparsers(required=True, metavar="compare | run | plots")
+    _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
+    _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
+    plots = commands.add_parser("plots", help="draw every figure from the results")
+    plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
+    plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
+    plots.set_defaults(command=_plots)
+    return top
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("servers")
+    group.add_argument("--phases", help="numbers or names with commas, compared in this order (all)")
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        help="also measure: generate, transformers, llama.cpp=FILE.gguf, or the URL of a server; may be repeated",
+    )
+    group.add_argument("--model", default="dummy:llama-60m", help="every server's (dummy:llama-60m)")
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    group.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    group.add_argument("--slots", type=int, default=8, help="KV memory, in sequences of full length (8)")
+    group.add_argument(
+        "--max-seq-len", type=int, default=4096, help="length of a full sequence, in tokens (4096)"
+    )
+    group.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="PHASE:NAME=VALUE",
+        help="start a phase (or all) with a further option, such as 6:num-blocks=512; may be repeated",
+    )
+    command.set_defaults(command=_compare)
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("server")
+    group.add_argument("--server", required=True, metavar="URL", help="any OpenAI-compatible server")
+    group.add_argument(
+        "--model-name", default="", help="the server's name for its model (the first it lists)"
+    )
+    group.add_argument("--tokenizer", help="model whose tokenizer makes the prompts (the served one)")
+    group.add_argument("--label", default="", help="its column in tables (the URL)")
+    group.add_argument("--batch", type=int, default=8, help="sequences at once while calibrating (8)")
+    group.add_argument(
+        "--no-ignore-eos", action="store_true", help="for servers that do not know the field ignore_eos"
+    )
+    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="sent as a bearer token")
+    command.set_defaults(command=_run)
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def _compare(options: argparse.Namespace, console: Console) -> int:
+    setup = Setup(
+        model=options.model,
+        slots=options.slots,
+        max_seq_len=options.max_seq_len,
+        device=options.device,
+        dtype=options.dtype,
+        extra=parse_options(options.option),
+    )
+    names = options.phases.split(",") if options.phases else phase_names() if options.phases is None else []
+    targets = [phase_target(name.strip(), setup) for name in names]
+    targets += [target for name in options.peer for target in peer_targets(name, setup)]
+    if not targets:
+        raise ValueError("nothing to compare: name --phases or a --peer")
+    checkpoint = open_checkpoint(options.model)
+    repeats = options.repeats or (1 if options.quick else 3)
+    return _measure(options, console, targets, PromptWriter(checkpoint.tokenizer()), options.model, repeats)
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    target = Target(
+        label=options.label or options.server,
+        order=1000.0,
+        module=None,
+        options={"model": options.model_name} if options.model_name else {},
+        url=options.server,
+    )
+    from benchmarks.servers import ForeignServer
+
+    with ForeignServer(target) as server:
+        model = server.model
+    writer = PromptWriter(open_checkpoint(options.tokenizer or model).tokenizer())
+    return _measure(options, console, [target], writer, model, options.repeats or 1)
+
+
+def _measure(
+    options: argparse.Namespace,
+    console: Console,
+    targets: Sequence[Target],
+    writer: PromptWriter,
+    model: str,
+    repeats: int,
+) -> int:
+    comparison = Comparison(
+        targets=targets,
+        workloads=parse_workloads(options.workload),
+        model=model,
+        writer=writer,
+        measurement=Measurement(
+            comparison=new_comparison_name(),
+            seed=options.seed,
+            quick=options.quick,
+            text=options.text,
+            slo_ttft_s=options.slo_ttft,
+            slo_itl_s=options.slo_itl,
+            stall_timeout_s=options.stall_timeout,
+            run_timeout_s=options.run_timeout,
+        ),
+        repeats=repeats,
+        rate=options.rate,
+        load=options.load,
+        batch=getattr(options, "batch", 8),
+        out=options.out,
+        ignore_eos=not getattr(options, "no_ignore_eos", False),
+        api_key=getattr(options, "api_key", None),
+    )
+    runs = compare(comparison, console)
+    return exit_code(runs)
+
+
+def exit_code(runs: Sequence[Run]) -> int:
+    """0 if every run is complete."""
+    return 0 if all(run.status == "ok" for run in runs) else 1
+
+
+def _plots(options: argparse.Namespace, console: Console) -> int:
+    from benchmarks.plots import (
+        draw_all,
+    )  # matplotlib takes a second to import, and only this command needs it
+
+    written = draw_all(options.results, options.out)
+    console.print(f"{len(written)} figures in {options.out}")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------- parsing
+
+
+def parse_workloads(names: str) -> list[Workload]:
+    """Workloads by name.
+
+    Raises:
+        ValueError: there is no such workload.
+    """
+    if names == "all":
+        return list(WORKLOADS.values())
+    unknown = [name for name in names.split(",") if name not in WORKLOADS]
+    if unknown:
+        raise ValueError(f"--workload: no {', '.join(unknown)}; there are {', '.join(WORKLOADS)}, and all")
+    return [WORKLOADS[name] for name in names.split(",")]
+
+
+def parse_options(given: Sequence[str]) -> dict[str, Options]:
+    """`6:num-blocks=512` as `{"6": {"num-blocks": "512"}}`.
+
+    Raises:
+        ValueError: one is not of that form.
+    """
+    found: dict[str, Options] = {}
+    for text in given:
+        phase, colon, option = text.partition(":")
+        name, equals, value = option.partition("=")
+        if not (colon and equals and phase and name):
+            raise ValueError(f"--option {text}: expected PHASE:NAME=VALUE, such as 6:num-blocks=512")
+        found.setdefault(phase, {})[name.lstrip("-")] = value
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""One request over HTTP: send it, note when each token arrives.
+
+Understands our named events and the plain chunks of any other OpenAI-compatible server:
+
+```text
+event: token                             data: {"choices":[{"text":" a", ...}]}
+data: {"choices":[...], ...}
+                                         data: {"choices":[{"text":"","finish_reason":"length"}]}
+event: done
+data: {..., "usage": {...}}              data: {"choices":[],"usage":{...}}
+
+                                         data: [DONE]
+```
+
+A chunk of bytes is stamped when it comes out of the socket, before it is parsed. Tokens that come in one chunk have
+one arrival time: that is how a reader at the other end sees them, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import orjson
+
+from benchmarks.results import RequestRecord
+from benchmarks.workloads import PlannedRequest
+
+Clock = Callable[[], float]
+
+MAX_MESSAGE = 300  # characters of a server's error message that are kept
+
+
+class EventParser:
+    """Server-sent events from bytes as they come, however they are cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._name = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
+        """The events that this chunk completes: name (empty if it has none) and data."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        events = []
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
+            if not line:
+                if self._data:
+                    events.append((self._name, b"\n".join(self._data)))
+                self._name, self._data = b"", []
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif line.startswith(b"event:"):
+                self._name = line[6:].strip()
+        return events
+
+
+@dataclass(slots=True)
+class AnswerReader:
+    """What a stream has said so far.
+
+    Attributes:
+        tokens: how many tokens arrived.
+        ended: the stream said that it was complete.
+        error: what the server said went wrong.
+    """
+
+    tokens: int = 0
+    ended: bool = False
+    error: str | None = None
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    _parser: EventParser = field(default_factory=EventParser)
+
+    def feed(self, chunk: bytes) -> int:
+        """Read some bytes: how many tokens they held."""
+        before = self.tokens
+        for name, data in self._parser.feed(chunk):
+            if name == b"token":  # nothing in it that we need: not worth decoding
+                self.tokens += 1
+            elif data == b"[DONE]":
+                self.ended = True
+            else:
+                body = orjson.loads(data)
+                if isinstance(body, dict):
+                    self._read(name, body)
+                else:
+                    self.error = f"an event that is no object: {error_message(body)}"
+        return self.tokens - before
+
+    def _read(self, name: bytes, body: dict[str, Any]) -> None:
+        self.usage = body.get("usage") or self.usage
+        if name == b"error" or body.get("error"):
+            self.error = error_message(body)
+            return
+        if name == b"done":
+            self.ended = True
+            self.finish_reason = body.get("finish_reason")
+            return
+        for choice in body.get("choices", ()):
+            reason = choice.get("finish_reason")
+            self.finish_reason = reason or self.finish_reason
+            # A chunk that only says why the answer ended brings no token; one without text that does not
+            # end it does (its text is held back, or is half a character).
+            self.tokens += bool(choice.get("text")) or reason is None
+
+
+def error_message(body: Any) -> str:
+    """What an error object says, in one line of bounded length."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    text = str(error.get("message", error) if isinstance(error, dict) else error)
+    return " ".join(text.split())[:MAX_MESSAGE]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go, and how they are worded.
+
+    Attributes:
+        url: the server's root, such as `http://127.0.0.1:8004`.
+        model: the name the server knows its model by.
+        ignore_eos: ask for full-length answers. Servers that know no such field refuse it.
+        api_key: sent as a bearer token, if given.
+    """
+
+    url: str
+    model: str
+    ignore_eos: bool = True
+    api_key: str | None = None
+
+    def body(self, planned: PlannedRequest) -> bytes:
+        """The JSON that asks for this request's tokens, greedily: sampling is not what is measured."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "prompt": planned.prompt,
+            "max_tokens": planned.max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        return orjson.dumps(fields)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        return headers
+
+
+async def send(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    planned: PlannedRequest,
+    record: RequestRecord,
+    *,
+    origin_s: float,
+    on_tokens: Callable[[], None] = lambda: None,
+    clock: Clock = time.monotonic,
+) -> None:
+    """Send one request and read its answer to the end. Never raises for what a server does: see `record.error`.
+
+    Args:
+        client: an open client.
+        endpoint: where to.
+        planned: what.
+        record: where to note what happens; complete up to here, also if this call is cancelled.
+        origin_s: the clock's reading, in seconds, that all times of the record count from.
+        on_tokens: called whenever tokens arrive.
+        clock: seconds, monotonic.
+    """
+    body = endpoint.body(planned)
+    reader = AnswerReader()
+    record.error = None
+    record.sent_s = clock() - origin_s
+    try:
+        async with client.stream(
+            "POST", f"{endpoint.url}/v1/completions", content=body, headers=endpoint.headers
+        ) as response:
+            record.status = response.status_code
+            if response.status_code != 200:
+                record.error = f"HTTP {response.status_code}: {_refusal(await response.aread())}"
+            elif "text/event-stream" not in response.headers.get("content-type", ""):
+                record.error = f"no event stream, but {response.headers.get('content-type', 'nothing')}"
+            else:
+                async for chunk in response.aiter_raw():
+                    arrived_s = clock() - origin_s
+                    tokens = reader.feed(chunk)
+                    if tokens:
+                        record.token_times_s.extend([arrived_s] * tokens)
+                        on_tokens()
+                    if reader.ended or reader.error:
+                        record.finished_s = arrived_s
+    except httpx.HTTPError as error:
+        record.error = f"{type(error).__name__}: {str(error) or 'no further word'}"
+    except orjson.JSONDecodeError as error:
+        record.error = f"an event that is not JSON: {error}"
+    finally:
+        _close(record, reader, clock() - origin_s)
+
+
+def new_record(planned: PlannedRequest) -> RequestRecord:
+    """A record of a request that has not been sent yet."""
+    return RequestRecord(
+        index=planned.index,
+        scheduled_s=planned.send_at_s,
+        prompt_tokens=planned.prompt_tokens,
+        max_tokens=planned.max_tokens,
+        error="never sent",
+    )
+
+
+def _close(record: RequestRecord, reader: AnswerReader, now_s: float) -> None:
+    """What the stream said at its end, or that it said nothing."""
+    usage = reader.usage or {}
+    record.finish_reason = reader.finish_reason
+    record.completion_tokens = usage.get("completion_tokens", reader.tokens)
+    record.prompt_tokens_counted = usage.get("prompt_tokens")
+    if record.finished_s is None:
+        record.finished_s = now_s
+    if reader.error is not None:
+        record.error = reader.error
+    elif record.error is None and not reader.ended:
+        record.error = "the stream broke off without a word"
+    elif record.error is None and not reader.tokens:
+        record.error = "the answer has no tokens"
+
+
+def _refusal(body: bytes) -> str:
+    try:
+        return error_message(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return error_message(body.decode(errors="replace"))

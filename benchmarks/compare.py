@@ -1,0 +1,189 @@
+"""Comparing servers: each in turn gets the same work on the same machine with the same memory.
+
+```text
+calibrate on the first server ──> factor for the arrival rates, the same for all
+repeat 1   phase 4   phase 5   phase 6
+repeat 2   phase 6   phase 5   phase 4      turned round, so that a machine that slowly
+repeat 3   phase 4   phase 5   phase 6      grows warm or busy favours nobody
+```
+
+Every run has a fresh server: no cache, and no memory in pieces, is left over from the run before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.calibrate import CalibrationError, calibrate, fixed_factor
+from benchmarks.client import Endpoint
+from benchmarks.measure import Measurement, blank_run, measure
+from benchmarks.report import report
+from benchmarks.results import Calibration, Run, ServerInfo
+from benchmarks.servers import RunningServer, Target, open_server
+from benchmarks.workloads import PromptWriter, Workload
+from common.errors import StartupError
+
+LOG_LINES_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared, and how.
+
+    Attributes:
+        model: its name as results show it.
+        rate: `auto`, `table`, or a number.
+        load: offered load for `auto`, instead of the workload's own.
+        batch: sequences at once while calibrating, where the server's options do not say.
+        out: folder for results; None: none are written.
+        ignore_eos: whether requests ask for full-length answers.
+    """
+
+    targets: Sequence[Target]
+    workloads: Sequence[Workload]
+    model: str
+    writer: PromptWriter
+    measurement: Measurement
+    repeats: int = 1
+    rate: str = "auto"
+    load: float | None = None
+    batch: int = 8
+    out: Path | None = None
+    ignore_eos: bool = True
+    api_key: str | None = None
+
+
+def compare(comparison: Comparison, console: Console) -> list[Run]:
+    """Run a comparison, print its tables, and return its runs.
+
+    Raises:
+        StartupError: the first server does not start, so nothing can be calibrated.
+        CalibrationError: it starts, and does not get through the calibration.
+    """
+    runs: list[Run] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[detail]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        calibrations = _calibrations(comparison, progress)
+        total = len(comparison.workloads) * comparison.repeats * len(comparison.targets)
+        overall = progress.add_task("runs", total=total, detail="")
+        for workload in comparison.workloads:
+            of_workload = []
+            for repeat in range(1, comparison.repeats + 1):
+                turn = comparison.targets if repeat % 2 else comparison.targets[::-1]
+                for target in turn:
+                    run = run_once(
+                        comparison, workload, target, calibrations[workload.name], repeat, progress
+                    )
+                    if comparison.out is not None:
+                        run.save(comparison.out)
+                    of_workload.append(run)
+                    progress.advance(overall)
+            console.print(report(of_workload))
+            runs += of_workload
+    return runs
+
+
+def run_once(
+    comparison: Comparison,
+    workload: Workload,
+    target: Target,
+    calibration: Calibration,
+    repeat: int,
+    progress: Progress,
+) -> Run:
+    """Start a server, measure one workload, stop the server. Whatever goes wrong is in the result."""
+    info = ServerInfo(
+        label=target.label,
+        order=target.order,
+        model=comparison.model,
+        options=None if target.url else dict(target.options),
+    )
+    run = blank_run(workload, info, calibration, comparison.measurement, repeat=repeat)
+    server = open_server(target)
+    task = progress.add_task(f"{workload.name} on {target.label}", total=None, detail="starting")
+
+    def on_progress(finished: int, failed: int, total: int) -> None:
+        detail = f"[red]{failed} failed[/red]" if failed else ""
+        progress.update(task, completed=finished, total=total, detail=detail)
+
+    try:
+        with server:
+            info.version = server.version
+            progress.update(task, detail="")
+            endpoint = _endpoint(comparison, server)
+            measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
+            died = server.exit_code  # None: it still ran when the run was over
+        info.exit_code = server.exit_code
+        _note_the_end(run, died)
+    except StartupError as error:
+        run.reason = str(error)
+    finally:
+        progress.remove_task(task)
+    if run.status != "ok":
+        info.log = list(server.log)[-LOG_LINES_KEPT:]
+        progress.console.print(
+            f"[red]{escape(target.label)}, {workload.name}: {run.status}[/red]: {escape(run.reason or '')}"
+        )
+    return run
+
+
+def _note_the_end(run: Run, died: int | None) -> None:
+    """How a server ended belongs to the result: one that fell over has not passed, whatever it had answered."""
+    exit_code = run.server.exit_code
+    if died is not None:
+        run.status = "failed"
+        run.reason = (
+            f"the server ended during the run (exit {died}); {run.reason or 'all requests were done'}"
+        )
+    elif exit_code not in (None, 0):
+        run.notes.append(f"the server ended with exit code {exit_code} when it was asked to stop")
+
+
+def _endpoint(comparison: Comparison, server: RunningServer) -> Endpoint:
+    return Endpoint(server.url, server.model, ignore_eos=comparison.ignore_eos, api_key=comparison.api_key)
+
+
+def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:
+    """A calibration for every workload; the server is started only if one of them needs it."""
+    if comparison.rate != "auto":
+        return {workload.name: fixed_factor(workload, comparison.rate) for workload in comparison.workloads}
+    if not any(workload.rate is not None for workload in comparison.workloads):
+        return {workload.name: Calibration(mode="auto", factor=1.0) for workload in comparison.workloads}
+    first = comparison.targets[0]
+    task = progress.add_task(f"calibrating on {first.label}", total=len(comparison.workloads), detail="")
+    found = {}
+    with open_server(first) as server:
+        for workload in comparison.workloads:
+            try:
+                found[workload.name] = calibrate(
+                    workload,
+                    _endpoint(comparison, server),
+                    comparison.writer,
+                    batch=int(first.options.get("max-batch-size", comparison.batch)),
+                    measured_on=first.label,
+                    load=comparison.load,
+                    stall_timeout_s=comparison.measurement.stall_timeout_s,
+                )
+            except CalibrationError as error:
+                raise CalibrationError(f"{first.label}, {workload.name}: {error}") from None
+            progress.advance(task)
+    progress.remove_task(task)
+    for name, calibration in found.items():
+        if calibration.capacity is not None:
+            progress.console.print(
+                f"{name}: {first.label} serves {calibration.capacity:.3g} average requests/s; "
+                f"the table's rates are sent × {calibration.factor:.3g}"
+            )
+    return found

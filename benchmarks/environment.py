@@ -1,0 +1,75 @@
+"""Where a measurement was made: machine, versions, revision. No names of hosts, users or folders."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "httpx",
+    "uvicorn",
+    "fastapi",
+    "pydantic",
+)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Everything about this machine that moves a number."""
+    return {
+        "cpu": cpu_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "git": git_revision(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as people know it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_revision() -> str | None:
+    """The commit measured, with `+` behind it where files differ from it; None outside a repository."""
+    here = Path(__file__).resolve().parent
+    try:
+        revision = _git(here, "rev-parse", "--short=12", "HEAD")
+        # Results are written while measuring: they do not make the code another one.
+        changed = _git(here, "status", "--porcelain", "--", ":/", ":(exclude)results")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision + ("+" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,253 @@
+"""The load generator: sends a plan's requests on time and hands back their timelines.
+
+It runs in a process of its own, so that neither the server nor a progress bar takes its processor time; what it
+uses itself is part of the report. `run_load` starts that process, `generate_load` is what happens inside.
+
+```text
+run_load ── plan (JSON) ──> stdin  ┌ python -m benchmarks.loadgen ┐
+         <── progress, result ──── stdout                         └ HTTP ──> server
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+import orjson
+
+from benchmarks.client import Endpoint, new_record, send
+from benchmarks.results import Generator, LoadResult, RequestRecord
+from benchmarks.workloads import PlannedRequest
+
+START_DELAY_S = 0.05  # between the warm-up's end and the first request
+WATCH_EVERY_S = 0.1
+NO_STEPS = 2**53  # asks telemetry for its counters only
+
+Progress = Callable[[int, int, int], None]  # finished, failed, total
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Everything a load generator needs.
+
+    Attributes:
+        requests: in the order they are sent.
+        warmup: sent first, together; not part of the result.
+        sequential: send a request only when the one before has ended; send times are ignored.
+        stall_timeout_s: give up when no stream has brought a token for so long.
+        run_timeout_s: give up when the whole run takes so long.
+    """
+
+    endpoint: Endpoint
+    requests: list[PlannedRequest]
+    warmup: list[PlannedRequest] = field(default_factory=list)
+    sequential: bool = False
+    stall_timeout_s: float = 120.0
+    run_timeout_s: float = 3600.0
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LoadPlan:
+        fields = orjson.loads(data)
+        fields["endpoint"] = Endpoint(**fields["endpoint"])
+        for name in ("requests", "warmup"):
+            fields[name] = [PlannedRequest(**request) for request in fields[name]]
+        return cls(**fields)
+
+
+class LoadGeneratorError(RuntimeError):
+    """The generator's own process failed: nothing can be said about the server."""
+
+
+# ---------------------------------------------------------------------------------------------- outside
+
+
+def run_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadResult:
+    """Run a plan in a new process and wait for its result.
+
+    Raises:
+        LoadGeneratorError: the process died, or said what is no result.
+    """
+    command = [sys.executable, "-m", "benchmarks.loadgen"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(plan.to_json())
+            process.stdin.close()
+            for line in process.stdout:
+                message = orjson.loads(line)
+                if "result" in message:
+                    return LoadResult.model_validate(message["result"])
+                on_progress(message["finished"], message["failed"], message["total"])
+        except (BrokenPipeError, orjson.JSONDecodeError) as error:
+            raise LoadGeneratorError(f"the load generator broke off: {error}") from None
+        finally:
+            process.terminate()
+    raise LoadGeneratorError(f"the load generator ended without a result (exit {process.returncode})")
+
+
+# ---------------------------------------------------------------------------------------------- inside
+
+
+class _Run:
+    """One run's state, as its tasks see it."""
+
+    def __init__(self, plan: LoadPlan, client: httpx.AsyncClient, on_progress: Progress) -> None:
+        self.plan = plan
+        self.records = [new_record(planned) for planned in plan.requests]
+        self.origin_s = time.monotonic() + START_DELAY_S
+        self.abort: str | None = None
+        self._client = client
+        self._on_progress = on_progress
+        self._in_flight = 0
+        self._finished = 0
+        self._failed = 0
+        self._last_sign_of_life = self.origin_s
+
+    async def everything(self) -> None:
+        """All requests, each at its time, until every one has ended or the watchdog bites."""
+        tasks = [asyncio.create_task(job) for job in self._jobs()]
+        watchdog = asyncio.create_task(self._watch(tasks))
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        watchdog.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watchdog
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):  # a fault of ours, not of the server's
+                raise outcome
+
+    def _jobs(self) -> list[Any]:
+        pairs = list(zip(self.plan.requests, self.records, strict=True))
+        if self.plan.sequential:
+            return [self._one_after_the_other(pairs)]
+        return [self._on_time(planned, record) for planned, record in pairs]
+
+    async def _on_time(self, planned: PlannedRequest, record: RequestRecord) -> None:
+        await asyncio.sleep(self.origin_s + planned.send_at_s - time.monotonic())
+        await self._send(planned, record)
+
+    async def _one_after_the_other(self, pairs: list[tuple[PlannedRequest, RequestRecord]]) -> None:
+        await asyncio.sleep(self.origin_s - time.monotonic())
+        for planned, record in pairs:
+            record.scheduled_s = time.monotonic() - self.origin_s  # due the moment the one before was done
+            await self._send(planned, record)
+
+    async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
+        self._in_flight += 1
+        self._sign_of_life()
+        try:
+            await send(
+                self._client,
+                self.plan.endpoint,
+                planned,
+                record,
+                origin_s=self.origin_s,
+                on_tokens=self._sign_of_life,
+            )
+        except asyncio.CancelledError:
+            record.error = self.abort or "cancelled"
+            raise
+        finally:
+            self._in_flight -= 1
+            self._finished += 1
+            self._failed += record.error is not None
+            self._sign_of_life()
+            self._on_progress(self._finished, self._failed, len(self.records))
+
+    def _sign_of_life(self) -> None:
+        self._last_sign_of_life = time.monotonic()
+
+    async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
+        """End a run that no longer moves. One slow request among others that move is no stall: it may queue."""
+        limit = self.plan.stall_timeout_s
+        while self.abort is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+            now = time.monotonic()
+            if self._in_flight and now - self._last_sign_of_life > limit:
+                self.abort = f"stalled: no token on any stream for {limit:g} s"
+            elif now - self.origin_s > self.plan.run_timeout_s:
+                self.abort = f"not done after {self.plan.run_timeout_s:g} s"
+        for task in tasks:
+            task.cancel()
+
+
+async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadResult:
+    """Warm up, then run the plan. What goes wrong at the server is in the records, not raised."""
+    # No limit on connections: a request that waits for a free one would be the client's delay, not the server's.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Reading has no limit of its own: the watchdog knows better whether the server is stuck.
+    timeout = httpx.Timeout(10.0, read=None, pool=None)
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
+        await _warm_up(plan, client)
+        gc.collect()
+        gc.disable()  # a collection of ours must not look like a stall of the server's
+        before = await read_telemetry(client, plan.endpoint.url, since_step=NO_STEPS)
+        run = _Run(plan, client, on_progress)
+        cpu_s, wall_s = time.process_time(), time.monotonic()
+        await run.everything()
+        cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
+        gc.enable()
+        first_step = before["counters"]["steps"] if before else 0
+        after = await read_telemetry(client, plan.endpoint.url, since_step=first_step)
+    lags = [record.sent_s - record.scheduled_s for record in run.records if record.sent_s is not None]
+    return LoadResult(
+        origin_s=run.origin_s,
+        requests=[record.rounded() for record in run.records],
+        generator=Generator(
+            cpu_s=round(cpu_s, 4), wall_s=round(wall_s, 4), max_lag_s=round(max(lags, default=0.0), 5)
+        ),
+        abort=run.abort,
+        telemetry_before=before,
+        telemetry_after=after,
+    )
+
+
+async def read_telemetry(client: httpx.AsyncClient, url: str, *, since_step: int) -> dict[str, Any] | None:
+    """The engine's counters, and its steps from `since_step` on; None from a server that has none, or is gone."""
+    try:
+        response = await client.get(f"{url}/telemetry", params={"since_step": since_step}, timeout=10.0)
+        telemetry = orjson.loads(response.content) if response.status_code == 200 else None
+    except (httpx.HTTPError, orjson.JSONDecodeError):
+        return None
+    return telemetry if isinstance(telemetry, dict) and "counters" in telemetry else None
+
+
+async def _warm_up(plan: LoadPlan, client: httpx.AsyncClient) -> None:
+    """First requests pay for what later ones find ready (connections, thread pools, compiled code)."""
+    jobs = [
+        send(client, plan.endpoint, planned, new_record(planned), origin_s=time.monotonic())
+        for planned in plan.warmup
+    ]
+    # Errors do not matter here: a server that cannot answer these will not answer the others, and that counts.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*jobs), plan.stall_timeout_s)
+
+
+def _main() -> None:
+    plan = LoadPlan.from_json(sys.stdin.buffer.read())
+
+    def say(message: dict[str, Any]) -> None:
+        sys.stdout.buffer.write(orjson.dumps(message) + b"\n")
+        sys.stdout.buffer.flush()
+
+    def on_progress(finished: int, failed: int, total: int) -> None:
+        say({"finished": finished, "failed": failed, "total": total})
+
+    result = asyncio.run(generate_load(plan, on_progress))
+    say({"result": result.model_dump()})
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,131 @@
+"""From timelines to numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
+
+GOOD_SHARE = 0.99  # of a request's gaps must be within the objective for the request to count as good
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies; between two values, on the line that joins them.
+
+    Args:
+        values: at least one, in any order.
+        share: 0.5 is the median.
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def percentiles(values: Sequence[float]) -> Percentiles | None:
+    """None where there is nothing to measure."""
+    if not values:
+        return None
+    return Percentiles(
+        p50=percentile(values, 0.50),
+        p95=percentile(values, 0.95),
+        p99=percentile(values, 0.99),
+        max=max(values),
+        mean=sum(values) / len(values),
+    )
+
+
+def is_good(record: RequestRecord, slo_ttft_s: float, slo_itl_s: float) -> bool:
+    """Whether a request met its objectives: completed, first token in time, and 99 % of its gaps within the limit.
+
+    The share is of the request's own gaps, not its mean gap: a mean hides the one long stall a reader notices.
+    """
+    if record.error is not None or record.ttft_s > slo_ttft_s:
+        return False
+    gaps = record.gaps_s
+    return sum(gap <= slo_itl_s for gap in gaps) >= GOOD_SHARE * len(gaps)
+
+
+def summarize(
+    records: Sequence[RequestRecord], *, slo_ttft_s: float, slo_itl_s: float, full_length: bool = True
+) -> Metrics:
+    """A run's metrics from its requests' timelines, at least one.
+
+    Latencies and throughput are those of completed requests; `errors` and `goodput` count all.
+
+    Args:
+        records: of one run.
+        slo_ttft_s: objective for the first token, in seconds.
+        slo_itl_s: objective for the gaps between tokens, in seconds.
+        full_length: every answer was to be `max_tokens` long; if so, shorter ones are counted.
+    """
+    done = [record for record in records if record.error is None]
+    sent = sorted(record.sent_s for record in records if record.sent_s is not None)
+    ends = [record.finished_s for record in records if record.finished_s is not None]
+    duration_s = max(ends) - sent[0] if sent and ends else 0.0
+    output_tokens = sum(record.completion_tokens for record in done)
+    gaps = [gap for record in done for gap in record.gaps_s]
+    return Metrics(
+        requests=len(records),
+        completed=len(done),
+        errors=len(records) - len(done),
+        short=sum(full_length and record.completion_tokens < record.max_tokens for record in done),
+        duration_s=duration_s,
+        output_tokens=output_tokens,
+        prompt_tokens=sum(
+            record.prompt_tokens if record.prompt_tokens_counted is None else record.prompt_tokens_counted
+            for record in done
+        ),
+        output_tokens_per_s=_per_second(output_tokens, duration_s),
+        requests_per_s=_per_second(len(done), duration_s),
+        arrival_rate=(len(sent) - 1) / (sent[-1] - sent[0]) if len(sent) > 1 and sent[-1] > sent[0] else None,
+        ttft_s=percentiles([record.ttft_s for record in done]),
+        itl_s=percentiles(gaps),
+        latency_s=percentiles([record.latency_s for record in done]),
+        longest_stall_s=max(gaps, default=None),
+        goodput=sum(is_good(record, slo_ttft_s, slo_itl_s) for record in records) / len(records),
+        slo_ttft_s=slo_ttft_s,
+        slo_itl_s=slo_itl_s,
+    )
+
+
+def _per_second(count: int, duration_s: float) -> float:
+    return count / duration_s if duration_s > 0 else 0.0
+
+
+def summarize_server(
+    before: dict[str, Any], after: dict[str, Any], steps: Sequence[dict[str, Any]]
+) -> ServerMetrics:
+    """What the engine did between two readings of its counters.
+
+    Args:
+        before: counters when the run began.
+        after: counters when it had ended.
+        steps: the step records of that time that were still kept.
+    """
+    count = {name: after[name] - before.get(name, 0) for name in after}
+    computed = count["decode_tokens"] + count["prefill_tokens"] + count["padded_tokens"] + count["idle_rows"]
+    decoding = [step["decode_tokens"] for step in steps if step["decode_tokens"]]
+    busy_s = sum(step["duration_s"] for step in steps)
+
+    def over_time(name: str) -> float:
+        return sum(step[name] * step["duration_s"] for step in steps) / busy_s if busy_s > 0 else 0.0
+
+    return ServerMetrics(
+        steps=count["steps"],
+        mean_batch=sum(decoding) / len(decoding) if decoding else 0.0,
+        prefill_tokens=count["prefill_tokens"],
+        decode_tokens=count["decode_tokens"],
+        padded_tokens=count["padded_tokens"],
+        idle_rows=count["idle_rows"],
+        padded_share=(count["padded_tokens"] + count["idle_rows"]) / computed if computed else 0.0,
+        preemptions=count["preemptions"],
+        busy_s=count["busy_s"],
+        kv_used_mean=over_time("kv_used_tokens"),
+        kv_used_max=max((step["kv_used_tokens"] for step in steps), default=0),
+        kv_reserved_mean=over_time("kv_reserved_tokens"),
+        kv_reserved_max=max((step["kv_reserved_tokens"] for step in steps), default=0),
+        missing_steps=count["steps"] - len(steps),
+    )

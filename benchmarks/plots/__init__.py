@@ -1,0 +1,79 @@
+"""Every figure from the results, and from nothing else: same results, same bytes.
+
+A figure is two files, light and dark. `captions.json` beside them says what each shows and which runs it is made
+of; it is also how a later run knows which files are its own to remove, when the results they came from are gone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plots.figures import KINDS, FigureKind, runs_drawn
+from benchmarks.plots.groups import Group, load_groups
+from benchmarks.plots.style import THEMES, themed
+
+CAPTIONS = "captions.json"
+
+
+def draw_all(results: Path, out: Path) -> list[Path]:
+    """Draw all figures and remove those that no result stands behind any more. Returns the files written.
+
+    Raises:
+        ValueError: a file among the results is none, or `results` is no folder.
+    """
+    if not results.is_dir():
+        raise ValueError(f"--results {results}: no such folder; `python -m benchmarks compare` makes results")
+    groups = load_groups(results)
+    out.mkdir(parents=True, exist_ok=True)
+    stale = set(_drawn_before(out))
+    captions: dict[str, Any] = {}
+    written: list[Path] = []
+    for group in groups:
+        for kind in KINDS:
+            if kind.has_data(group):
+                files = _draw(group, kind, out)
+                written += files.values()
+                captions[f"{group.name}-{kind.name}"] = _entry(group, kind, files)
+    for name in stale - {path.name for path in written}:
+        (out / name).unlink(missing_ok=True)
+    text = json.dumps(captions, indent=1, ensure_ascii=False, sort_keys=True)
+    (out / CAPTIONS).write_text(text + "\n", encoding="utf-8")
+    return written
+
+
+def _draw(group: Group, kind: FigureKind, out: Path) -> dict[str, Path]:
+    files = {}
+    for theme in THEMES:
+        path = out / f"{group.name}-{kind.name}-{theme.name}.svg"
+        with themed(theme):
+            # No date and no version inside: they would change the file where the figure is the same.
+            kind.draw(group, theme).savefig(path, metadata={"Date": None, "Creator": None})
+        files[theme.name] = path
+    return files
+
+
+def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, Any]:
+    run = group.first
+    return {
+        "title": group.title,
+        "caption": kind.caption(group),
+        "figure": kind.name,
+        "workload": run.workload.name,
+        "model": run.server.model,
+        "quick": run.workload.quick,
+        "servers": [server.label for server in group.servers],
+        "repeats": max(drawn.repeat for drawn in runs_drawn(group)),
+        "comparison": run.comparison,
+        "factor": run.calibration.factor if run.calibration else None,
+        "files": {theme: path.name for theme, path in files.items()},
+    }
+
+
+def _drawn_before(out: Path) -> list[str]:
+    """Names of the files that the last run drew into this folder."""
+    captions = out / CAPTIONS
+    if not captions.is_file():
+        return []
+    return [name for entry in json.loads(captions.read_text()).values() for name in entry["files"].values()]

@@ -1,0 +1,321 @@
+"""The figures: each a function that draws a group of runs, and one that says what to see in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from benchmarks.plots.groups import Group, Server, distribution, prefill_start_s, thin, watched_client
+from benchmarks.plots.style import BLUE, GREY, ORANGE, SKY, VERMILION, Theme
+from benchmarks.report import LINES, Line, format_seconds
+from benchmarks.results import Run
+
+WIDTH = 8.0  # inches
+
+BY_TITLE: dict[str, Line] = {line.title: line for line in LINES}
+
+
+@dataclass(frozen=True, slots=True)
+class FigureKind:
+    """A figure that can be made of any group that has the data for it."""
+
+    name: str
+    has_data: Callable[[Group], bool]
+    draw: Callable[[Group, Theme], Figure]
+    caption: Callable[[Group], str]
+
+
+def _panels(group: Group, rows: int, height: float) -> tuple[Figure, list[Axes]]:
+    """One panel a server, below each other, on the same axes."""
+    figure = Figure(figsize=(WIDTH, height * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    figure.suptitle(group.title, fontsize=10)
+    return figure, list(axes)
+
+
+# ---------------------------------------------------------------------------------------------- side by side
+
+
+def _draw_bars(group: Group, theme: Theme) -> Figure:
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    figure.suptitle(group.title, fontsize=10)
+    throughput, ttft, itl = figure.subplots(1, 3, width_ratios=[1, 2, 2])
+    _bars(throughput, group.servers, [BY_TITLE["output tokens / s"]], [""], 1.0, theme)
+    throughput.set_title("output tokens/s")
+    names = ["p50", "p95", "p99"]
+    for axes, kind in ((ttft, "TTFT"), (itl, "ITL")):
+        _bars(axes, group.servers, [BY_TITLE[f"{kind} {name}"] for name in names], names, 1000.0, theme)
+        axes.set_title(f"{kind}, ms")
+    handles = [
+        Patch(facecolor=server.colour, hatch=server.hatch, edgecolor=theme.paper, label=server.label)
+        for server in group.servers
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure
+
+
+def _bars(
+    axes: Axes,
+    servers: Sequence[Server],
+    lines: Sequence[Line],
+    names: Sequence[str],
+    scale: float,
+    theme: Theme,
+) -> None:
+    """Grouped bars: medians, with a whisker from the smallest to the largest repeat."""
+    width = 0.8 / len(servers)
+    for place, server in enumerate(servers):
+        for at, line in enumerate(lines):
+            value = server.median(line)
+            if value is None:
+                continue
+            x = at + (place - (len(servers) - 1) / 2) * width
+            low, high = server.spread(line)
+            bar = axes.bar(
+                x, value * scale, width * 0.92, color=server.colour, hatch=server.hatch, edgecolor=theme.paper
+            )
+            axes.vlines(x, low * scale, high * scale, color=theme.ink, linewidth=1.0)
+            label = f"{value * scale:.3g}" if value * scale < 1000 else f"{value * scale:,.0f}"
+            axes.bar_label(bar, [label], fontsize=6, padding=2, rotation=90 if len(servers) > 3 else 0)
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(visible=False, axis="x")
+    axes.margins(y=0.16)
+
+
+def _bars_caption(group: Group) -> str:
+    said = ["Medians over repeats; the thin lines reach from the best to the worst repeat."]
+    for before, after in zip(group.servers, group.servers[1:], strict=False):
+        better: list[str] = []
+        worse: list[str] = []
+        for title in ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"):
+            line = BY_TITLE[title]
+            old, new = before.median(line), after.median(line)
+            if old and new and abs(new / old - 1) >= 0.03:
+                won = (new > old) == (line.better == "high")
+                (better if won else worse).append(f"{title} ×{new / old:.2f}")
+        said.append(
+            f"{after.label} against {before.label}: better: {', '.join(better) or 'nothing by 3 % or more'}; "
+            f"worse: {', '.join(worse) or 'nothing by 3 % or more'}."
+        )
+    return " ".join(said)
+
+
+# ---------------------------------------------------------------------------------------------- distributions
+
+
+def _draw_cdf(group: Group, _theme: Theme) -> Figure:
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    figure.suptitle(group.title, fontsize=10)
+    ttft, itl = figure.subplots(1, 2, sharey=True)
+    for server in group.servers:
+        done = [record for run in server.runs for record in run.requests if record.error is None]
+        for axes, values in (
+            (ttft, [record.ttft_s * 1000 for record in done]),
+            (itl, [gap * 1000 for record in done for gap in record.gaps_s]),
+        ):
+            xs, ys = distribution(values)
+            axes.step(xs, ys, where="post", color=server.colour, linestyle=server.dash, label=server.label)
+    for axes, title in ((ttft, "time to first token, ms"), (itl, "gap between two tokens, ms")):
+        axes.set_xscale("symlog", linthresh=1.0)  # tokens that came together have no gap: 0 has a place, too
+        axes.set_xlim(left=0.0)
+        axes.set_xlabel(title)
+        axes.axhline(0.99, color=GREY, linewidth=0.8, linestyle=":")
+    ttft.set_ylabel("share at or below")
+    ttft.legend(loc="upper left")
+    return figure
+
+
+def _cdf_caption(_group: Group) -> str:
+    return (
+        "All requests of all repeats; further left is better. Where a curve meets the dotted line is its p99: look "
+        "at the upper right corner for the tail, not at the middle."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- one client
+
+
+def _draw_stall(group: Group, theme: Theme) -> Figure:
+    figure, panels = _panels(group, len(group.servers), 1.3)
+    watched = watched_client(group)
+    for axes, server in zip(panels, group.servers, strict=True):
+        record = server.typical.requests[watched]
+        times = [time - record.token_times_s[0] for time in record.token_times_s[1:]]
+        gaps = [gap * 1000 for gap in record.gaps_s]
+        axes.vlines(times, 0, gaps, color=server.colour, linewidth=1.2)
+        axes.set_title(server.label, loc="left")
+        if gaps:
+            longest = max(range(len(gaps)), key=gaps.__getitem__)
+            axes.annotate(
+                f"{gaps[longest]:.3g} ms",
+                (times[longest], gaps[longest]),
+                xytext=(4, -2),
+                textcoords="offset points",
+                fontsize=7,
+                color=theme.ink,
+            )
+        axes.set_ylabel("gap, ms")
+    panels[-1].set_xlabel("seconds since this client's first token")
+    return figure
+
+
+def _stall_caption(group: Group) -> str:
+    watched = watched_client(group)
+    longest = [
+        f"{server.label} {format_seconds(max(gaps))}"
+        for server in group.servers
+        if (gaps := server.typical.requests[watched].gaps_s)
+    ]
+    return (
+        f"What one reader sees (request {watched}, the same everywhere): every line is the wait for one token. "
+        f"Tall lines are stalls: the server did something else meanwhile. Longest: {', '.join(longest)}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- all requests
+
+
+def _draw_gantt(group: Group, theme: Theme) -> Figure:
+    rows = len(group.first.requests)
+    figure, panels = _panels(group, len(group.servers), max(1.2, rows * 0.055))
+    for axes, server in zip(panels, group.servers, strict=True):
+        steps = server.typical.engine_steps or {}
+        for row, record in enumerate(server.typical.requests):
+            if record.sent_s is None or not record.token_times_s:
+                continue
+            first, last = record.token_times_s[0], record.token_times_s[-1]
+            start = prefill_start_s(record, steps)
+            start = first if start is None else max(start, record.sent_s)
+            for low, high, colour in (
+                (record.sent_s, start, theme.faint),
+                (start, first, ORANGE),
+                (first, last, BLUE),
+            ):
+                axes.barh(row, high - low, left=low, height=0.8, color=colour, linewidth=0)
+        axes.set_title(server.label, loc="left")
+        axes.set_ylabel("request")
+    panels[0].invert_yaxis()
+    panels[-1].set_xlabel("seconds")
+    colours = ((theme.faint, "waiting"), (ORANGE, "prefill"), (BLUE, "decode"))
+    handles = [Patch(facecolor=colour, label=label) for colour, label in colours]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _gantt_caption(group: Group) -> str:
+    unknown = [server.label for server in group.servers if not server.typical.engine_steps]
+    caption = (
+        "One line a request, in the order they were sent. Grey is time in the queue, orange the prompt, blue the "
+        "answer. In static batching blue bars begin together and nobody new begins until the longest has ended."
+    )
+    if unknown:
+        caption += f" {', '.join(unknown)}: grey is queue and prompt together, the server does not tell."
+    return caption
+
+
+# ---------------------------------------------------------------------------------------------- memory, work
+
+
+def _with_steps(group: Group) -> list[tuple[Server, dict[str, list[int | float]]]]:
+    return [(server, steps) for server in group.servers if (steps := server.typical.engine_steps)]
+
+
+def _draw_kv(group: Group, _theme: Theme) -> Figure:
+    shown = _with_steps(group)
+    figure, panels = _panels(group, len(shown), 1.4)
+    for axes, (server, steps) in zip(panels, shown, strict=True):
+        for column, colour in (("kv_reserved_tokens", SKY), ("kv_used_tokens", BLUE)):
+            times, values = thin(steps["started_s"], steps[column])
+            axes.fill_between(times, values, step="post", color=colour, linewidth=0)
+        axes.set_title(server.label, loc="left")
+        axes.set_ylabel("tokens")
+    panels[-1].set_xlabel("seconds")
+    handles = [Patch(facecolor=SKY, label="reserved, not used"), Patch(facecolor=BLUE, label="used")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _kv_caption(group: Group) -> str:
+    used = [
+        f"{server.label} {metrics.kv_used_mean / metrics.kv_reserved_mean:.0%}"
+        for server, _ in _with_steps(group)
+        if (metrics := server.typical.server_metrics) and metrics.kv_reserved_mean
+    ]
+    return (
+        "KV memory in tokens: light is held for sequences, dark holds something. The light part is memory in which "
+        f"other sequences could have run. Used of what was reserved, on average: {', '.join(used)}."
+    )
+
+
+def _draw_waste(group: Group, _theme: Theme) -> Figure:
+    shown = _with_steps(group)
+    figure, panels = _panels(group, len(shown), 1.2)
+    for axes, (server, steps) in zip(panels, shown, strict=True):
+        times, values = thin(steps["started_s"], _wasted_shares(steps))
+        axes.fill_between(times, [value * 100 for value in values], step="post", color=VERMILION, linewidth=0)
+        axes.set_title(server.label, loc="left")
+        axes.set_ylabel("% wasted")
+        axes.set_ylim(0, 100)
+    panels[-1].set_xlabel("seconds")
+    return figure
+
+
+def _wasted_shares(steps: dict[str, list[int | float]]) -> list[float]:
+    """Of the tokens computed in each step, the share that was thrown away."""
+    shares = []
+    columns = (steps[name] for name in ("decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"))
+    for decode, prefill, padded, idle in zip(*columns, strict=True):
+        computed = decode + prefill + padded + idle
+        shares.append((padded + idle) / computed if computed else 0.0)
+    return shares
+
+
+def _waste_caption(group: Group) -> str:
+    wasted = [
+        f"{server.label} {metrics.padded_share:.0%}"
+        for server, _ in _with_steps(group)
+        if (metrics := server.typical.server_metrics)
+    ]
+    return (
+        "Of the tokens each step computed, the share nobody asked for: prompts padded to a rectangle (spikes) and "
+        f"rows that were done (slopes that climb until the batch ends). Over the whole run: {', '.join(wasted)}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+def _has_gaps(group: Group) -> bool:
+    watched = watched_client(group)
+    return all(len(server.typical.requests[watched].token_times_s) > 2 for server in group.servers)
+
+
+def _has_several(group: Group) -> bool:
+    return len(group.first.requests) > 1
+
+
+def _has_steps(group: Group) -> bool:
+    return bool(_with_steps(group))
+
+
+def _always(_group: Group) -> bool:
+    return True
+
+
+KINDS: Sequence[FigureKind] = (
+    FigureKind("bars", _always, _draw_bars, _bars_caption),
+    FigureKind("cdf", _has_several, _draw_cdf, _cdf_caption),
+    FigureKind("stall", _has_gaps, _draw_stall, _stall_caption),
+    FigureKind("gantt", _has_several, _draw_gantt, _gantt_caption),
+    FigureKind("kv", _has_steps, _draw_kv, _kv_caption),
+    FigureKind("waste", _has_steps, _draw_waste, _waste_caption),
+)
+
+
+def runs_drawn(group: Group) -> list[Run]:
+    """Every run that a figure of this group is made of."""
+    return [run for server in group.servers for run in server.runs]

@@ -1,0 +1,161 @@
+"""Which runs belong into one figure, and what all figures read from them."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
+from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of
+from benchmarks.results import RequestRecord, Run, load_runs, slug
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server's runs of one workload.
+
+    Attributes:
+        runs: those that are complete, one per repeat.
+        colour, dash, hatch: how it is drawn, everywhere.
+    """
+
+    label: str
+    runs: Sequence[Run]
+    colour: str
+    dash: str
+    hatch: str
+
+    @property
+    def typical(self) -> Run:
+        """The repeat with the median throughput: the one to draw where repeats cannot be averaged."""
+        ordered = sorted(self.runs, key=lambda run: run.metrics.output_tokens_per_s if run.metrics else 0.0)
+        return ordered[(len(ordered) - 1) // 2]
+
+    def median(self, line: Line) -> Value:
+        return median_of(self.runs, line)
+
+    def spread(self, line: Line) -> tuple[float, float]:
+        """The smallest and the largest over repeats."""
+        values = [value for run in self.runs if (value := line.value(run)) is not None]
+        return min(values), max(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one figure compares: one workload, one model, one machine, measured together."""
+
+    name: str
+    servers: Sequence[Server]
+
+    @property
+    def first(self) -> Run:
+        return self.servers[0].runs[0]
+
+    @property
+    def title(self) -> str:
+        run = self.first
+        machine = run.environment.get("gpu") or run.environment.get("cpu") or "unknown machine"
+        quick = " (quick)" if run.workload.quick else ""
+        return f"{run.workload.name}{quick} · {run.server.model} · {machine}"
+
+
+def load_groups(folder: Path) -> list[Group]:
+    """The groups below a folder of results, in the order of their names.
+
+    Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
+    workload and model was measured several times, the comparison with the most servers is drawn, of those the
+    latest. Results in different subfolders (`h200`) are of different machines and make groups of their own.
+    """
+    comparisons: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for path in sorted({path.parent for path in folder.rglob("*.json")}):
+        prefix = "-".join((*path.relative_to(folder).parts, ""))
+        for run in load_runs(path, below=False):
+            if run.status == "ok":
+                quick = "-quick" if run.workload.quick else ""
+                name = f"{prefix}{run.workload.name}-{slug(run.server.model)}{quick}"
+                comparisons[name][run.comparison].append(run)
+    groups = []
+    for name, found in sorted(comparisons.items()):
+        best = max(found, key=lambda comparison: (len(columns_of(found[comparison])), comparison))
+        groups.append(Group(name, _servers(found[best])))
+    return groups
+
+
+def _servers(runs: Sequence[Run]) -> list[Server]:
+    servers = []
+    peers = 0
+    for repeats in columns_of(runs):
+        info = repeats[0].server
+        if info.order < FIRST_PEER:
+            colour = PHASE_COLOURS.get(int(info.order), GREY)
+            servers.append(Server(info.label, repeats, colour, "-", ""))
+        else:
+            peers += 1
+            dash, hatch = DASHES[peers % len(DASHES)], HATCHES[peers % len(HATCHES)]
+            servers.append(Server(info.label, repeats, GREY, dash, hatch))
+    return servers
+
+
+# ---------------------------------------------------------------------------------------------- derived
+
+
+def watched_client(group: Group) -> int:
+    """The request whose gaps are shown: the longest answer among those sent in the first half.
+
+    The same one for every server. Those sent early live through the arrival of all the others.
+    """
+    half = sorted(group.first.requests, key=lambda record: record.scheduled_s)
+    half = half[: max(1, (len(half) + 1) // 2)]
+    return max(half, key=lambda record: (record.max_tokens, -record.index)).index
+
+
+def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:
+    """When a request's prompt began to be computed; None where that cannot be known.
+
+    The client does not see it, but the engine's steps do: the first token left with the step that finished the
+    prompt, so that step and, going back, as many as it takes to compute the whole prompt, were its prefill.
+    """
+    if not record.token_times_s or not steps.get("started_s"):
+        return None
+    index = bisect.bisect_right(steps["started_s"], record.token_times_s[0]) - 1
+    left: float = record.prompt_tokens
+    start = None
+    while index >= 0 and left > 0 and steps["started_s"][index] >= (record.sent_s or 0.0) - 0.01:
+        if steps["prefill_tokens"][index]:
+            left -= steps["prefill_tokens"][index]
+            start = steps["started_s"][index]
+        index -= 1
+    return start
+
+
+def thin(
+    times: Sequence[float], values: Sequence[float], limit: int = 400
+) -> tuple[list[float], list[float]]:
+    """At most about `limit` points, each the highest of its stretch: a figure must not lose its peaks."""
+    stride = max(1, -(-len(times) // limit))
+    kept_times, kept_values = [], []
+    for start in range(0, len(times), stride):
+        stretch = range(start, min(start + stride, len(times)))
+        highest = max(stretch, key=lambda index: values[index])
+        kept_times.append(times[highest])
+        kept_values.append(values[highest])
+    return kept_times, kept_values
+
+
+def distribution(values: Sequence[float], limit: int = 300) -> tuple[list[float], list[float]]:
+    """A cumulative distribution in at most `limit` points: values in order, and the share at or below each."""
+    ordered = sorted(values)
+    if len(ordered) <= limit:
+        places = list(range(len(ordered)))
+    else:
+        # Even steps would leave out the tail, which is what one looks at: half of the points go to the last 5 %.
+        coarse, fine = limit // 2, limit - limit // 2
+        bend = 0.95 * (len(ordered) - 1)
+        places = sorted(
+            {round(bend * step / coarse) for step in range(coarse)}
+            | {round(bend + (len(ordered) - 1 - bend) * step / (fine - 1)) for step in range(fine)}
+        )
+    return [ordered[place] for place in places], [(place + 1) / len(ordered) for place in places]

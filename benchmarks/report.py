@@ -1,0 +1,169 @@
+"""The closing table: medians over repeats, the best of each line in bold.
+
+Beside a value stands its ratio: a phase's to the phase before, a peer's to the last phase.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.results import Metrics, Percentiles, Run
+
+Value = float | None
+
+FIRST_PEER = 100.0  # `ServerInfo.order` from here on is no phase's
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the table.
+
+    Attributes:
+        value: reads it from a run; None where the run has none.
+        better: "high", "low", or "" where neither is.
+    """
+
+    title: str
+    value: Callable[[Run], Value]
+    show: Callable[[float], str]
+    better: str = ""
+
+
+def _client(read: Callable[[Metrics], Value]) -> Callable[[Run], Value]:
+    return lambda run: None if run.metrics is None else read(run.metrics)
+
+
+def _server(name: str) -> Callable[[Run], Value]:
+    return lambda run: None if run.server_metrics is None else float(getattr(run.server_metrics, name))
+
+
+def _percentile(kind: str, name: str) -> Callable[[Run], Value]:
+    def read(run: Run) -> Value:
+        found: Percentiles | None = getattr(run.metrics, kind) if run.metrics else None
+        return None if found is None else float(getattr(found, name))
+
+    return read
+
+
+def format_seconds(seconds: float) -> str:
+    """Milliseconds below a second."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+_LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("latency", "latency_s"))
+
+LINES: Sequence[Line] = (
+    Line("output tokens / s", _client(lambda m: m.output_tokens_per_s), _number, "high"),
+    Line("requests / s", _client(lambda m: m.requests_per_s), lambda v: f"{v:.3g}", "high"),
+    *(
+        Line(f"{title} {name}", _percentile(kind, name), format_seconds, "low")
+        for title, kind in _LATENCIES
+        for name in ("p50", "p95", "p99", "max")
+    ),
+    Line("longest stall", _client(lambda m: m.longest_stall_s), format_seconds, "low"),
+    Line("goodput", _client(lambda m: m.goodput), _share, "high"),
+    Line("errors", _client(lambda m: float(m.errors)), _number, "low"),
+    Line("arrivals / s", _client(lambda m: m.arrival_rate), lambda v: f"{v:.3g}"),
+    Line("engine steps", _server("steps"), _number),
+    Line("mean batch", _server("mean_batch"), lambda v: f"{v:.2f}", "high"),
+    Line("wasted work", _server("padded_share"), _share, "low"),
+    Line("KV used, mean tokens", _server("kv_used_mean"), _number),
+    Line("KV reserved, mean tokens", _server("kv_reserved_mean"), _number, "low"),
+    Line("preemptions", _server("preemptions"), _number),
+)
+
+
+def median_of(runs: Iterable[Run], line: Line) -> Value:
+    """The median over repeats that have a value."""
+    values = [value for run in runs if (value := line.value(run)) is not None]
+    return statistics.median(values) if values else None
+
+
+def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
+    """The repeats of each server, servers in their order."""
+    labels = {run.server.label: run.server.order for run in runs}
+    ordered = sorted(labels, key=lambda label: (labels[label], label))
+    return [[run for run in runs if run.server.label == label] for label in ordered]
+
+
+def best_of(values: Sequence[Value], better: str) -> Value:
+    """The best of a line; None where nothing is better, or all are alike."""
+    known = [value for value in values if value is not None]
+    if not better or len(known) < 2 or min(known) == max(known):
+        return None
+    return max(known) if better == "high" else min(known)
+
+
+def report(runs: Sequence[Run]) -> Group:
+    """A comparison of one workload: its table, with a title above and notes below.
+
+    Runs that are not complete have no part in the medians; the notes name them.
+    """
+    workload = runs[0].workload
+    calibration = runs[0].calibration
+    rate = f", {workload.rate:.3g} requests/s" if workload.rate is not None else ""
+    factor = f" (table × {calibration.factor:.3g})" if workload.rate is not None and calibration else ""
+    title = f"{workload.name}{' (quick)' if workload.quick else ''}: {runs[0].server.model}{rate}{factor}"
+    table = Table()
+    table.add_column("", no_wrap=True)
+    columns = columns_of(runs)
+    for repeats in columns:
+        table.add_column(repeats[0].server.label, justify="right")
+    for line in LINES:
+        values = [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
+        if any(value is not None for value in values):
+            table.add_row(line.title, *_cells(line, values, bases_of(columns)))
+    return Group(Text(f"\n{title}", style="bold"), table, Text(_notes(runs), style="dim"))
+
+
+def _cells(line: Line, values: Sequence[Value], bases: Sequence[int | None]) -> list[str]:
+    best = best_of(values, line.better)
+    cells = []
+    for value, base in zip(values, bases, strict=True):
+        if value is None:
+            cells.append("–")
+            continue
+        text = line.show(value)
+        if best is not None and value == best:
+            text = f"[bold]{text}[/bold]"
+        compared = values[base] if base is not None and line.better else None
+        cells.append(f"{text}  ×{value / compared:.2f}" if compared else text)
+    return cells
+
+
+def bases_of(columns: Sequence[Sequence[Run]]) -> list[int | None]:
+    """Which column each column's ratios refer to; None for the first phase, and where there is no phase."""
+    phases = [index for index, repeats in enumerate(columns) if repeats[0].server.order < FIRST_PEER]
+    bases: list[int | None] = []
+    for index in range(len(columns)):
+        before = [phase for phase in phases if phase < index]
+        bases.append(before[-1] if before else None)
+    return bases
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    repeats = max(run.repeat for run in runs)
+    shares = [run.generator.cpu_share for run in runs if run.generator is not None]
+    said = [
+        f"median of {repeats} runs" if repeats > 1 else "one run",
+        "× the phase before (a peer: × the last phase)",
+    ]
+    if shares:
+        said.append(f"load generator: {max(shares):.0%} of a core at most")
+    said += sorted({f"{run.server.label}: {note}" for run in runs for note in run.notes})
+    said += [f"{run.server.label}, run {run.repeat} {run.status}: {run.reason}" for run in runs if run.reason]
+    return "\n".join(said)

@@ -1,0 +1,296 @@
+"""What a run leaves behind: one JSON file with everything needed to check its numbers, or to draw them.
+
+All times are in seconds. A run's clock starts at zero when its first request is due; requests and engine steps are
+on that same clock, so they can be drawn over each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA = 1
+DIGITS = 5  # times are kept to 10 µs: finer than any clock that two processes share is good for
+
+Status = Literal["ok", "incomplete", "failed"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RequestRecord(_Model):
+    """One request's timeline.
+
+    Attributes:
+        scheduled_s: when it was due.
+        sent_s: when it was handed to the socket; None: never.
+        token_times_s: when each token arrived.
+        finished_s: when the answer ended, well or not.
+        prompt_tokens: length of the prompt as planned; `prompt_tokens_counted` is the server's own count.
+        completion_tokens: the server's count, or the arrivals where it gives none.
+        status: of the HTTP answer; None: there was none.
+    """
+
+    index: int
+    scheduled_s: float
+    prompt_tokens: int
+    max_tokens: int
+    sent_s: float | None = None
+    token_times_s: list[float] = Field(default_factory=list)
+    finished_s: float | None = None
+    completion_tokens: int = 0
+    prompt_tokens_counted: int | None = None
+    finish_reason: str | None = None
+    status: int | None = None
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token. Only for requests that have one."""
+        assert self.sent_s is not None
+        return self.token_times_s[0] - self.sent_s
+
+    @property
+    def latency_s(self) -> float:
+        """From sending to the end of the answer. Only for requests that were sent and ended."""
+        assert self.sent_s is not None
+        assert self.finished_s is not None
+        return self.finished_s - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Every inter-token latency: one fewer than there are tokens."""
+        times = self.token_times_s
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    def rounded(self) -> RequestRecord:
+        """The same with its times as a file keeps them: metrics are computed from these, so both agree."""
+        keep = {"scheduled_s": round(self.scheduled_s, DIGITS)}
+        keep |= {
+            name: round(value, DIGITS)
+            for name in ("sent_s", "finished_s")
+            if (value := getattr(self, name)) is not None
+        }
+        times = [round(value, DIGITS) for value in self.token_times_s]
+        return self.model_copy(update={**keep, "token_times_s": times})
+
+
+class Generator(_Model):
+    """What the load generator itself cost: if its share is high, the numbers are its own and not the server's.
+
+    Attributes:
+        cpu_s: processor time of the generator's process while the run lasted.
+        wall_s: the run's length.
+        max_lag_s: how late a request left at worst.
+    """
+
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    max_lag_s: float = 0.0
+
+    @property
+    def cpu_share(self) -> float:
+        """Of one core."""
+        return self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0
+
+
+class LoadResult(_Model):
+    """What the load generator hands back.
+
+    Attributes:
+        origin_s: the machine's monotonic clock when the run's clock was at zero.
+        abort: why the run was ended before its time, if it was.
+        telemetry_before, telemetry_after: the server's own, around the run; None from a server without.
+    """
+
+    origin_s: float
+    requests: list[RequestRecord]
+    generator: Generator
+    abort: str | None = None
+    telemetry_before: dict[str, Any] | None = None
+    telemetry_after: dict[str, Any] | None = None
+
+
+class Percentiles(_Model):
+    """Seconds."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+    mean: float
+
+
+class Metrics(_Model):
+    """What the client saw. Latencies are None where no request got that far.
+
+    Attributes:
+        duration_s: from the first request's sending to the last one's end.
+        output_tokens: of the requests that completed; those of broken ones are not counted.
+        longest_stall_s: the longest that any client waited between two tokens.
+        goodput: share of all requests that completed and met both objectives.
+        arrival_rate: requests per second as they were really sent; None for fewer than two.
+        short: completed requests with fewer tokens than asked for.
+    """
+
+    requests: int
+    completed: int
+    errors: int
+    short: int
+    duration_s: float
+    output_tokens: int
+    prompt_tokens: int
+    output_tokens_per_s: float
+    requests_per_s: float
+    arrival_rate: float | None
+    ttft_s: Percentiles | None
+    itl_s: Percentiles | None
+    latency_s: Percentiles | None
+    longest_stall_s: float | None
+    goodput: float
+    slo_ttft_s: float
+    slo_itl_s: float
+
+
+class ServerMetrics(_Model):
+    """What the engine's telemetry adds. Counts are of this run alone, warm-up left out.
+
+    Attributes:
+        mean_batch: tokens that were kept, per decoding step: what the batch really held.
+        padded_share: tokens computed for nothing (padding and idle rows), of all computed.
+        kv_used_mean, kv_reserved_mean: tokens of KV memory, averaged over the time in which steps ran.
+        missing_steps: steps that had left the ring buffer before it was read; 0 means `steps` is complete.
+    """
+
+    steps: int
+    mean_batch: float
+    prefill_tokens: int
+    decode_tokens: int
+    padded_tokens: int
+    idle_rows: int
+    padded_share: float
+    preemptions: int
+    busy_s: float
+    kv_used_mean: float
+    kv_used_max: int
+    kv_reserved_mean: float
+    kv_reserved_max: int
+    missing_steps: int = 0
+
+
+class Calibration(_Model):
+    """How `--rate` became a factor; see `benchmarks.calibrate`.
+
+    Attributes:
+        mode: auto, table, or given.
+        factor: the table's rates times this were sent.
+        capacity: requests per second of this workload's average request, measured; None: not measured.
+        reference: the capacity that the table's rate was written for, in the same unit.
+        batch: requests at once while measuring.
+        rounds_s: how long each round took.
+        measured_on: label of the server.
+    """
+
+    mode: Literal["auto", "table", "given"]
+    factor: float
+    capacity: float | None = None
+    reference: float | None = None
+    batch: int | None = None
+    rounds_s: list[float] = Field(default_factory=list)
+    measured_on: str | None = None
+
+
+class WorkloadInfo(_Model):
+    """What was sent."""
+
+    name: str
+    arrivals: str
+    rate: float | None = None  # requests per second asked for, after scaling
+    seed: int = 0
+    quick: bool = False
+    text: bool = False
+
+
+class ServerInfo(_Model):
+    """Who answered.
+
+    Attributes:
+        label: its column in a table, such as `phase 5`.
+        order: where that column stands; phases by their number, peers after them.
+        options: what it was started with; None: we did not start it.
+        version: what it says of itself at /version.
+        log: the last lines it printed, where something went wrong.
+    """
+
+    label: str
+    order: float
+    model: str
+    options: dict[str, str] | None = None
+    version: dict[str, Any] | None = None
+    exit_code: int | None = None
+    log: list[str] = Field(default_factory=list)
+
+
+class Run(_Model):
+    """One run of one workload on one server.
+
+    Attributes:
+        comparison: runs with the same one were measured together and may be compared.
+        notes: what a reader of the numbers should know, such as a generator that was late.
+        engine_steps: the engine's telemetry, one list per column.
+    """
+
+    schema_version: int = SCHEMA
+    comparison: str
+    repeat: int = 1
+    started_at: str
+    status: Status
+    reason: str | None = None
+    notes: list[str] = Field(default_factory=list)
+    workload: WorkloadInfo
+    server: ServerInfo
+    calibration: Calibration | None = None
+    environment: dict[str, Any]
+    generator: Generator | None = None
+    metrics: Metrics | None = None
+    server_metrics: ServerMetrics | None = None
+    requests: list[RequestRecord] = Field(default_factory=list)
+    engine_steps: dict[str, list[int | float]] | None = None
+
+    @property
+    def file_name(self) -> str:
+        quick = "-quick" if self.workload.quick else ""
+        what = f"{self.workload.name}-{slug(self.server.model)}{quick}"
+        return f"{what}-{self.comparison}-{slug(self.server.label)}-r{self.repeat}.json"
+
+    def save(self, folder: Path) -> Path:
+        """Write this run's file and return its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / self.file_name
+        path.write_text(self.model_dump_json() + "\n")
+        return path
+
+
+def load_runs(folder: Path, *, below: bool = True) -> list[Run]:
+    """Every run in a folder (and `below` it), in the order of their files' names.
+
+    Raises:
+        ValueError: a file is not a run; the message names it.
+    """
+    runs = []
+    for path in sorted(folder.rglob("*.json") if below else folder.glob("*.json")):
+        try:
+            runs.append(Run.model_validate_json(path.read_bytes()))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a run's result: {error}") from None
+    return runs
+
+
+def slug(name: str) -> str:
+    """A name that is safe as part of a file's: `dummy:llama-60m` becomes `llama-60m`."""
+    tail = name.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    return "".join(char if char.isalnum() or char in ".-_" else "-" for char in tail)

@@ -1,0 +1,307 @@
+"""Starting a server, waiting until it answers, stopping it again; and what each phase is started with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from common.errors import StartupError
+from common.phases import phase_names
+
+START_TIMEOUT_S = 600.0  # a large checkpoint from a slow disk takes minutes
+STOP_TIMEOUT_S = 45.0  # longer than a server's own --shutdown-timeout
+LOG_LINES = 200
+
+_URL = re.compile(r"http://[\w.\-]+:[1-9]\d*")
+_PHASE_NUMBER = re.compile(r"phase(\d+)_")
+
+Options = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all servers of a comparison have in common.
+
+    Attributes:
+        slots: sequences that fit the KV memory at full length; `slots × max_seq_len` tokens is the memory that
+            every phase gets, whatever it makes of it.
+        extra: further options, by phase number (`6`) or for `all`.
+    """
+
+    model: str = "dummy:llama-60m"
+    seed: int = 0
+    slots: int = 8
+    max_seq_len: int = 4096
+    device: str = "auto"
+    dtype: str = "auto"
+    extra: Mapping[str, Options] = field(default_factory=dict)
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.slots * self.max_seq_len
+
+
+# ---------------------------------------------------------------------------------------------- phases
+
+BLOCK_SIZE = 16
+SEQUENCES_PER_SLOT = 3  # paged phases compute this many sequences in the memory of one full-length slot
+
+
+def _slots(setup: Setup) -> Options:
+    """One slot of full length a sequence: the batch is the memory."""
+    return {"max-batch-size": str(setup.slots)}
+
+
+def _blocks(setup: Setup) -> Options:
+    """The same bytes in blocks: how many sequences are computed together is a choice of its own."""
+    return {
+        "max-batch-size": str(setup.slots * SEQUENCES_PER_SLOT),
+        "block-size": str(BLOCK_SIZE),
+        "num-blocks": str(setup.kv_tokens // BLOCK_SIZE),
+    }
+
+
+#: From which phase on which options hold. A phase takes the line of the highest number not above its own, so a new
+#: phase needs a line only where it is started differently.
+PHASE_OPTIONS: dict[int, Callable[[Setup], Options]] = {4: _slots, 6: _blocks}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that can be started.
+
+    Attributes:
+        label: its column in tables and plots.
+        order: where that column stands.
+        module: run as `python -m module`; None for a program of its own.
+        options: long options without their dashes.
+        program: what is run where there is no module.
+        url: a server that runs already; nothing is started then.
+    """
+
+    label: str
+    order: float
+    module: str | None
+    options: Options
+    program: tuple[str, ...] = ()
+    url: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        program = [sys.executable, "-m", self.module] if self.module else list(self.program)
+        return program + [part for name, value in self.options.items() for part in (f"--{name}", value)]
+
+
+def find_phase_module(name: str) -> str:
+    """The module of a registered phase, by number (`4`), by word (`static`) or in full (`phase4_static`).
+
+    Only its name: nothing of a phase is imported here, it runs in its own process.
+
+    Raises:
+        StartupError: no phase, or more than one, answers to that.
+    """
+    names = phase_names()
+    if name in names:
+        return name
+    matches = [
+        module
+        for module in names
+        if (name == _phase_number(module) if name.isdigit() else name in module.partition("_")[2])
+    ]
+    if len(matches) != 1:
+        what = f"could be {', '.join(matches)}" if matches else f"is no phase; there are {', '.join(names)}"
+        raise StartupError(f"--phases: {name!r} {what}")
+    return matches[0]
+
+
+def _phase_number(module: str) -> str:
+    match = _PHASE_NUMBER.match(module)
+    return match[1] if match else ""
+
+
+def phase_target(name: str, setup: Setup) -> Target:
+    """How to start a phase so that it can be compared with the others.
+
+    Raises:
+        StartupError: there is no such phase.
+    """
+    module = find_phase_module(name)
+    number = int(_phase_number(module))
+    options = {
+        "model": setup.model,
+        "device": setup.device,
+        "dtype": setup.dtype,
+        "seed": str(setup.seed),
+        "max-seq-len": str(setup.max_seq_len),
+        "host": "127.0.0.1",
+        "port": "0",
+    }
+    own = max(first for first in PHASE_OPTIONS if first <= number)
+    options |= PHASE_OPTIONS[own](setup)
+    for key in ("all", str(number)):
+        options |= setup.extra.get(key, {})
+    return Target(label=f"phase {number}", order=number, module=module, options=options)
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+class RunningServer:
+    """A server's process, from start to stop. Use it in a `with` statement.
+
+    Attributes:
+        url: where it listens.
+        model: the name it knows its model by.
+        version: its /version, if it has one.
+        log: the last lines it printed.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+    ) -> None:
+        self.target = target
+        self.url = ""
+        self.model = ""
+        self.version: dict[str, Any] | None = None
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._announced = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> RunningServer:
+        """Start it and wait until it answers.
+
+        Raises:
+            StartupError: it ended, or did not answer in time; with what it printed last.
+        """
+        # stderr is read to its end all the time: a full pipe would stop the server in the middle of a run.
+        self._process = subprocess.Popen(
+            self.target.command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read_log, name="server log", daemon=True)
+        self._reader.start()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL if that is not heard; its exit code."""
+        assert self._process is not None
+        assert self._reader is not None
+        self._process.terminate()
+        try:
+            self._process.wait(self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(5.0)
+        return self._process.returncode
+
+    def _read_log(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self.log.append(line.rstrip())
+                match = _URL.search(line)
+                if match and not self.url:
+                    self.url = match[0].replace("0.0.0.0", "127.0.0.1")
+                    self._announced.set()
+        self._announced.set()  # it ended; nobody need wait for more
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        self._announced.wait(self._start_timeout_s)
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < deadline and self.url and self.exit_code is None:
+                if self._is_healthy(client):
+                    self.model = served_model(client, self.url)
+                    self.version = server_version(client, self.url)
+                    return
+                time.sleep(0.1)
+        said = "\n  ".join(list(self.log)[-15:]) or "(nothing)"
+        how = f"ended (exit {self.exit_code})" if self.exit_code is not None else "did not answer in time"
+        raise StartupError(f"{self.target.label} {how}; it printed last:\n  {said}")
+
+    def _is_healthy(self, client: httpx.Client) -> bool:
+        try:
+            return client.get(f"{self.url}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+class ForeignServer(RunningServer):
+    """A server that somebody else started: nothing to start, nothing to stop."""
+
+    def __enter__(self) -> ForeignServer:
+        self.url = self.target.url.rstrip("/").removesuffix("/v1")
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
+            self.model = self.target.options.get("model") or served_model(client, self.url)
+            self.version = server_version(client, self.url)
+        return self
+
+    def stop(self) -> int:
+        return 0
+
+
+def open_server(target: Target) -> RunningServer:
+    """A target as something to enter."""
+    return ForeignServer(target) if target.url else RunningServer(target)
+
+
+def served_model(client: httpx.Client, url: str) -> str:
+    """The first model that a server lists.
+
+    Raises:
+        StartupError: it lists none.
+    """
+    try:
+        name: str = client.get(f"{url}/v1/models").json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise StartupError(
+            f"{url}/v1/models names no model ({type(error).__name__}); give --model-name"
+        ) from None
+    return name
+
+
+def server_version(client: httpx.Client, url: str) -> dict[str, Any] | None:
+    """What a server says of itself at /version; None if it does not."""
+    try:
+        response = client.get(f"{url}/version")
+        version = response.json() if response.status_code == 200 else None
+    except (httpx.HTTPError, ValueError):
+        return None
+    return version if isinstance(version, dict) else None

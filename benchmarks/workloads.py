@@ -1,0 +1,309 @@
+"""The seven workloads: who sends what, how long it is, and when.
+
+A workload is a line of a table (`WORKLOADS`). `build` turns the line into a plan, one `PlannedRequest` per request,
+each with its prompt and its send time. The same name and seed give the same plan on every machine, so two servers
+measured with it have had exactly the same work.
+
+```text
+uniform     |  |  |  |  |  |      one every 1 / rate seconds
+poisson     | ||   |  |    ||     independent clients: bursts and gaps, the same rate on average
+burst       |||||||               everybody at once
+sequential  |----||----||----|    one client, who waits for each answer before asking again
+```
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from common.zoo.text import plain_document
+
+Arrivals = Literal["burst", "sequential", "uniform", "poisson"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Token counts drawn uniformly from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+    @property
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One line of the table.
+
+    Attributes:
+        requests: how many are sent.
+        prompts: lengths of prompts, and the share of the requests that draws from each; shares sum to 1.
+        new_tokens: tokens asked for; every request generates exactly as many (`ignore_eos`).
+        arrivals: the pattern of send times.
+        rate: requests per second before scaling; None where the pattern has no rate.
+        shared_prefix: tokens that every prompt begins with, in addition to `prompts`.
+        shows: what the workload was made to show.
+    """
+
+    name: str
+    requests: int
+    prompts: Sequence[tuple[float, Lengths]]
+    new_tokens: Lengths
+    arrivals: Arrivals
+    shows: str
+    rate: float | None = None
+    shared_prefix: int = 0
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return self.shared_prefix + sum(share * lengths.mean for share, lengths in self.prompts)
+
+    @property
+    def longest(self) -> int:
+        """Prompt and new tokens of the longest request possible."""
+        return self.shared_prefix + max(lengths.high for _, lengths in self.prompts) + self.new_tokens.high
+
+    def count(self, *, quick: bool) -> int:
+        """Requests sent; a quick run sends a quarter, but not fewer than four where there are four."""
+        return max(min(self.requests, 4), self.requests // 4) if quick else self.requests
+
+
+def _always(low: int, high: int) -> Sequence[tuple[float, Lengths]]:
+    return ((1.0, Lengths(low, high)),)
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "single",
+            requests=1,
+            prompts=_always(256, 256),
+            new_tokens=Lengths(256, 256),
+            arrivals="burst",
+            shows="overhead over generate()",
+        ),
+        Workload(
+            "mixed",
+            requests=16,
+            prompts=_always(32, 1024),
+            new_tokens=Lengths(64, 256),
+            arrivals="burst",
+            shows="throughput under load",
+        ),
+        Workload(
+            "baseline",
+            requests=10,
+            prompts=_always(256, 256),
+            new_tokens=Lengths(256, 256),
+            arrivals="sequential",
+            shows="latency floor",
+        ),
+        Workload(
+            "continuous_batching",
+            requests=32,
+            prompts=_always(64, 512),
+            new_tokens=Lengths(64, 256),
+            arrivals="uniform",
+            rate=4.0,
+            shows="TTFT tail: 5 against 4",
+        ),
+        Workload(
+            "paged_attention",
+            requests=48,
+            prompts=_always(128, 384),
+            new_tokens=Lengths(128, 256),
+            arrivals="burst",
+            shows="throughput at equal KV bytes: 6 against 5",
+        ),
+        Workload(
+            "chunked_prefill",
+            requests=48,
+            prompts=((0.75, Lengths(1024, 2048)), (0.25, Lengths(64, 128))),
+            new_tokens=Lengths(64, 256),
+            arrivals="poisson",
+            rate=6.0,
+            shows="ITL tail: 7 against 6",
+        ),
+        Workload(
+            "prefix_caching",
+            requests=48,
+            prompts=_always(32, 128),
+            new_tokens=Lengths(256, 256),
+            arrivals="uniform",
+            rate=8.0,
+            shared_prefix=1024,
+            shows="TTFT: 8 against 7",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request to send.
+
+    Attributes:
+        send_at_s: seconds after the run's start; meaningless for the sequential pattern.
+        prompt: token ids, or text.
+        prompt_tokens: length of the prompt (of a text: as our tokenizer counts).
+        max_tokens: tokens to generate.
+    """
+
+    index: int
+    send_at_s: float
+    prompt: list[int] | str
+    prompt_tokens: int
+    max_tokens: int
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+class Tokenizer(Protocol):
+    """What is needed of `common.text.Tokenizer`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], /) -> str: ...
+
+
+class PromptWriter:
+    """English-like text, cut to an exact number of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def write(self, rng: random.Random, tokens: int, *, continues: bool = False) -> list[int]:
+        """Token ids of a text, exactly `tokens` of them.
+
+        Args:
+            continues: the text follows another one, so it gets no beginning-of-text token.
+        """
+        documents: list[str] = []
+        while True:
+            documents += (plain_document(rng) for _ in range(1 + tokens // 200))
+            ids = self._tokenizer.encode("\n\n".join(documents), add_special_tokens=not continues)
+            if len(ids) > tokens:  # one more than needed: the last may be a token that ends every text
+                return ids[:tokens]
+
+    def as_text(self, token_ids: list[int]) -> str:
+        """The text of a prompt. A server that tokenizes it may count a token more or less at its end."""
+        return self._tokenizer.decode(token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+# ---------------------------------------------------------------------------------------------- arrivals
+
+
+def _at_once(count: int, _rate: float, _rng: random.Random) -> list[float]:
+    return [0.0] * count
+
+
+def _evenly(count: int, rate: float, _rng: random.Random) -> list[float]:
+    return [index / rate for index in range(count)]
+
+
+def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
+    """A Poisson process, given that `count` requests come in `count / rate` seconds.
+
+    Exponential gaps, stretched together until their mean is exact. Without that, forty-eight requests would come
+    up to a third too fast or too slow depending on the seed, and the load would not be the one asked for.
+    """
+    gaps = [rng.expovariate(1.0) for _ in range(count)]
+    stretch = count / (rate * sum(gaps))
+    times = [0.0]
+    for gap in gaps[1:]:
+        times.append(times[-1] + gap * stretch)
+    return times
+
+
+_SEND_TIMES: dict[Arrivals, Callable[[int, float, random.Random], list[float]]] = {
+    "burst": _at_once,
+    "sequential": _at_once,
+    "uniform": _evenly,
+    "poisson": _poisson,
+}
+
+
+def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.Random) -> list[float]:
+    """When each request is sent, in seconds after the start, in order.
+
+    Args:
+        arrivals: the pattern.
+        count: how many requests.
+        rate: requests per second; patterns without one ignore it.
+        rng: what a random pattern draws from.
+    """
+    return _SEND_TIMES[arrivals](count, rate or 1.0, rng)
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def build(
+    workload: Workload,
+    writer: PromptWriter,
+    *,
+    seed: int = 0,
+    factor: float = 1.0,
+    quick: bool = False,
+    text: bool = False,
+) -> list[PlannedRequest]:
+    """The requests of a workload, in the order they are sent.
+
+    Args:
+        workload: the table's line.
+        writer: makes the prompts.
+        seed: another seed is another draw of lengths, texts and arrivals.
+        factor: arrival rates are multiplied by this; the pattern stays the same.
+        quick: fewer requests.
+        text: prompts as text instead of token ids.
+    """
+    count = workload.count(quick=quick)
+    # One stream of random numbers for each decision: a longer prompt must not move the arrivals.
+    lengths = random.Random(f"{workload.name}:{seed}:lengths")
+    texts = random.Random(f"{workload.name}:{seed}:texts")
+    arrivals = random.Random(f"{workload.name}:{seed}:arrivals")
+
+    rate = None if workload.rate is None else workload.rate * factor
+    times = send_times(workload.arrivals, count, rate, arrivals)
+    prompt_lengths = _draw_prompt_lengths(workload, count, lengths)
+    new_lengths = [workload.new_tokens.draw(lengths) for _ in range(count)]
+    shared = writer.write(texts, workload.shared_prefix) if workload.shared_prefix else []
+
+    plan = []
+    for index, (send_at_s, own, new) in enumerate(zip(times, prompt_lengths, new_lengths, strict=True)):
+        ids = shared + writer.write(texts, own, continues=bool(shared))
+        prompt: list[int] | str = writer.as_text(ids) if text else ids
+        plan.append(PlannedRequest(index, send_at_s, prompt, len(ids), new))
+    return plan
+
+
+def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> list[int]:
+    """Each share exactly as large as the table says (a quarter of 48 is 12), in random order."""
+    drawn: list[int] = []
+    due = 0.0
+    for share, lengths in workload.prompts:
+        due += share * count
+        drawn += [lengths.draw(rng) for _ in range(round(due) - len(drawn))]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def identical_requests(
+    writer: PromptWriter, *, count: int, prompt_tokens: int, new_tokens: int, seed: str
+) -> list[PlannedRequest]:
+    """A burst of equally long requests with different texts: for warming up, and for calibrating."""
+    rng = random.Random(seed)
+    return [
+        PlannedRequest(index, 0.0, writer.write(rng, prompt_tokens), prompt_tokens, new_tokens)
+        for index in range(count)
+    ]

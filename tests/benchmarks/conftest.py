@@ -1,0 +1,101 @@
+"""What the benchmark tests share: plans, records, and whole runs made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.client import Endpoint
+from benchmarks.loadgen import LoadPlan
+from benchmarks.metrics import summarize, summarize_server
+from benchmarks.results import (
+    Calibration,
+    Generator,
+    RequestRecord,
+    Run,
+    ServerInfo,
+    WorkloadInfo,
+)
+from benchmarks.workloads import PlannedRequest, PromptWriter
+from common.models.registry import ZOO
+from common.text import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def writer() -> PromptWriter:
+    return PromptWriter(Tokenizer.from_folder(ZOO / "llama-tiny", vocab_size=2048))
+
+
+def planned(index: int, at_s: float = 0.0, tokens: int = 10) -> PlannedRequest:
+    """A request whose prompt begins with its own number, so that a fake server can tell who it is."""
+    return PlannedRequest(index, at_s, [index, 1, 2], 3, tokens)
+
+
+def plan(url: str, requests: Sequence[PlannedRequest], **options: object) -> LoadPlan:
+    return LoadPlan(Endpoint(url, "fake"), list(requests), **options)  # type: ignore[arg-type]
+
+
+def record(index: int, sent: float, tokens: Sequence[float], *, error: str | None = None) -> RequestRecord:
+    """A timeline; the answer ends with its last token."""
+    return RequestRecord(
+        index=index,
+        scheduled_s=sent,
+        prompt_tokens=100,
+        max_tokens=max(1, len(tokens)),
+        sent_s=sent,
+        token_times_s=list(tokens),
+        finished_s=tokens[-1] if tokens else sent + 1.0,
+        completion_tokens=len(tokens),
+        status=200,
+        error=error,
+    )
+
+
+def make_run(
+    label: str = "phase 4",
+    order: float = 4,
+    *,
+    gap_s: float = 0.01,
+    repeat: int = 1,
+    workload: str = "mixed",
+    comparison: str = "20260101-000000",
+    quick: bool = False,
+    steps: bool = True,
+) -> Run:
+    """A complete run of four requests with evenly spaced tokens."""
+    requests = [
+        record(i, 0.1 * i, [0.1 * i + 0.2 + gap_s * n for n in range(20 + i)]).rounded() for i in range(4)
+    ]
+    counters = ("decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows")
+    records = [
+        {
+            "step": n,
+            "started_s": 0.1 * n,
+            "duration_s": 0.09,
+            "decode_tokens": 3,
+            "prefill_tokens": 100 if n < 4 else 0,
+            "padded_tokens": 20 if n < 4 else 0,
+            "idle_rows": 1,
+            "kv_used_tokens": 100 + n,
+            "kv_reserved_tokens": 400,
+        }
+        for n in range(12)
+    ]
+    after = {name: sum(step[name] for step in records) for name in counters}
+    after |= {"steps": len(records), "preemptions": 0, "busy_s": 1.0}
+    return Run(
+        comparison=comparison,
+        repeat=repeat,
+        started_at="2026-01-01T00:00:00+00:00",
+        status="ok",
+        workload=WorkloadInfo(name=workload, arrivals="burst", quick=quick),
+        server=ServerInfo(label=label, order=order, model="zoo:llama-tiny"),
+        calibration=Calibration(mode="auto", factor=1.0),
+        environment={"cpu": "a processor"},
+        generator=Generator(cpu_s=0.1, wall_s=2.0),
+        metrics=summarize(requests, slo_ttft_s=1.0, slo_itl_s=0.1),
+        server_metrics=summarize_server({}, after, records) if steps else None,
+        requests=requests,
+        engine_steps={name: [step[name] for step in records] for name in records[0]} if steps else None,
+    )

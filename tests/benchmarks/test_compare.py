@@ -1,0 +1,220 @@
+"""Whole comparisons, with scripted servers in the phases' place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import benchmarks.__main__ as command_line
+from benchmarks.compare import Comparison, compare
+from benchmarks.measure import Measurement
+from benchmarks.results import Run, load_runs
+from benchmarks.servers import Target
+from benchmarks.workloads import WORKLOADS, Lengths, PromptWriter, Workload
+from tests.benchmarks.fake_server import FakeServer
+from tests.benchmarks.test_servers import fake_target
+
+TINY = Workload(
+    "tiny",
+    requests=6,
+    prompts=((1.0, Lengths(4, 9)),),
+    new_tokens=Lengths(5, 10),
+    arrivals="uniform",
+    rate=50.0,
+    shows="nothing",
+)
+
+
+def run_comparison(
+    targets: Sequence[Target], writer: PromptWriter, out: Path, *workloads: Workload, **changes: object
+) -> tuple[list[Run], str]:
+    comparison = Comparison(
+        targets=targets,
+        workloads=workloads or (TINY,),
+        model="dummy:fake",
+        writer=writer,
+        measurement=Measurement(comparison="20260101-000000", stall_timeout_s=5.0),
+        rate="table",
+        out=out,
+    )
+    console = Console(record=True, width=140, quiet=False)
+    runs = compare(replace(comparison, **changes), console)  # type: ignore[arg-type]
+    return runs, console.export_text()
+
+
+def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
+    targets = [fake_target("phase 4", 4, gap=0.02), fake_target("phase 5", 5, gap=0.004)]
+    runs, printed = run_comparison(targets, writer, tmp_path, repeats=2)
+    # Turned round in the second repeat.
+    assert [(run.server.label, run.repeat) for run in runs] == [
+        ("phase 4", 1),
+        ("phase 5", 1),
+        ("phase 5", 2),
+        ("phase 4", 2),
+    ]
+    assert all(run.status == "ok" for run in runs)
+    assert command_line.exit_code(runs) == 0
+    assert "phase 4" in printed
+    assert "output tokens / s" in printed
+    # Both got the same work.
+    work = [[(r.prompt_tokens, r.max_tokens, r.scheduled_s) for r in run.requests] for run in runs]
+    assert all(each == work[0] for each in work)
+    saved = load_runs(tmp_path)
+    assert sorted(run.file_name for run in saved) == sorted(run.file_name for run in runs)
+    assert {run.model_dump_json() for run in saved} == {run.model_dump_json() for run in runs}
+
+
+def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None:
+    run_comparison([fake_target("phase 4", 4)], writer, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "tiny-fake-20260101-000000-phase-4-r1.json"
+    found = json.loads(path.read_text())
+    assert found["metrics"]["completed"] == 6
+    assert found["metrics"]["output_tokens"] == sum(r["max_tokens"] for r in found["requests"])
+    assert (
+        found["server_metrics"]["steps"] == found["metrics"]["output_tokens"]
+    )  # a step a token, warm-up left out
+    assert len(found["engine_steps"]["started_s"]) == found["server_metrics"]["steps"]
+    for request in found["requests"]:
+        assert len(request["token_times_s"]) == request["max_tokens"] == request["completion_tokens"]
+        assert request["scheduled_s"] <= request["sent_s"] < request["token_times_s"][0]
+    assert 0 <= found["engine_steps"]["started_s"][0] < found["requests"][0]["token_times_s"][0]
+    assert {"cpu", "gpu", "python", "packages", "git", "torch_threads"} <= set(found["environment"])
+    assert "torch" in found["environment"]["packages"]
+    assert found["calibration"] == json.loads(json.dumps(found["calibration"])) | {
+        "mode": "table",
+        "factor": 1.0,
+    }
+    assert found["generator"]["cpu_s"] > 0
+    assert (found["server"]["exit_code"], found["server"]["options"]) == (0, {})
+    assert (found["workload"]["rate"], found["workload"]["seed"]) == (50.0, 0)
+
+
+def test_auto_calibrates_once_on_the_first_server(tmp_path: Path, writer: PromptWriter) -> None:
+    """At two at a time and 10 tokens × 10 ms, a batch of two takes about 0.1 s: some 20 requests a second."""
+    slow = fake_target("phase 4", 4, first=0.01, gap=0.01, limit=2)
+    even = replace(TINY, new_tokens=Lengths(10, 10))
+    targets = [slow, fake_target("phase 5", 5)]
+    runs, _ = run_comparison(targets, writer, tmp_path, even, rate="auto", batch=2, load=1.0)
+    calibrations = [run.calibration for run in runs]
+    assert calibrations[0] == calibrations[1]
+    assert calibrations[0] is not None
+    assert calibrations[0].capacity is not None
+    assert 5 < calibrations[0].capacity < 21
+    assert calibrations[0].measured_on == "phase 4"
+    assert runs[0].workload.rate == pytest.approx(calibrations[0].capacity)
+    assert runs[0].metrics is not None
+    assert runs[0].metrics.arrival_rate == pytest.approx(calibrations[0].capacity, rel=0.15)
+
+
+def test_a_server_that_dies_in_a_run_fails_it(tmp_path: Path, writer: PromptWriter) -> None:
+    targets = [fake_target("phase 4", 4, die_after=16 + 12), fake_target("phase 5", 5)]
+    runs, printed = run_comparison(targets, writer, tmp_path)
+    assert [run.status for run in runs] == ["failed", "ok"]  # the others are still measured
+    assert command_line.exit_code(runs) == 1
+    assert "the server ended during the run (exit 7)" in (runs[0].reason or "")
+    assert runs[0].metrics is not None
+    assert runs[0].metrics.errors > 0
+    assert runs[0].server.exit_code == 7
+    assert "phase 4, tiny: failed" in printed
+    assert load_runs(tmp_path)[0].status == "failed"  # kept, not passed over
+
+
+def test_a_server_that_does_not_start_fails_its_run(tmp_path: Path, writer: PromptWriter) -> None:
+    targets = [fake_target("phase 4", 4), fake_target("phase 5", 5, exit_at_once=2)]
+    runs, printed = run_comparison(targets, writer, tmp_path)
+    assert [run.status for run in runs] == ["ok", "failed"]
+    assert "--frobnicate is not possible here" in (runs[1].reason or "")
+    assert runs[1].metrics is None
+    assert "–" in printed
+
+
+def test_failed_requests_make_a_run_incomplete(tmp_path: Path, writer: PromptWriter) -> None:
+    with FakeServer() as server:
+        first_ids = {}
+        complete = server.app.complete
+
+        async def every_third_fails(body, stream):  # type: ignore[no-untyped-def]
+            first_ids[len(first_ids)] = body["prompt"][0]
+            if len(first_ids) % 3 == 0:
+                server.app.plain(stream, 503, {"error": {"message": "full"}})
+            else:
+                await complete(body, stream)
+
+        server.app.complete = every_third_fails  # type: ignore[method-assign]
+        runs, _ = run_comparison([Target("there", 100, None, {}, url=server.url)], writer, tmp_path)
+    (run,) = runs
+    assert run.status == "incomplete"
+    assert run.metrics is not None
+    assert (run.metrics.completed, run.metrics.errors) == (4, 2)
+    assert run.reason == "2 of 6 requests failed: HTTP 503: full"
+    assert command_line.exit_code(runs) == 1
+
+
+def test_short_answers_make_a_run_incomplete(tmp_path: Path, writer: PromptWriter) -> None:
+    """A server that ends answers early has had less work than the others."""
+    with FakeServer() as server:
+        complete = server.app.complete
+
+        async def one_token_less(body, stream):  # type: ignore[no-untyped-def]
+            await complete(body | {"max_tokens": body["max_tokens"] - 1}, stream)
+
+        server.app.complete = one_token_less  # type: ignore[method-assign]
+        target = Target("there", 100, None, {}, url=server.url)
+        (run,), _ = run_comparison([target], writer, tmp_path)
+        assert (run.status, run.reason) == ("incomplete", "6 answers are shorter than asked for")
+        (run,), _ = run_comparison([target], writer, tmp_path, ignore_eos=False)
+        assert run.status == "ok"  # nobody asked for full length
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def test_run_measures_any_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--workload", "mixed"]
+        code = command_line.main([*arguments, "--quick", "--label", "fake", "--out", str(tmp_path)])
+        assert all(body["model"] == "fake" for body in server.app.bodies)
+    assert code == 0
+    (run,) = load_runs(tmp_path)
+    assert (run.server.label, run.server.options, run.workload.quick) == ("fake", None, True)
+    assert "output tokens / s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compare", "--phases", "99"], "99"),
+        (["compare", "--workload", "nonsense"], "nonsense"),
+        (["compare", "--phases", "", "--workload", "mixed"], "nothing to compare"),
+        (["compare", "--peer", "nobody"], "nobody"),
+        (["compare", "--option", "num-blocks=4"], "PHASE:NAME=VALUE"),
+        (["compare", "--model", "dummy:nothing"], "nothing"),
+        (["run", "--server", "http://127.0.0.1:1"], "names no model"),
+        (["plots", "--results", "/nowhere/at/all"], "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "error:" in printed
+    assert said in printed
+    assert "Traceback" not in printed
+
+
+def test_workloads_are_named() -> None:
+    assert [workload.name for workload in command_line.parse_workloads("all")] == list(WORKLOADS)
+    assert [w.name for w in command_line.parse_workloads("mixed,single")] == ["mixed", "single"]
+
+
+def test_options_are_parsed() -> None:
+    given = ["6:num-blocks=512", "6:--block-size=4", "all:dtype=float32"]
+    assert command_line.parse_options(given) == {
+        "6": {"num-blocks": "512", "block-size": "4"},
+        "all": {"dtype": "float32"},
+    }

@@ -1,0 +1,216 @@
+"""The load generator against a server that knows when it sent what."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+
+import pytest
+
+from benchmarks.client import Endpoint
+from benchmarks.loadgen import LoadGeneratorError, LoadPlan, generate_load, run_load
+from benchmarks.metrics import summarize
+from benchmarks.results import LoadResult
+from tests.benchmarks.conftest import plan, planned
+from tests.benchmarks.fake_server import FakeServer, Script
+
+
+def load(request_plan: LoadPlan) -> LoadResult:
+    """In this process: quicker to start, and as good where no time is compared."""
+    return asyncio.run(generate_load(request_plan))
+
+
+# ---------------------------------------------------------------------------------------------- times
+
+
+@pytest.mark.parametrize("style", ["named", "plain"])
+def test_times_are_those_of_the_server(style: str) -> None:
+    """Within 2 ms of when the server wrote the tokens, by the machine's one clock.
+
+    The median: on a busy machine single wake-ups are late, and that is not what is tested here.
+    """
+    script = Script(first_s=0.05, gap_s=0.01, style=style)
+    with FakeServer(script) as server:
+        result = run_load(plan(server.url, [planned(i, 0.03 * i, tokens=20) for i in range(8)]))
+        app = server.app
+    ways_there, ways_back, gap_errors = [], [], []
+    for record in result.requests:
+        assert record.error is None
+        sent = app.sent[record.index]
+        assert len(record.token_times_s) == len(sent) == record.completion_tokens == 20
+        arrived = [result.origin_s + time for time in record.token_times_s]
+        assert all(there >= here - 0.0005 for here, there in zip(sent, arrived, strict=True))
+        assert record.sent_s is not None
+        ways_there.append(app.received[record.index] - (result.origin_s + record.sent_s))
+        ways_back.append(arrived[0] - sent[0])
+        scripted = [later - earlier for earlier, later in itertools.pairwise(sent)]
+        gap_errors += [abs(gap - asked) for gap, asked in zip(record.gaps_s, scripted, strict=True)]
+    assert statistics.median(gap_errors) < 0.002
+    # TTFT = the way there (a connection, a request) + the script + the way back.
+    assert 0 <= statistics.median(ways_there) < 0.05
+    assert statistics.median(ways_back) < 0.002
+    assert statistics.median(record.ttft_s for record in result.requests) >= script.first_s
+    gaps = [gap for record in result.requests for gap in record.gaps_s]
+    assert statistics.median(gaps) == pytest.approx(script.gap_s, abs=0.004)
+
+
+def test_requests_leave_on_time() -> None:
+    with FakeServer() as server:
+        result = load(plan(server.url, [planned(i, 0.05 * i, tokens=2) for i in range(10)]))
+        received = [server.app.received[i] - result.origin_s for i in range(10)]
+    lags = [at - 0.05 * i for i, at in enumerate(received)]
+    assert min(lags) >= 0
+    assert statistics.median(lags) < 0.02
+    assert [record.scheduled_s for record in result.requests] == pytest.approx([0.05 * i for i in range(10)])
+    assert result.generator.max_lag_s >= 0
+
+
+def test_the_achieved_rate_is_the_rate_asked_for() -> None:
+    with FakeServer(Script(first_s=0.001, gap_s=0.001)) as server:
+        result = load(plan(server.url, [planned(i, i / 100, tokens=2) for i in range(100)]))
+    rate = summarize(result.requests, slo_ttft_s=1, slo_itl_s=1).arrival_rate
+    assert rate == pytest.approx(100, rel=0.10)
+
+
+def test_a_burst_is_all_in_flight_at_once() -> None:
+    with FakeServer(Script(first_s=0.3)) as server:
+        load(plan(server.url, [planned(i, tokens=3) for i in range(24)]))
+        assert server.app.most_running == 24
+
+
+def test_sequential_waits_for_each_answer() -> None:
+    with FakeServer() as server:
+        result = load(plan(server.url, [planned(i, tokens=4) for i in range(5)], sequential=True))
+        assert server.app.most_running == 1
+    for earlier, later in itertools.pairwise(result.requests):
+        assert earlier.finished_s is not None
+        assert later.sent_s is not None
+        assert later.sent_s >= earlier.finished_s
+
+
+def test_warm_up_is_sent_first_and_not_counted() -> None:
+    with FakeServer() as server:
+        warmup = [planned(100, tokens=3), planned(101, tokens=3)]
+        result = load(plan(server.url, [planned(0, tokens=5)], warmup=warmup))
+        assert [body["prompt"][0] for body in server.app.bodies] in ([100, 101, 0], [101, 100, 0])
+    assert [record.index for record in result.requests] == [0]
+    assert result.telemetry_before is not None
+    assert result.telemetry_after is not None
+    assert result.telemetry_before["counters"]["steps"] == 6  # the warm-up's
+    assert result.telemetry_before["steps"] == []
+    assert [step["step"] for step in result.telemetry_after["steps"]] == [6, 7, 8, 9, 10]
+
+
+def test_a_server_without_telemetry_is_fine() -> None:
+    with FakeServer(Script(telemetry=False)) as server:
+        result = load(plan(server.url, [planned(0, tokens=3)]))
+    assert result.telemetry_before is None
+    assert result.telemetry_after is None
+    assert result.requests[0].error is None
+
+
+def test_the_generator_reports_its_own_processor_time() -> None:
+    with FakeServer(Script(gap_s=0.001)) as server:
+        result = run_load(plan(server.url, [planned(i, tokens=100) for i in range(4)]))
+    assert 0 < result.generator.cpu_s < result.generator.wall_s
+    assert result.generator.cpu_share == result.generator.cpu_s / result.generator.wall_s
+    assert result.generator.wall_s >= 0.1
+
+
+def test_parsing_is_cheap() -> None:
+    """Forty tokens a millisecond is far more than any server here sends."""
+    from time import process_time
+
+    from benchmarks.client import AnswerReader
+    from tests.benchmarks.test_client import NAMED
+
+    event = NAMED[: NAMED.index(b"\n\n") + 2]
+    reader = AnswerReader()
+    started = process_time()
+    for _ in range(20_000):
+        reader.feed(event)
+    assert reader.tokens == 20_000
+    assert process_time() - started < 0.5
+
+
+def test_progress_is_reported_as_requests_end() -> None:
+    seen = []
+    with FakeServer(Script(faults={1: "refuse"})) as server:
+        run_load(
+            plan(server.url, [planned(i, tokens=3) for i in range(3)]), lambda *counts: seen.append(counts)
+        )
+    assert [(finished, total) for finished, _, total in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert seen[-1] == (3, 1, 3)
+
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "tokens"),
+    [
+        ("refuse", "HTTP 503: the queue is full", 0),
+        ("error", "out of luck", 5),
+        ("drop", "RemoteProtocolError", 5),
+        ("json", "no event stream", 0),
+        ("empty", "the answer has no tokens", 0),
+    ],
+)
+@pytest.mark.parametrize("style", ["named", "plain"])
+def test_one_failure_is_one_failure(fault: str, said: str, tokens: int, style: str) -> None:
+    with FakeServer(Script(style=style, faults={1: fault})) as server:
+        result = load(plan(server.url, [planned(i, tokens=10) for i in range(3)]))
+    errors = [record.error for record in result.requests]
+    assert errors[0] is None
+    assert errors[2] is None
+    assert errors[1] is not None
+    assert said in errors[1]
+    assert len(result.requests[1].token_times_s) == tokens  # what came before is kept
+    assert result.requests[1].finished_s is not None
+    assert result.abort is None
+
+
+def test_a_stream_that_ends_without_saying_so_is_an_error() -> None:
+    """The chunked body is complete, HTTP is happy, but neither `done` nor `[DONE]` came."""
+    with FakeServer() as server:
+        server.app.end = lambda usage: b": nothing\n\n"  # type: ignore[method-assign]
+        result = load(plan(server.url, [planned(0, tokens=4)]))
+    assert result.requests[0].error == "the stream broke off without a word"
+    assert len(result.requests[0].token_times_s) == 4
+
+
+def test_a_stall_ends_the_run() -> None:
+    with FakeServer(Script(faults={1: "stall"})) as server:
+        result = load(plan(server.url, [planned(0, tokens=5), planned(1, tokens=10)], stall_timeout_s=0.5))
+    assert result.abort == "stalled: no token on any stream for 0.5 s"
+    assert result.requests[0].error is None
+    assert result.requests[1].error == result.abort
+    assert len(result.requests[1].token_times_s) == 5
+
+
+def test_a_queue_is_no_stall() -> None:
+    """One request waits longer than the limit, while others get tokens."""
+    with FakeServer(Script(limit=1, gap_s=0.02)) as server:
+        result = load(plan(server.url, [planned(i, tokens=20) for i in range(3)], stall_timeout_s=0.5))
+    assert result.abort is None
+    assert max(record.ttft_s for record in result.requests) > 0.5
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    with FakeServer(Script(gap_s=0.05)) as server:
+        result = load(plan(server.url, [planned(0, tokens=1000), planned(1, 60.0)], run_timeout_s=0.4))
+    assert result.abort == "not done after 0.4 s"
+    assert [record.error for record in result.requests] == [result.abort, "never sent"]
+    assert result.requests[1].sent_s is None
+
+
+def test_nobody_listens() -> None:
+    result = load(plan("http://127.0.0.1:1", [planned(0), planned(1)]))
+    assert all(record.error is not None and "ConnectError" in record.error for record in result.requests)
+
+
+def test_a_generator_that_fails_says_so() -> None:
+    broken = LoadPlan(Endpoint("http://127.0.0.1:1", "m"), [planned(0)], stall_timeout_s="soon")  # type: ignore[arg-type]
+    with pytest.raises(LoadGeneratorError, match="without a result"):
+        run_load(broken)

@@ -1,0 +1,215 @@
+"""Figures follow the results: the same ones give the same bytes, others others, none none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import benchmarks.plots
+from benchmarks.plots import CAPTIONS, draw_all
+from benchmarks.plots.groups import distribution, load_groups, prefill_start_s, thin, watched_client
+from benchmarks.results import Run
+from tests.benchmarks.conftest import make_run, record
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def save(folder: Path, *runs: Run) -> None:
+    for run in runs:
+        run.save(folder)
+
+
+KINDS = ("bars", "cdf", "stall", "gantt", "kv", "waste")
+
+
+def two_phases() -> tuple[Run, Run]:
+    return make_run("phase 4", 4, gap_s=0.02), make_run("phase 5", 5, gap_s=0.01)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    save(tmp_path / "results", *two_phases())
+    return tmp_path / "results"
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the figures of `results` are."""
+    folder = tmp_path_factory.mktemp("drawn")
+    save(folder / "results", *two_phases())
+    draw_all(folder / "results", folder / "out")
+    return contents(folder / "out")
+
+
+def redraw(results: Path) -> dict[str, bytes]:
+    out = results.parent / "out"
+    written = draw_all(results, out)
+    assert {path.name for path in written} | {CAPTIONS} == set(contents(out))
+    return contents(out)
+
+
+def test_every_figure_is_drawn_light_and_dark(drawn: dict[str, bytes]) -> None:
+    names = {f"mixed-llama-tiny-{kind}-{theme}.svg" for kind in KINDS for theme in ("light", "dark")}
+    assert set(drawn) == names | {CAPTIONS}
+    assert all(drawn[name].startswith(b"<?xml") for name in names)
+    for kind in KINDS:
+        stem = f"mixed-llama-tiny-{kind}"
+        assert drawn[f"{stem}-light.svg"] != drawn[f"{stem}-dark.svg"]
+
+
+def test_the_same_results_give_the_same_bytes(results: Path, drawn: dict[str, bytes]) -> None:
+    assert redraw(results) == drawn
+
+
+def test_other_results_give_other_figures(results: Path, drawn: dict[str, bytes]) -> None:
+    """Every figure shows something of the requests or of the steps that were changed."""
+    run = make_run("phase 5", 5, gap_s=0.03)
+    assert run.engine_steps is not None
+    run.engine_steps["kv_used_tokens"] = [value + 200 for value in run.engine_steps["kv_used_tokens"]]
+    run.engine_steps["idle_rows"] = [50] * 12
+    save(results, run)
+    again = redraw(results)
+    assert [name for name in drawn if drawn[name] == again[name]] == []
+
+
+def test_figures_go_with_their_results_and_strangers_stay(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.plots, "KINDS", benchmarks.plots.KINDS[:1])  # one kind is enough here
+    out = tmp_path / "out"
+    save(results, make_run(workload="baseline"))
+    draw_all(results, out)
+    (out / "drawn-by-hand.svg").write_text("<svg/>")
+    for path in results.glob("baseline-*"):
+        path.unlink()
+    draw_all(results, out)
+    assert not list(out.glob("baseline-*"))
+    assert list(out.glob("mixed-*"))
+    for path in results.iterdir():
+        path.unlink()
+    assert draw_all(results, out) == []
+    assert set(contents(out)) == {CAPTIONS, "drawn-by-hand.svg"}
+    assert json.loads((out / CAPTIONS).read_text()) == {}
+
+
+def test_captions_name_what_won_and_what_lost(results: Path, tmp_path: Path) -> None:
+    slow_start = make_run("phase 5", 5, gap_s=0.01)
+    assert slow_start.metrics is not None
+    assert slow_start.metrics.ttft_s is not None
+    slow_start.metrics.ttft_s.p99 *= 3
+    save(results, slow_start)
+    draw_all(results, tmp_path / "out")
+    captions = json.loads((tmp_path / "out" / CAPTIONS).read_text())
+    assert set(captions) == {f"mixed-llama-tiny-{kind}" for kind in KINDS}
+    better, _, worse = captions["mixed-llama-tiny-bars"]["caption"].partition("worse:")
+    assert "ITL p50 ×0.50" in better
+    assert "TTFT p99 ×3.00" in worse
+    assert all(entry["caption"] for entry in captions.values())
+    assert captions["mixed-llama-tiny-kv"]["files"]["dark"] == "mixed-llama-tiny-kv-dark.svg"
+
+
+def test_peers_without_telemetry_are_drawn_where_they_can_be(tmp_path: Path) -> None:
+    save(tmp_path / "results", make_run("generate()", 100.0, steps=False))
+    names = {path.name for path in draw_all(tmp_path / "results", tmp_path / "out")}
+    assert {name.removeprefix("mixed-llama-tiny-").split("-")[0] for name in names} == {
+        "bars",
+        "cdf",
+        "stall",
+        "gantt",
+    }
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json"):
+        draw_all(tmp_path / "results", tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+def test_comparisons_are_not_mixed(tmp_path: Path) -> None:
+    old, new = "20260101-000000", "20260202-000000"
+    save(tmp_path, make_run("phase 4", 4, comparison=old), make_run("phase 5", 5, comparison=old))
+    save(tmp_path, make_run("phase 5", 5, comparison=new))
+    (group,) = load_groups(tmp_path)
+    assert {run.comparison for server in group.servers for run in server.runs} == {old}  # more servers
+    save(tmp_path, make_run("phase 6", 6, comparison=new))
+    (group,) = load_groups(tmp_path)
+    assert {run.comparison for server in group.servers for run in server.runs} == {new}  # later
+    assert [server.label for server in group.servers] == ["phase 5", "phase 6"]
+
+
+def test_quick_runs_and_other_machines_are_groups_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path, make_run(), make_run(quick=True))
+    save(tmp_path / "h200", make_run())
+    assert [group.name for group in load_groups(tmp_path)] == [
+        "h200-mixed-llama-tiny",
+        "mixed-llama-tiny",
+        "mixed-llama-tiny-quick",
+    ]
+
+
+def test_runs_that_failed_are_not_drawn(tmp_path: Path) -> None:
+    failed = make_run("phase 5", 5)
+    failed.status = "incomplete"
+    save(tmp_path, make_run(), failed)
+    (group,) = load_groups(tmp_path)
+    assert [server.label for server in group.servers] == ["phase 4"]
+
+
+def test_the_typical_repeat_is_the_median_one(tmp_path: Path) -> None:
+    save(tmp_path, *(make_run(repeat=n, gap_s=gap) for n, gap in ((1, 0.01), (2, 0.05), (3, 0.02))))
+    (group,) = load_groups(tmp_path)
+    assert group.servers[0].typical.repeat == 3
+
+
+def test_the_watched_client_is_a_long_early_one(tmp_path: Path) -> None:
+    save(tmp_path, make_run())
+    (group,) = load_groups(tmp_path)
+    assert watched_client(group) == 1  # of the first two; the later two are longer
+
+
+# ---------------------------------------------------------------------------------------------- derived
+
+
+def test_prefill_begins_with_the_step_that_brought_the_first_token() -> None:
+    steps: dict[str, list[int | float]] = {
+        "started_s": [0.0, 1.0, 2.0, 3.0],
+        "prefill_tokens": [0, 100, 0, 100],
+    }
+    assert prefill_start_s(record(0, 0.5, [2.01, 3.0]), steps) == 1.0
+    assert prefill_start_s(record(0, 2.5, [3.5, 4.0]), steps) == 3.0
+    assert prefill_start_s(record(0, 2.5, []), steps) is None
+    assert prefill_start_s(record(0, 2.5, [3.0]), {}) is None
+
+
+def test_prefill_in_chunks_reaches_back_over_its_steps() -> None:
+    steps: dict[str, list[int | float]] = {
+        "started_s": [0.0, 1.0, 2.0, 3.0],
+        "prefill_tokens": [50, 40, 40, 20],
+    }
+    assert prefill_start_s(record(0, 0.9, [3.5]), steps) == 1.0  # 20 + 40 + 40 = its 100 tokens
+    assert prefill_start_s(record(0, 1.9, [3.5]), steps) == 2.0  # never before it was sent
+
+
+def test_thinning_keeps_peaks() -> None:
+    values = [0.0] * 1000
+    values[637] = 9.0
+    times, kept = thin([float(n) for n in range(1000)], values, limit=100)
+    assert len(kept) <= 100
+    assert (637.0, 9.0) in zip(times, kept, strict=True)
+    assert thin([0.0, 1.0], [5.0, 4.0]) == ([0.0, 1.0], [5.0, 4.0])
+
+
+def test_a_distribution_keeps_its_ends() -> None:
+    xs, ys = distribution([float(n) for n in range(10_000)])
+    assert len(xs) <= 300
+    assert (xs[0], xs[-1], ys[-1]) == (0.0, 9999.0, 1.0)
+    assert sum(x >= 9500 for x in xs) > 100
+    assert distribution([2.0, 1.0]) == ([1.0, 2.0], [0.5, 1.0])

@@ -1,0 +1,103 @@
+"""The closing table."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from benchmarks.report import LINES, bases_of, best_of, columns_of, format_seconds, median_of, report
+from benchmarks.results import Run
+from tests.benchmarks.conftest import make_run
+
+THROUGHPUT = next(line for line in LINES if line.title == "output tokens / s")
+
+
+def with_throughput(label: str, order: float, value: float, repeat: int = 1) -> Run:
+    run = make_run(label, order, repeat=repeat)
+    assert run.metrics is not None
+    run.metrics.output_tokens_per_s = value
+    return run
+
+
+def printed(runs: list[Run], *, styles: bool = False) -> str:
+    console = Console(record=True, width=160, force_terminal=True)
+    console.print(report(runs))
+    return console.export_text(styles=styles)
+
+
+def line_of(text: str, title: str) -> str:
+    return next(line for line in text.splitlines() if title in line)
+
+
+def test_medians_and_ratios() -> None:
+    runs = [with_throughput("phase 4", 4, value, n) for n, value in enumerate((90, 100, 400), 1)]
+    runs += [with_throughput("phase 5", 5, value, n) for n, value in enumerate((150, 10, 160), 1)]
+    assert median_of(runs[:3], THROUGHPUT) == 100
+    line = line_of(printed(runs), "output tokens")
+    assert "100" in line
+    assert "150  ×1.50" in line
+
+
+def test_the_best_is_bold() -> None:
+    runs = [with_throughput("phase 4", 4, 100), with_throughput("phase 5", 5, 150)]
+    line = line_of(printed(runs, styles=True), "output tokens")
+    assert "\x1b[1m150" in line
+    assert "\x1b[1m100" not in line
+
+
+def test_best_of() -> None:
+    assert best_of([3.0, 1.0, None], "high") == 3.0
+    assert best_of([3.0, 1.0, None], "low") == 1.0
+    assert best_of([1.0, 1.0], "low") is None
+    assert best_of([1.0, None], "low") is None
+    assert best_of([1.0, 2.0], "") is None
+
+
+def test_phases_come_in_order_and_peers_are_compared_with_the_last_phase() -> None:
+    runs = [
+        make_run("generate()", 100.0),
+        make_run("phase 12", 12),
+        make_run("phase 5", 5),
+        make_run("transformers", 101.0),
+    ]
+    columns = columns_of(runs)
+    assert [column[0].server.label for column in columns] == [
+        "phase 5",
+        "phase 12",
+        "generate()",
+        "transformers",
+    ]
+    assert bases_of(columns) == [None, 0, 1, 1]
+
+
+def test_a_failed_run_has_no_part_in_the_medians_and_is_named() -> None:
+    runs = [with_throughput("phase 4", 4, 100), with_throughput("phase 4", 4, 9999, 2)]
+    runs[1].status, runs[1].reason = "failed", "it fell over"
+    text = printed(runs)
+    assert "9,999" not in text
+    assert "phase 4, run 2 failed: it fell over" in text
+
+
+def test_only_failures_is_still_a_table() -> None:
+    run = make_run()
+    run.status, run.reason, run.metrics = "failed", "it fell over", None
+    assert "it fell over" in printed([run])
+
+
+def test_every_line_reads_a_run() -> None:
+    run = make_run()
+    assert all(isinstance(line.value(run), float) for line in LINES)
+    bare = make_run(steps=False)
+    assert [line.title for line in LINES if line.value(bare) is None] == [
+        "engine steps",
+        "mean batch",
+        "wasted work",
+        "KV used, mean tokens",
+        "KV reserved, mean tokens",
+        "preemptions",
+    ]
+
+
+def test_seconds() -> None:
+    assert format_seconds(0.01234) == "12.3 ms"
+    assert format_seconds(0.9999) == "1.00 s"
+    assert format_seconds(12.5) == "12.50 s"

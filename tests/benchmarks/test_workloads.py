@@ -1,0 +1,165 @@
+"""The workloads are the table's, exactly, and the same on every machine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+import pytest
+
+from benchmarks.workloads import (
+    WORKLOADS,
+    PlannedRequest,
+    PromptWriter,
+    build,
+    identical_requests,
+    send_times,
+)
+
+# name: requests, shortest and longest prompt, shortest and longest answer, arrivals, rate
+TABLE = {
+    "single": (1, 256, 256, 256, 256, "burst", None),
+    "mixed": (16, 32, 1024, 64, 256, "burst", None),
+    "baseline": (10, 256, 256, 256, 256, "sequential", None),
+    "continuous_batching": (32, 64, 512, 64, 256, "uniform", 4.0),
+    "paged_attention": (48, 128, 384, 128, 256, "burst", None),
+    "chunked_prefill": (48, 64, 2048, 64, 256, "poisson", 6.0),
+    "prefix_caching": (48, 1024 + 32, 1024 + 128, 256, 256, "uniform", 8.0),
+}
+
+
+def test_the_table_has_these_workloads() -> None:
+    assert list(WORKLOADS) == list(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_lengths_and_counts(name: str, writer: PromptWriter) -> None:
+    requests, prompt_low, prompt_high, new_low, new_high, arrivals, rate = TABLE[name]
+    workload = WORKLOADS[name]
+    plan = build(workload, writer, seed=3)
+    assert len(plan) == requests
+    assert [request.index for request in plan] == list(range(requests))
+    assert (workload.arrivals, workload.rate) == (arrivals, rate)
+    for request in plan:
+        assert isinstance(request.prompt, list)
+        assert len(request.prompt) == request.prompt_tokens
+        assert prompt_low <= request.prompt_tokens <= prompt_high
+        assert new_low <= request.max_tokens <= new_high
+        assert request.prompt_tokens + request.max_tokens <= workload.longest
+        assert all(0 <= token_id < 2048 for token_id in request.prompt)
+
+
+@pytest.mark.parametrize("name", ["mixed", "continuous_batching", "paged_attention"])
+def test_lengths_use_the_whole_range(name: str) -> None:
+    """Both ends are reached, and the middle is the mean: drawn uniformly."""
+    _, prompt_low, prompt_high, new_low, new_high, _, _ = TABLE[name]
+    rng = random.Random(0)
+    for lengths, low, high in (
+        (WORKLOADS[name].prompts[0][1], prompt_low, prompt_high),
+        (WORKLOADS[name].new_tokens, new_low, new_high),
+    ):
+        drawn = [lengths.draw(rng) for _ in range(50_000)]
+        assert (min(drawn), max(drawn)) == (low, high)
+        assert statistics.mean(drawn) == pytest.approx((low + high) / 2, rel=0.01)
+
+
+def test_chunked_prefill_has_its_shares_exactly(writer: PromptWriter) -> None:
+    for seed in range(3):
+        lengths = [
+            request.prompt_tokens for request in build(WORKLOADS["chunked_prefill"], writer, seed=seed)
+        ]
+        assert sum(1024 <= length <= 2048 for length in lengths) == 36
+        assert sum(64 <= length <= 128 for length in lengths) == 12
+        assert any(length <= 128 for length in lengths[:24])  # mixed, not sorted
+        assert any(length <= 128 for length in lengths[24:])
+
+
+def test_prefix_caching_shares_1024_tokens_and_no_more(writer: PromptWriter) -> None:
+    prompts = [request.prompt for request in build(WORKLOADS["prefix_caching"], writer)]
+    assert all(prompt[:1024] == prompts[0][:1024] for prompt in prompts)
+    assert len({tuple(prompt[1024:]) for prompt in prompts}) == len(prompts)
+
+
+def test_other_workloads_share_no_prefix(writer: PromptWriter) -> None:
+    """Beyond the token that begins every text, and the way a story may begin."""
+    prompts = [request.prompt for request in build(WORKLOADS["paged_attention"], writer)]
+    assert len({tuple(prompt[:64]) for prompt in prompts}) == len(prompts)
+
+
+def test_prompts_are_text_a_person_can_read(writer: PromptWriter) -> None:
+    (request,) = build(WORKLOADS["single"], writer, text=True)
+    assert isinstance(request.prompt, str)
+    assert len(request.prompt.split()) > 100
+    assert "\N{REPLACEMENT CHARACTER}" not in request.prompt
+
+
+def test_the_same_seed_is_the_same_plan(writer: PromptWriter) -> None:
+    workload = WORKLOADS["chunked_prefill"]
+    assert build(workload, writer, seed=5) == build(workload, writer, seed=5)
+    assert build(workload, writer, seed=5) != build(workload, writer, seed=6)
+
+
+def test_a_factor_moves_send_times_and_nothing_else(writer: PromptWriter) -> None:
+    workload = WORKLOADS["chunked_prefill"]
+    table, faster = build(workload, writer), build(workload, writer, factor=4.0)
+    assert [request.send_at_s for request in faster] == pytest.approx([r.send_at_s / 4 for r in table])
+    assert [(r.prompt, r.max_tokens) for r in faster] == [(r.prompt, r.max_tokens) for r in table]
+
+
+def test_quick_has_fewer_requests_of_the_same_kind(writer: PromptWriter) -> None:
+    counts = {name: len(build(workload, writer, quick=True)) for name, workload in WORKLOADS.items()}
+    assert counts == {
+        "single": 1,
+        "mixed": 4,
+        "baseline": 4,
+        "continuous_batching": 8,
+        "paged_attention": 12,
+        "chunked_prefill": 12,
+        "prefix_caching": 12,
+    }
+
+
+def test_uniform_arrivals() -> None:
+    assert send_times("uniform", 5, 4.0, random.Random(0)) == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_burst_arrivals() -> None:
+    assert send_times("burst", 3, None, random.Random(0)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_poisson_arrivals_keep_the_rate_and_are_random(seed: int) -> None:
+    times = send_times("poisson", 2000, 6.0, random.Random(seed))
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert 1 / statistics.mean(gaps) == pytest.approx(6.0, rel=0.10)
+    # Gaps of a Poisson process spread as widely as they are long; evenly spaced ones would not at all.
+    assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(1.0, abs=0.12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_poisson_rate_holds_for_few_requests_too(seed: int) -> None:
+    times = send_times("poisson", 48, 6.0, random.Random(seed))
+    assert 47 / times[-1] == pytest.approx(6.0, rel=0.10)
+
+
+def test_identical_requests_differ_in_text_only(writer: PromptWriter) -> None:
+    requests = identical_requests(writer, count=4, prompt_tokens=50, new_tokens=7, seed="x")
+    assert {(request.prompt_tokens, request.max_tokens) for request in requests} == {(50, 7)}
+    assert all(isinstance(request.prompt, list) and len(request.prompt) == 50 for request in requests)
+    assert len({tuple(request.prompt) for request in requests}) == 4
+
+
+def test_a_plan_survives_json() -> None:
+    from benchmarks.client import Endpoint
+    from benchmarks.loadgen import LoadPlan
+
+    plan = LoadPlan(
+        Endpoint("http://127.0.0.1:1", "m", ignore_eos=False),
+        [PlannedRequest(0, 0.5, [1, 2], 2, 3), PlannedRequest(1, 0.5, "text", 2, 3)],
+        warmup=[PlannedRequest(0, 0.0, [1], 1, 1)],
+        sequential=True,
+    )
+    assert LoadPlan.from_json(plan.to_json()) == plan
