@@ -14,9 +14,11 @@ import torch
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.engine import Clock, Engine, Phase
 from common.errors import StartupError
+from common.generate import generate
 from common.kv import KVPool, KVShape
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
+from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.scheduling import Scheduler
 from common.telemetry import Telemetry
@@ -87,8 +89,15 @@ def _load(config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
     limit = config.resolve_max_seq_len(checkpoint.config.max_position_embeddings)
     started = time.perf_counter()
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)
+    _warm_up(model)
     logger.info("loaded %s (%s, %s) in %.1f s", config.model, device, dtype, time.perf_counter() - started)
     return model, tokenizer
+
+
+def _warm_up(model: CausalLM) -> None:
+    """A pass or two, so that the first client does not pay for what libraries prepare on first use."""
+    for _ in generate(model, Request("warm-up", [0], SamplingParams(temperature=0.0, max_new_tokens=1))):
+        pass
 
 
 def check_kv_memory(config: EngineConfig, shape: KVShape, device: torch.device) -> None:
@@ -99,7 +108,7 @@ def check_kv_memory(config: EngineConfig, shape: KVShape, device: torch.device) 
     if needed > free:
         raise StartupError(
             f"the KV cache can grow to {config.kv_formula()} tokens = {format_bytes(needed)}, but only "
-            f"{format_bytes(free)} are free on {device}: lower --max-batch-size or --max-seq-len"
+            f"{format_bytes(free)} are free on {device}: {config.kv_advice()}"
         )
 
 

@@ -63,6 +63,10 @@ class EngineConfig(BaseModel):
         """How `kv_tokens` comes about, for the log."""
         return f"{self.max_batch_size} × {self.max_seq_len}"
 
+    def kv_advice(self) -> str:
+        """What to do where that is too much."""
+        return "lower --max-batch-size or --max-seq-len"
+
 
 def resolve_device(name: str) -> torch.device:
     """StartupError: cuda was asked for and there is none."""

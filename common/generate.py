@@ -45,6 +45,7 @@ class SingleSequenceCache(KVPool):
         return self._tokens
 
     def block_table(self, slot: int) -> Sequence[int]:
+        self.get_seq_len(slot)
         return (slot,)
 
     def max_request_tokens(self) -> int | None:

@@ -159,10 +159,11 @@ class AttentionLayout:
         kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
         first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
-        # Columns past a short sequence's end are masked below, but they are read: keep them inside its table.
-        blocks = (columns // self.block_size).clamp_max_(self.block_table.shape[1] - 1)
-        rows = self.block_table[:count].gather(1, blocks) * self.block_size + columns % self.block_size
         mask = None if min(visible) == width else (columns < kv)[:, None, None, :]
+        # A mask hides what lies past a short sequence's end, but not if it is NaN: read its last column instead.
+        columns = torch.minimum(columns, kv - 1)
+        rows = self.block_table[:count].gather(1, columns // self.block_size) * self.block_size
+        rows += columns % self.block_size
         return _DecodeGroup(rows=rows.flatten(), width=width, mask=mask)
 
     def _build_prefill_segments(self, window: int | None) -> list[_PrefillSegment]:

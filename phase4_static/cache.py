@@ -72,6 +72,7 @@ class StaticKVCache(KVPool):
         return self.block_size
 
     def block_table(self, slot: int) -> Sequence[int]:
+        self.get_seq_len(slot)
         return (slot,)
 
     def max_request_tokens(self) -> int | None:

@@ -76,6 +76,7 @@ class SlottedKVCache(KVPool):
         return self.max_seq_len
 
     def block_table(self, slot: int) -> Sequence[int]:
+        self.get_seq_len(slot)
         return (slot,)
 
     def max_request_tokens(self) -> int | None:

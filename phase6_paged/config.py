@@ -40,3 +40,6 @@ class Config(ContinuousConfig):
         if self.kv_cache_backend == "contiguous":
             return super().kv_formula()
         return f"{self.resolve_num_blocks()} blocks × {self.block_size}"
+
+    def kv_advice(self) -> str:
+        return super().kv_advice() if self.num_blocks is None else "lower --num-blocks"

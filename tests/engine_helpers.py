@@ -1,0 +1,279 @@
+"""Engines that tests can see through: a clock to turn, a tokenizer of single bytes, a model that only remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from common.engine import Engine
+from common.generate import SingleSequenceCache, generate
+from common.kv import KVPool, KVShape, KVView, Span
+from common.models.config import LayerConfig, ModelConfig, RopeConfig
+from common.models.layers import CausalLM, TokenBatch
+from common.models.llama import Llama
+from common.phases import find_phase
+from common.request import Request, SamplingParams, StepOutput
+from common.text import Tokenizer
+
+EOS = 256
+VOCAB = 300  # ids above EOS are the model's alone
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def byte_alphabet() -> list[str]:
+    """How byte-level tokenizers write each byte: printable Latin-1 as it is, the others from U+0100 on."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def byte_tokenizer(merged: Sequence[bytes] = (), vocab_size: int = VOCAB) -> Tokenizer:
+    """A byte is its own id, 256 is the special `<eos>`, and `merged` are the ids after it (for decoding only)."""
+    letters = byte_alphabet()
+    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    vocab["<eos>"] = EOS
+    for offset, piece in enumerate(merged):
+        vocab["".join(letters[byte] for byte in piece)] = EOS + 1 + offset
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("<eos>", normalized=False, special=True)])
+    return Tokenizer(backend, vocab_size=vocab_size)
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    layer = LayerConfig(window=None, rope=RopeConfig(10_000.0))
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        layers=(layer, layer),
+        rms_norm_eps=1e-5,
+        max_position_embeddings=1024,
+        activation="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=False,
+        attention_scale=0.25,
+        dtype=torch.float32,
+        eos_token_ids=frozenset({EOS}),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> CausalLM:
+    """A small Llama with random weights under which every token of the prompt matters."""
+    config = model_config(**changes)
+    model = Llama(config, torch.float32, config.max_position_embeddings)
+    model.materialise(CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = (
+            1 + 0.3 * noise if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5
+        )
+    return model.eval()
+
+
+# ---------------------------------------------------------------------- a model that only remembers
+
+
+def chained(token_ids: Sequence[int]) -> int:
+    """A next token that every token before it and its place decide; never `<eos>`."""
+    return (sum((i + 1) * (t + 1) for i, t in enumerate(token_ids)) * 31 + 7) % 251
+
+
+def continuation(
+    prompt: Sequence[int], count: int, rule: Callable[[Sequence[int]], int] = chained
+) -> list[int]:
+    """What the rule makes of a prompt: `count` new tokens."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(rule(token_ids))
+    return token_ids[len(prompt) :]
+
+
+def one_hot(token_id: int, height: float = 20.0) -> Tensor:
+    logits = torch.zeros(VOCAB)
+    logits[token_id] = height
+    return logits
+
+
+@dataclass
+class Call:
+    """One pass as the model saw it."""
+
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    tokens: int
+    logit_rows: list[int]
+
+
+@dataclass
+class RememberingModel:
+    """Writes token ids into the KV pool and nothing else, reads its sequence back from there, and applies a rule.
+
+    A wrong address, a shared slot or a stale column changes what it reads, and so the tokens. The rule sees
+    prompt and generated tokens up to the sampled row.
+    """
+
+    rule: Callable[[list[int]], int | Tensor] = chained
+    pool: KVPool | None = None
+    calls: list[Call] = field(default_factory=list)
+    before_pass: Callable[[list[list[int]]], None] = lambda sequences: None
+    config: ModelConfig = field(
+        default_factory=lambda: model_config(
+            num_kv_heads=1, head_dim=1, layers=(LayerConfig(None, RopeConfig(10_000.0)),)
+        )
+    )
+    dtype = torch.float32
+    device = CPU
+    max_positions = 1024
+
+    def __call__(self, batch: TokenBatch, view: KVView) -> Tensor:
+        assert self.pool is not None
+        layout = view.layout
+        self.calls.append(
+            Call(layout.query_lengths, layout.kv_lengths, len(batch.token_ids), batch.logit_rows.tolist())
+        )
+        store = self.pool.k[0].view(-1)
+        store[view.write_rows] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
+        sequences: list[list[int]] = []
+        for sequence, end in enumerate(layout.kv_lengths):
+            size = layout.block_size
+            table = layout.block_table[sequence].tolist()
+            columns = [store[table[c // size] * size + c % size] for c in range(end)]
+            sequences.append([int(value) - 1 for value in columns])
+        owner = [s for s, count in enumerate(layout.query_lengths) for _ in range(count)]
+        seen = [sequences[owner[row]][: int(batch.positions[row]) + 1] for row in batch.logit_rows.tolist()]
+        self.before_pass(seen)
+        rows = [self.rule(token_ids) for token_ids in seen]
+        return torch.stack([one_hot(row) if isinstance(row, int) else row for row in rows])
+
+
+# ---------------------------------------------------------------------- engines
+
+
+def build(
+    phase: str, model: Any = None, *, clock: Callable[[], float] | None = None, **options: Any
+) -> Engine:
+    """An engine of a phase (`static`, `continuous`) around `model`, or around a model that only remembers."""
+    package = find_phase(phase)
+    model = model if model is not None else RememberingModel()
+    defaults: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4}
+    if phase == "static":
+        defaults["batch_wait_timeout_s"] = 0.0
+    engine = package.build_engine(
+        package.Config(**(defaults | options)),
+        model=model,
+        tokenizer=byte_tokenizer(),
+        clock=clock if clock is not None else Clock(),
+    )
+    if isinstance(model, RememberingModel):
+        model.pool = engine.runner.pool
+    return engine
+
+
+def add(
+    engine: Engine,
+    prompt: str | Sequence[int],
+    params: SamplingParams = GREEDY,
+    request_id: str | None = None,
+) -> Request:
+    """Queue a request; a text is its bytes."""
+    request = engine.create_request(prompt, params, request_id)
+    assert engine.add_request(request)
+    return request
+
+
+def greedy(max_new_tokens: int, **values: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, **values)
+
+
+def run(engine: Engine, limit: int = 2000) -> list[StepOutput]:
+    """Step until nothing is left to do: all outputs in order."""
+    outputs: list[StepOutput] = []
+    for _ in range(limit):
+        if not engine.has_work:
+            return outputs
+        outputs += engine.step()
+    raise AssertionError("the engine makes no progress")
+
+
+def tokens_of(outputs: Sequence[StepOutput], request: Request) -> list[int]:
+    return [o.token_id for o in outputs if o.request_id == request.request_id and o.token_id is not None]
+
+
+def text_of(outputs: Sequence[StepOutput], request: Request) -> str:
+    return "".join(o.text_delta for o in outputs if o.request_id == request.request_id)
+
+
+def end_of(outputs: Sequence[StepOutput], request: Request) -> StepOutput:
+    """The request's one terminal output, which is its last."""
+    own = [o for o in outputs if o.request_id == request.request_id]
+    assert [o.finished for o in own].count(True) == 1
+    assert own[-1].finished
+    return own[-1]
+
+
+def solo(
+    model: CausalLM,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int | None = None,
+    *,
+    ends: Sequence[int] = (EOS,),
+) -> list[int]:
+    """The tokens of `generate()`."""
+    request = Request("solo", list(prompt), params, frozenset(ends))
+    if seed is not None:
+        request.seed_generator(seed)
+    return [o.token_id for o in generate(model, request) if o.token_id is not None]
+
+
+def assert_all_free(engine: Engine) -> None:
+    """No column is used or reserved, nobody waits or runs, and no leak had to be mended."""
+    pool = engine.runner.pool
+    assert (pool.used_tokens, pool.reserved_tokens) == (0, 0)
+    assert engine.scheduler.active == []
+    assert engine.scheduler.num_waiting == 0
+    assert engine.telemetry.counters.reclaimed_slots == 0
+
+
+def fresh_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
+    """[vocab]: the logits after `token_ids`, computed from nothing in one pass."""
+    request = Request("fresh", list(token_ids), GREEDY)
+    cache = SingleSequenceCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
+    assert cache.reserve(request, len(token_ids))
+    view = cache.view([Span.exact(0, 0, len(token_ids))])
+    last = torch.tensor([len(token_ids) - 1])
+    return model(TokenBatch(torch.tensor(list(token_ids)), view.positions, last), view)[0]

@@ -1,0 +1,168 @@
+"""Block ids: given out once, taken back once, never lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from phase6_paged.allocator import BlockAllocator, OutOfBlocksError
+
+
+def state(allocator: BlockAllocator[str]) -> tuple[list[int], dict[int, str]]:
+    return list(allocator._free), dict(allocator._owners)
+
+
+def test_every_block_is_given_out_once() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(8)
+    blocks = allocator.allocate(3, "a") + allocator.allocate(5, "b")
+    assert sorted(blocks) == list(range(8))
+    assert (allocator.num_free, allocator.num_allocated) == (0, 8)
+
+
+def test_exhaustion_leaves_no_trace() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    allocator.allocate(3, "a")
+    before = state(allocator)
+    assert not allocator.can_allocate(2)
+    with pytest.raises(OutOfBlocksError, match="2 blocks asked for, 1 of 4 are free"):
+        allocator.allocate(2, "b")
+    assert state(allocator) == before, "all or nothing"
+    assert len(allocator.allocate(1, "b")) == 1
+
+
+def test_freed_blocks_are_used_again() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(2)
+    blocks = allocator.allocate(2, "a")
+    allocator.free(blocks[:1])
+    assert allocator.allocate(1, "b") == blocks[:1]
+    allocator.free(blocks)
+    assert sorted(allocator.allocate(2, "c")) == [0, 1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_allocating_nothing_is_empty(count: int) -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    allocator.allocate(count, "a")
+    assert allocator.allocate(0, "b") == []
+    assert allocator.num_allocated == count
+
+
+def test_a_pool_of_no_blocks() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(0)
+    assert allocator.can_allocate(0)
+    assert not allocator.can_allocate(1)
+    assert allocator.allocate(0, "a") == []
+    with pytest.raises(OutOfBlocksError):
+        allocator.allocate(1, "a")
+    assert (allocator.num_free, allocator.num_allocated, allocator.allocated_block_ids()) == (0, 0, set())
+
+
+def test_a_negative_count_is_refused() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    before = state(allocator)
+    with pytest.raises(ValueError, match="-1"):
+        allocator.allocate(-1, "a")
+    assert state(allocator) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[0, 0], [1, 0, 1], [3], [0, 3], [3, 0], [4], [0, 99], [-1], [0, 1, 2, 3]],
+    ids=["twice", "twice-apart", "free", "held-then-free", "free-then-held", "unknown", "held-then-unknown",
+         "negative", "all"],
+)  # fmt: skip
+def test_freeing_what_is_not_allocated_changes_nothing(wrong: list[int]) -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    assert allocator.allocate(3, "a") == [0, 1, 2]
+    before = state(allocator)
+    with pytest.raises(ValueError, match="not allocated, or named twice"):
+        allocator.free(wrong)
+    assert state(allocator) == before
+
+
+def test_a_double_free_is_refused() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    blocks = allocator.allocate(2, "a")
+    allocator.free(blocks)
+    with pytest.raises(ValueError, match="not allocated"):
+        allocator.free(blocks)
+    assert allocator.num_free == 4
+    assert sorted(allocator.allocate(4, "b")) == [0, 1, 2, 3], "no block is in the free list twice"
+
+
+def test_free_takes_any_iterable_once() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    blocks = allocator.allocate(3, "a")
+    allocator.free(block for block in blocks)
+    assert allocator.num_free == 4
+
+
+def test_owners_and_leaks() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(8)
+    a, b = allocator.allocate(2, "a"), allocator.allocate(3, "b")
+    a += allocator.allocate(1, "a")
+    assert allocator.find_leaked_blocks(["a", "b"]) == set()
+    assert allocator.find_leaked_blocks(["a"]) == set(b)
+    assert allocator.find_leaked_blocks(["b", "nobody"]) == set(a)
+    assert allocator.find_leaked_blocks([]) == set(a + b)
+    allocator.free(b)
+    assert allocator.find_leaked_blocks([]) == set(a)
+    assert set(allocator.allocate(3, "c")) == set(b)
+    assert allocator.find_leaked_blocks(["a"]) == set(b), "a block's owner is its latest"
+
+
+def test_blocks_in_no_table() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(8)
+    blocks = allocator.allocate(4, "a")
+    assert allocator.find_unreferenced_blocks(blocks) == set()
+    assert allocator.find_unreferenced_blocks(iter(blocks[1:3])) == {blocks[0], blocks[3]}
+    assert allocator.find_unreferenced_blocks([7]) == set(blocks), (
+        "a free block in a table is no allocated one"
+    )
+
+
+def test_allocated_block_ids_is_a_copy() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    blocks = allocator.allocate(2, "a")
+    copy = allocator.allocated_block_ids()
+    assert copy == set(blocks)
+    copy.clear()
+    assert allocator.allocated_block_ids() == set(blocks)
+    copy = allocator.allocated_block_ids()
+    allocator.free(blocks)
+    assert copy == set(blocks)
+
+
+def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:
+    allocator: BlockAllocator[str] = BlockAllocator(4)
+    allocator.allocate(3, "a")
+    assert allocator.force_free([0, 0, 3, 99, 2]) == 2
+    assert allocator.allocated_block_ids() == {1}
+    assert allocator.force_free([0, 2]) == 0
+    assert sorted(allocator._free) == [0, 2, 3]
+    assert allocator.find_leaked_blocks([]) == {1}
+
+
+def test_the_work_is_in_the_blocks_asked_for_not_in_the_pool() -> None:
+    """O(1) a block: nothing but the free list's end and the owners' table is touched."""
+
+    class Tail(list[int]):
+        """A free list that may be used at its end only."""
+
+        def index(self, *_: object) -> int:
+            raise AssertionError("searched")
+
+        remove = insert = index  # type: ignore[assignment]
+
+        def pop(self, *where: object) -> int:  # type: ignore[override]
+            assert not where, "taken from the middle"
+            return super().pop()
+
+        def __contains__(self, _: object) -> bool:
+            raise AssertionError("searched")
+
+    allocator: BlockAllocator[str] = BlockAllocator(64)
+    allocator._free = Tail(allocator._free)
+    blocks = allocator.allocate(40, "a")
+    allocator.free(blocks[::2])
+    allocator.allocate(10, "b")
+    assert isinstance(allocator._free, Tail), "the free list is never rebuilt"

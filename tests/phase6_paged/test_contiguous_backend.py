@@ -1,0 +1,76 @@
+"""`kv_cache_backend = contiguous` is phase 5: its whole suite runs here, and traces are equal step by step."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+
+import phase6_paged
+import tests.phase5_continuous.test_continuous_cache as phase5_cache
+import tests.phase5_continuous.test_continuous_runner as phase5_runner
+import tests.phase5_continuous.test_continuous_scheduler as phase5_scheduler
+from common.engine import Engine
+from common.request import SamplingParams, StepOutput
+from tests.engine_helpers import RememberingModel, build, greedy
+from tests.phase6_paged.support import collect
+
+# Each test keeps its marks and fixtures, and finds phase 6's parts where its module had imported phase 5's.
+globals().update(collect(phase5_cache, phase5_runner, phase5_scheduler))
+
+
+@pytest.fixture(autouse=True)
+def contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = functools.partial(phase6_paged.Config, kv_cache_backend="contiguous")
+
+    def build_contiguous(phase: str, *args: Any, **options: Any) -> Engine:
+        assert phase == "continuous"
+        return build("phase6_paged", *args, kv_cache_backend="contiguous", **options)
+
+    for module in (phase5_cache, phase5_runner, phase5_scheduler):
+        for name, part in (
+            ("build", build_contiguous),
+            ("Config", config),
+            ("Scheduler", phase6_paged.Scheduler),
+        ):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, part)
+
+
+def test_the_suite_is_here() -> None:
+    collected = [name for name in globals() if name.startswith("test_continuous_")]
+    assert len(collected) > 25
+
+
+def trace(engine: Engine, seed: int) -> tuple[list[Any], list[list[StepOutput]]]:
+    """Random traffic, cancellations among it: what the model saw, and what each step said."""
+    rng = random.Random(seed)
+    told: list[list[StepOutput]] = []
+    for _ in range(120):
+        if rng.random() < 0.5:
+            new = rng.randint(1, 12)
+            params: SamplingParams = greedy(new)
+            request = engine.create_request([rng.randrange(250)] * rng.randint(1, 40), params)
+            engine.add_request(request)
+        if rng.random() < 0.1:
+            engine.cancel(f"request-{rng.randrange(60)}")
+        told.append(engine.step())
+    while engine.has_work:
+        told.append(engine.step())
+    model = engine.runner.model
+    assert isinstance(model, RememberingModel)
+    return model.calls, told
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("prefill", ["together", "one_by_one"])
+def test_the_trace_is_phase_5s(seed: int, prefill: str) -> None:
+    calls, told = trace(build("continuous", prefill_newcomers=prefill), seed)
+    same_calls, same_told = trace(
+        build("phase6_paged", kv_cache_backend="contiguous", prefill_newcomers=prefill), seed
+    )
+    assert same_calls == calls
+    assert same_told == told
+    assert len(calls) > 120

@@ -1,0 +1,118 @@
+"""What may be asked for together, and what is made of it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import phase7_chunked.runner
+import phase7_chunked.scheduler
+from phase5_continuous.cache import SlottedKVCache
+from phase5_continuous.runner import OneByOneRunner
+from phase6_paged.cache import PagedKVCachePool
+from phase6_paged.runner import PagedRunner
+from phase6_paged.scheduler import PagedScheduler
+from phase7_chunked import Config, Runner, Scheduler
+from tests.engine_helpers import build
+from tests.phase6_paged.support import assert_asks_no_pool
+
+
+def test_defaults() -> None:
+    config = Config()
+    assert config.use_chunked_prefill
+    assert (config.prefill_chunk_size, config.max_prefill_chunks_per_step) == (512, 1)
+    assert config.mixed_batches
+    assert config.kv_cache_backend == "paged"
+
+
+@pytest.mark.parametrize("name", ["prefill_chunk_size", "max_prefill_chunks_per_step"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_are_at_least_one(name: str, value: int) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Config(**{name: value})
+    (error,) = caught.value.errors()
+    assert (error["loc"], error["type"]) == ((name,), "greater_than_equal")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"use_chunked_prefill": False, "prefill_chunk_size": 256},
+            "prefill_chunk_size has no meaning without use_chunked_prefill: leave one of them out",
+        ),
+        (
+            {"use_chunked_prefill": False, "max_prefill_chunks_per_step": 2},
+            "max_prefill_chunks_per_step has no meaning without use_chunked_prefill",
+        ),
+        (
+            {"use_chunked_prefill": False, "max_prefill_chunks_per_step": None},
+            "max_prefill_chunks_per_step has no meaning without use_chunked_prefill",
+        ),
+        (
+            {"use_chunked_prefill": False, "mixed_batches": False},
+            "mixed_batches has no meaning without use_chunked_prefill",
+        ),
+        (
+            {"prefill_newcomers": "one_by_one"},
+            "prefill_newcomers = one_by_one contradicts use_chunked_prefill",
+        ),
+        (
+            {"prefill_newcomers": "one_by_one", "mixed_batches": False},
+            "prefill_newcomers = one_by_one contradicts use_chunked_prefill",
+        ),
+    ],
+)
+def test_contradictions_refuse_to_start_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Config(**options)
+    (error,) = caught.value.errors()
+    assert reason in error["msg"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_chunked_prefill": False},
+        {"use_chunked_prefill": False, "prefill_newcomers": "one_by_one"},
+        {"max_prefill_chunks_per_step": None, "prefill_chunk_size": 1, "mixed_batches": False},
+        {"prefill_chunk_size": 100_000},  # longer than any prompt: a prompt is one chunk
+        {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7},
+    ],
+)
+def test_what_goes_together_starts(options: dict[str, Any]) -> None:
+    Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "scheduler", "runner", "pool"),
+    [
+        ({}, Scheduler, Runner, PagedKVCachePool),
+        ({"mixed_batches": False}, Scheduler, PagedRunner, PagedKVCachePool),
+        ({"kv_cache_backend": "contiguous"}, Scheduler, Runner, SlottedKVCache),
+        ({"use_chunked_prefill": False}, PagedScheduler, PagedRunner, PagedKVCachePool),
+        (
+            {"use_chunked_prefill": False, "prefill_newcomers": "one_by_one"},
+            PagedScheduler,
+            OneByOneRunner,
+            PagedKVCachePool,
+        ),
+    ],
+)
+def test_the_parts_that_options_choose(
+    options: dict[str, Any], scheduler: type, runner: type, pool: type
+) -> None:
+    engine = build("phase7_chunked", **options)
+    assert type(engine.scheduler) is scheduler
+    assert type(engine.runner) is runner
+    assert type(engine.runner.pool) is pool
+
+
+@pytest.mark.parametrize(
+    "module", [phase7_chunked.runner, phase7_chunked.scheduler], ids=lambda module: module.__name__
+)
+def test_runner_and_scheduler_do_not_ask_which_pool_it_is(module: ModuleType) -> None:
+    assert_asks_no_pool(module)

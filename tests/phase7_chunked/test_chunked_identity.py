@@ -1,0 +1,138 @@
+"""Chunks give the tokens and the logits of the whole: three architectures, both backends, all sizes and edges.
+
+The identity suite runs a handful of chunked variants under load; here are the lengths at a chunk's edge.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from common.models.registry import load_model, open_checkpoint
+from common.request import SamplingParams
+from tests.engine_helpers import CPU
+from tests.identity.conftest import Subject, Variant, random_model, recorded_logits
+from tests.identity.test_token_identity import Arrival, assert_same, prompt_of, serve
+
+MAX_SEQ_LEN = 1600
+NEW_TOKENS = 12
+WINDOW = 16  # the zoo's Gemma
+CHUNKED_BOUND = 2e-5  # × max(1, max |logit|)
+ARCHITECTURES = ("llama", "qwen3", "gemma3")
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+worst: dict[str, float] = {}
+
+
+@functools.cache
+def subject_of(architecture: str, weights: str) -> Subject:
+    """Trained weights, or random ones, whose logits hide nothing."""
+    checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
+    if weights == "drawn":
+        return Subject(random_model(architecture), checkpoint.tokenizer())
+    model = load_model(checkpoint, device=CPU, dtype=torch.float32, max_positions=MAX_SEQ_LEN)
+    return Subject(model, checkpoint.tokenizer())
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def trained(request: pytest.FixtureRequest) -> Subject:
+    return subject_of(request.param, "trained")
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def drawn(request: pytest.FixtureRequest) -> Subject:
+    return subject_of(request.param, "drawn")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounds() -> Iterator[None]:
+    yield
+    for name, difference in sorted(worst.items()):
+        print(f"{name}: largest relative difference of logits, chunked against whole, {difference:.2e}")
+
+
+def backend(name: str) -> dict[str, Any]:
+    return {"paged": {"block_size": 4}, "contiguous": {"kv_cache_backend": "contiguous"}}[name]
+
+
+def edges(chunk: int) -> list[int]:
+    return sorted({1, max(1, chunk - 1), chunk, chunk + 1, 3 * chunk + 1})
+
+
+def check(subject: Subject, options: dict[str, Any], lengths: list[int], seed: int = 0) -> None:
+    """All prompts at once, an arrival a step, each as it is alone."""
+    variant = Variant("phase7_chunked", options)
+    arrivals = [Arrival(i, prompt_of(subject, n, seed=n + seed), GREEDY) for i, n in enumerate(lengths)]
+    engine = subject.engine(variant, max_seq_len=max(lengths) + NEW_TOKENS, max_batch_size=len(lengths))
+    with recorded_logits() as logits:
+        tokens = serve(engine, arrivals)
+    for i, arrival in enumerate(arrivals):
+        alone = subject.alone(arrival.prompt, arrival.params)
+        assert len(alone.tokens) == NEW_TOKENS
+        assert_same(f"{variant} {lengths[i]}", tokens[str(i)], logits[str(i)], alone)
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "apart"])
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_prompts_at_a_chunks_edge(trained: Subject, chunk: int, kind: str, mixed: bool) -> None:
+    options = {"prefill_chunk_size": chunk, "mixed_batches": mixed, **backend(kind)}
+    for chunks in (1, None):
+        check(trained, {**options, "max_prefill_chunks_per_step": chunks}, edges(chunk))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixed"), [("paged", True), ("paged", False), ("contiguous", True), ("contiguous", False)]
+)
+def test_prompts_at_the_edge_of_a_chunk_of_512(trained: Subject, kind: str, mixed: bool) -> None:
+    check(trained, {"prefill_chunk_size": 512, "mixed_batches": mixed, **backend(kind)}, edges(512))
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+@pytest.mark.parametrize("chunk", [5, 12, 16, 20, 33])
+def test_across_the_window_amid_a_chunk(drawn: Subject, chunk: int, kind: str) -> None:
+    """Gemma's windows (16) end inside a chunk, at its edge, and several chunks back."""
+    windows = {layer.window for layer in drawn.model.config.layers}
+    assert windows in ({None}, {None, WINDOW})
+    lengths = [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + chunk, 2 * WINDOW + 3, 3 * chunk + 1, 70]
+    check(drawn, {"prefill_chunk_size": chunk, "max_prefill_chunks_per_step": 2, **backend(kind)}, lengths)
+
+
+def measure(subject: Subject, chunk: int, kind: str) -> float:
+    largest = 0.0
+    for n in (chunk + 1, 3 * chunk + 1, 100, 200):
+        prompt = prompt_of(subject, n, seed=n)
+        params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+        logits = []
+        for size in (512, chunk):
+            engine = subject.engine(
+                Variant("phase7_chunked", {"prefill_chunk_size": size, **backend(kind)}), max_seq_len=256
+            )
+            with recorded_logits() as seen:
+                serve(engine, [Arrival(0, prompt, params)])
+            assert engine.telemetry.counters.prefill_tokens == n
+            assert engine.telemetry.counters.passes == -(-n // size)
+            logits.append(seen["0"][0])
+        scale = max(1.0, logits[0].abs().max().item())
+        largest = max(largest, (logits[1] - logits[0]).abs().max().item() / scale)
+    return largest
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("weights", ["trained", "drawn"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_first_tokens_logits_chunked_against_whole(
+    architecture: str, weights: str, chunk: int, kind: str
+) -> None:
+    """At the last prompt position, with nobody beside it: what chunking alone does (printed with -s).
+
+    Not bitwise: the order in which a matrix product sums depends on how many rows it has.
+    """
+    name = f"{weights} {architecture} {kind}"
+    difference = measure(subject_of(architecture, weights), chunk, kind)
+    worst[name] = max(worst.get(name, 0.0), difference)
+    assert difference <= CHUNKED_BOUND

@@ -1,0 +1,296 @@
+"""What a step computes while a long prompt is chunked, as the model sees it, and what the cache then holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine import Engine
+from common.models.layers import CausalLM
+from common.request import Request, RequestState, SamplingParams, StepOutput
+from tests.engine_helpers import (
+    Call,
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    fresh_logits,
+    greedy,
+    run,
+    solo,
+    tiny_model,
+    tokens_of,
+)
+from tests.phase6_paged.support import assert_streams
+
+BACKENDS: list[dict[str, Any]] = [
+    {"kv_cache_backend": "paged"},
+    {"kv_cache_backend": "paged", "block_size": 1},
+    {"kv_cache_backend": "contiguous"},
+]
+
+
+def backend_id(options: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in options.values())
+
+
+@pytest.fixture(params=BACKENDS, ids=backend_id)
+def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    chosen: dict[str, Any] = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def long_llama() -> CausalLM:
+    return tiny_model(max_position_embeddings=4096)
+
+
+def long_memory() -> RememberingModel:
+    model = RememberingModel()
+    model.max_positions = 4096
+    return model
+
+
+def pass_lengths(calls: list[Call]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(call.query_lengths, call.kv_lengths) for call in calls]
+
+
+# ---------------------------------------------------------------------- the trace of a long prompt
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("kind", ["remembering", "llama"])
+def test_a_prompt_of_2048_among_six_who_decode(
+    kind: str, mixed: bool, long_llama: CausalLM, backend: dict[str, Any]
+) -> None:
+    """Four steps of 512, everybody else's token in each of them, and the first token with the fourth."""
+    if kind == "llama" and backend.get("block_size") == 1:
+        pytest.skip("the trace does not depend on the block size")
+    model: Any = long_memory() if kind == "remembering" else long_llama
+    params: SamplingParams = greedy(40, ignore_eos=True)
+    engine = build(
+        "phase7_chunked",
+        model,
+        max_seq_len=2304,
+        max_batch_size=8,
+        mixed_batches=mixed,
+        **backend,
+    )
+    decoders = [add(engine, [(11 * i + j) % 250 for j in range(4 + i)], params) for i in range(6)]
+    outputs = [o for _ in range(8) for o in engine.step()]
+    assert all(r.state is RequestState.DECODE for r in decoders)
+    lengths = [len(r.token_ids) for r in decoders]
+    prompt = [(13 * i + i // 7) % 250 for i in range(2048)]
+    long = add(engine, prompt, greedy(12, ignore_eos=True))
+    if kind == "remembering":
+        model.calls.clear()
+    passes = engine.telemetry.counters.passes
+    for chunk in range(4):
+        told = engine.step()
+        outputs += told
+        own = [o.request_id for o in told]
+        expected = [r.request_id for r in decoders] + [long.request_id] * (chunk == 3)
+        assert own == expected, "one token for each who decodes; nothing for a chunk that is not the last"
+        assert long.prefill_progress == engine.runner.pool.get_seq_len(long.slot or 0) == 512 * (chunk + 1)
+        record = engine.telemetry.records[-1]
+        assert (record.prefill_tokens, record.decode_tokens, record.padded_tokens) == (512, 6, 0)
+        assert engine.has_work
+    assert engine.telemetry.counters.passes - passes == (4 if mixed else 8)
+    if kind == "remembering":
+        decode = [tuple(n + chunk for n in lengths) for chunk in range(4)]
+        chunks = [(512, 512 * (chunk + 1)) for chunk in range(4)]
+        if mixed:
+            trace = [
+                ((1,) * 6 + (size,), (*columns, end))
+                for columns, (size, end) in zip(decode, chunks, strict=True)
+            ]
+        else:
+            trace = []
+            for columns, (size, end) in zip(decode, chunks, strict=True):
+                trace += [((1,) * 6, columns), ((size,), (end,))]
+        assert pass_lengths(model.calls) == trace
+        rows = [call.logit_rows for call in model.calls]
+        last = [0, 1, 2, 3, 4, 5]
+        if mixed:
+            assert rows == [last, last, last, [*last, 6 + 511]]
+        else:
+            assert rows == [last, [0], last, [0], last, [0], last, [511]], "a pass always names a row"
+    outputs += run(engine)
+    everybody = [*decoders, long]
+    if kind == "remembering":
+        expected_tokens = [continuation(r.prompt_token_ids, r.params.max_new_tokens) for r in everybody]
+    else:
+        expected_tokens = [solo(model, r.prompt_token_ids, r.params) for r in everybody]
+    assert_streams(outputs, {r.request_id: t for r, t in zip(everybody, expected_tokens, strict=True)})
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(("chunk", "steps"), [(128, 16), (256, 8), (512, 4), (1024, 2), (2048, 1), (4000, 1)])
+def test_steps_until_the_first_token_of_2048(chunk: int, steps: int) -> None:
+    engine = build("phase7_chunked", long_memory(), max_seq_len=2304, prefill_chunk_size=chunk)
+    add(engine, [i % 250 for i in range(2048)], greedy(2))
+    taken = 0
+    told: list[StepOutput] = []
+    while not told:
+        told = engine.step()
+        taken += 1
+    assert taken == steps
+
+
+# ---------------------------------------------------------------------- after every chunk
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2, None])
+def test_the_cache_holds_what_progress_says_after_every_step(
+    backend: dict[str, Any], chunks: int | None, mixed: bool
+) -> None:
+    engine = build(
+        "phase7_chunked",
+        prefill_chunk_size=7,
+        max_prefill_chunks_per_step=chunks,
+        mixed_batches=mixed,
+        max_batch_size=5,
+        **backend,
+    )
+    pool = engine.runner.pool
+    requests = [add(engine, [i + 1] * n, greedy(8)) for i, n in enumerate((1, 6, 7, 8, 22, 30, 50))]
+    outputs: list[StepOutput] = []
+    chunk_ends: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    while engine.has_work:
+        before = {r.request_id: r.prefill_progress for r in requests}
+        outputs += engine.step()
+        for own in requests:
+            if own.slot is None or own.is_terminal:
+                continue
+            assert pool.get_seq_len(own.slot) == own.prefill_progress
+            if own.state is RequestState.PREFILL:
+                assert own.prefill_progress < len(own.token_ids)
+                assert own.num_generated_tokens == 0
+            else:
+                assert own.prefill_progress == len(own.token_ids) - 1
+            if own.prefill_progress != before[own.request_id] <= own.num_prompt_tokens - 1:
+                chunk_ends[own.request_id].append(own.prefill_progress)
+    for own in requests:
+        n = own.num_prompt_tokens
+        assert chunk_ends[own.request_id] == [*range(7, n, 7), n]
+    assert_streams(outputs, {r.request_id: continuation(r.prompt_token_ids, 8) for r in requests})
+    assert_all_free(engine)
+
+
+def test_a_short_prompt_costs_nothing() -> None:
+    """Up to a chunk, the passes are those of phase 6."""
+    traces = []
+    for phase, options in (
+        ("phase6_paged", {}),
+        ("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 20}),
+    ):
+        model = RememberingModel()
+        engine = build(phase, model, **options)
+        for i in range(4):
+            add(engine, [i + 1] * 20, greedy(5 + i))
+            engine.step()
+        run(engine)
+        traces.append(model.calls)
+    assert traces[0] == traces[1]
+
+
+def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress() -> None:
+    model = RememberingModel()
+    engine = build("phase7_chunked", model, prefill_chunk_size=8, max_prefill_chunks_per_step=None)
+    add(engine, [1] * 20, greedy(4))
+    engine.step()
+    add(engine, [2] * 12, greedy(4))
+    engine.step()
+    add(engine, [3] * 5, greedy(4))
+    engine.step()
+    engine.step()
+    assert pass_lengths(model.calls) == [
+        ((8,), (8,)),
+        ((8, 8), (16, 8)),
+        ((4, 4, 5), (20, 12, 5)),
+        ((1, 1, 1), (21, 13, 6)),
+    ]
+    assert [call.logit_rows for call in model.calls] == [[0], [0], [3, 7, 12], [0, 1, 2]]
+    assert engine.telemetry.counters.padded_tokens == 0
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_chunk_of_one_token_behind_a_longer_one(mixed: bool) -> None:
+    """Rows of one query count as leading only where they lead."""
+    engine = build(
+        "phase7_chunked",
+        tiny_model(),
+        prefill_chunk_size=8,
+        max_prefill_chunks_per_step=None,
+        mixed_batches=mixed,
+    )
+    model = engine.runner.model
+    sizes = (9, 16, 1, 17, 2)
+    requests = [
+        add(engine, [(7 * i + j) % 250 for j in range(n)], greedy(12, ignore_eos=True))
+        for i, n in enumerate(sizes)
+    ]
+    outputs = run(engine)
+    for own in requests:
+        assert tokens_of(outputs, own) == solo(model, own.prompt_token_ids, own.params)
+
+
+def test_an_empty_plan_is_legal() -> None:
+    engine = build("phase7_chunked")
+    assert engine.step() == []
+    request = add(engine, [1] * 9, greedy(3))
+    engine.cancel(request.request_id)
+    assert [o.finish_reason for o in engine.step()] == ["cancelled"]
+    assert engine.telemetry.counters.passes == 0
+
+
+@pytest.mark.parametrize("chunks", [1, 2, None])
+def test_a_steps_work_is_bounded(chunks: int | None) -> None:
+    model = RememberingModel()
+    engine = build(
+        "phase7_chunked", model, prefill_chunk_size=5, max_prefill_chunks_per_step=chunks, max_batch_size=6
+    )
+    requests = [add(engine, [i + 1] * (1 + 9 * i % 40), greedy(9)) for i in range(14)]
+    while engine.has_work:
+        decoding = sum(r.state is RequestState.DECODE for r in requests)
+        model.calls.clear()
+        engine.step()
+        assert len(model.calls) <= 1, "mixed: one pass a step"
+        assert sum(call.tokens for call in model.calls) <= 5 * (chunks or 6) + decoding
+
+
+def test_what_is_cached_in_chunks_is_what_is_cached_at_once(backend: dict[str, Any]) -> None:
+    """Keys and values of every layer and column, up to float32 rounding."""
+    model = tiny_model()
+    prompt = [(17 * i + 3) % 250 for i in range(50)]
+    stores = []
+    for size in (512, 7):
+        engine = build("phase7_chunked", model, prefill_chunk_size=size, **backend)
+        request = add(engine, prompt, greedy(3))
+        while request.state is not RequestState.DECODE:
+            engine.step()
+        pool = engine.runner.pool
+        assert request.slot is not None
+        table, block = pool.block_table(request.slot), pool.block_size
+        rows = torch.tensor([table[c // block] * block + c % block for c in range(50)])
+        stores.append([layer.flatten(0, 1)[rows] for layer in (*pool.k, *pool.v)])
+    for whole, chunked in zip(*stores, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
+        assert whole.abs().amax(dim=(1, 2)).min() > 0, "every column is written"
+
+
+def test_logits_of_the_first_token_are_those_of_the_whole_prompt(backend: dict[str, Any]) -> None:
+    """Against a pass over nothing but the prompt, read from the reported log-probabilities."""
+    model = tiny_model()
+    prompt = [(17 * i + 3) % 250 for i in range(50)]
+    engine: Engine = build("phase7_chunked", model, prefill_chunk_size=7, **backend)
+    request: Request = add(engine, prompt, greedy(1, logprobs=20))
+    (output,) = [o for o in run(engine) if o.request_id == request.request_id]
+    expected = fresh_logits(model, prompt).log_softmax(-1)
+    assert output.logprobs is not None
+    for token_id, logprob in output.logprobs.top:
+        assert logprob == pytest.approx(expected[token_id].item(), abs=1e-4)

@@ -1,0 +1,207 @@
+"""Random traffic for one engine: requests come, are cancelled and fail, and nothing may leak or be told twice."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor
+
+from common.errors import NaNLogitsError
+from common.request import Request, RequestState, SamplingParams, StepOutput
+from tests.engine_helpers import EOS, RememberingModel, assert_all_free, build, chained, greedy, one_hot
+
+NAN_TOKEN = 250  # whoever begins with it gets NaN logits after a few tokens
+MAX_SEQ_LEN = 40
+
+
+def answer(token_ids: list[int]) -> int | Tensor:
+    """Chained tokens, now and then EOS, NaN for those who begin with `NAN_TOKEN`."""
+    token_id = chained(token_ids)
+    if token_ids[0] == NAN_TOKEN and len(token_ids) > 6:
+        return one_hot(0, math.nan)
+    return EOS if token_id % 13 == 0 else token_id
+
+
+class Traffic:
+    """An engine around a model that only remembers, and what each of its requests must come to."""
+
+    def __init__(self, phase: str, **options: Any) -> None:
+        self.model = RememberingModel(rule=answer)
+        self.engine = build(
+            phase, self.model, max_seq_len=MAX_SEQ_LEN, max_batch_size=3, max_waiting_requests=4, **options
+        )
+        self.live: dict[str, Request] = {}
+        self.told: dict[str, list[StepOutput]] = {}
+        self.cancelled: set[str] = set()
+        self.guilty: int | None = None
+        self.operations = 0
+        self.model.before_pass = self._fail_if_told_to
+
+    def _fail_if_told_to(self, sequences: list[list[int]]) -> None:
+        if self.guilty is not None and any(len(ids) % 3 == self.guilty for ids in sequences):
+            raise RuntimeError("told to fail")
+
+    # ------------------------------------------------------------------ operations
+
+    def add(self, first: int, prompt_tokens: int, new_tokens: int) -> None:
+        self.operations += 1
+        params: SamplingParams = greedy(min(new_tokens, MAX_SEQ_LEN - prompt_tokens))
+        request = self.engine.create_request([first] + [7] * (prompt_tokens - 1), params)
+        room = self.engine.scheduler.queue_room()
+        accepted = self.engine.add_request(request)
+        assert accepted == (room > 0)
+        if accepted:
+            self.live[request.request_id] = request
+            self.told[request.request_id] = []
+
+    def cancel(self, choice: int) -> None:
+        """One that lives, by its place in the order of arrival."""
+        self.operations += 1
+        if self.live:
+            request_id = sorted(self.live, key=lambda i: self.live[i].arrival)[choice % len(self.live)]
+            self.engine.cancel(request_id)
+            self.cancelled.add(request_id)
+
+    def step(self, guilty: int | None = None) -> None:
+        """A step; with `guilty`, passes fail that hold a sequence of such a length (mod 3)."""
+        self.operations += 1
+        self.guilty = guilty
+        for output in self.engine.step():
+            self._hear(output)
+        self.guilty = None
+        self.check()
+
+    def finish(self) -> None:
+        """Nothing more comes: everybody is answered and everything is free."""
+        for _ in range(1000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.live
+        assert_all_free(self.engine)
+
+    # ------------------------------------------------------------------ what must hold
+
+    def _hear(self, output: StepOutput) -> None:
+        request = self.live[output.request_id]  # KeyError: it had its terminal output
+        heard = self.told[output.request_id]
+        heard.append(output)
+        if output.token_id is not None:
+            spoken = [o.token_id for o in heard]
+            before = [*request.prompt_token_ids, *(t for t in spoken[:-1] if t is not None)]
+            assert output.token_id == answer(before), "a token that is not the request's own"
+        if output.finished:
+            del self.live[output.request_id]
+            if isinstance(output.error, NaNLogitsError):
+                assert request.prompt_token_ids[0] == NAN_TOKEN
+            elif output.error is not None:
+                assert "told to fail" in str(output.error)
+            assert (output.finish_reason == "cancelled") == (output.request_id in self.cancelled)
+
+    def check(self) -> None:
+        scheduler, pool = self.engine.scheduler, self.engine.runner.pool
+        active = scheduler.active
+        slots = [request.slot for request in active]
+        assert None not in slots
+        assert len(set(slots)) == len(slots) <= 3, "a slot is shared"
+        assert set(pool._lengths) == set(slots), "a slot is held by nobody, or not by its pool"
+        for request in self.live.values():
+            waits = request.state is RequestState.WAITING
+            assert waits == (request.slot is None)
+            assert waits != (request in active)
+            if request.state is RequestState.DECODE:
+                assert request.slot is not None
+                assert pool.get_seq_len(request.slot) == len(request.token_ids) - 1
+        waiting = sum(request.state is RequestState.WAITING for request in self.live.values())
+        assert waiting <= scheduler.num_waiting <= 4 + 3
+        assert pool.used_tokens <= pool.reserved_tokens
+
+
+class TrafficMachine(RuleBasedStateMachine):
+    """Hypothesis chooses the operations, and the shortest ones that go wrong."""
+
+    phase = ""
+    kind: type[Traffic] = Traffic
+    options: dict[str, Any] = {}  # noqa: RUF012 - a constant of the subclass
+
+    @initialize()
+    def start(self) -> None:
+        self.traffic = self.kind(self.phase, **self.options)
+
+    @rule(first=st.integers(240, NAN_TOKEN), prompt=st.integers(1, 20), new=st.integers(1, 12))
+    def add(self, first: int, prompt: int, new: int) -> None:
+        self.traffic.add(first, prompt, new)
+
+    @rule(choice=st.integers(0, 7))
+    def cancel(self, choice: int) -> None:
+        self.traffic.cancel(choice)
+
+    @rule()
+    def step(self) -> None:
+        self.traffic.step()
+
+    @rule(guilty=st.integers(0, 2))
+    def step_that_fails(self, guilty: int) -> None:
+        self.traffic.step(guilty)
+
+    @rule()
+    def abort(self) -> None:
+        traffic = self.traffic
+        error = RuntimeError("told to fail: all")
+        for output in traffic.engine.abort_all(error):
+            traffic._hear(output)
+        assert not traffic.live
+
+    @invariant()
+    def nothing_is_held_for_those_who_left(self) -> None:
+        assert self.traffic.engine.has_work or self.traffic.engine.runner.pool.reserved_tokens == 0
+
+    def teardown(self) -> None:
+        self.traffic.finish()
+
+
+def state_machine(
+    phase: str, examples: int, steps: int, kind: type[Traffic] = Traffic, **options: Any
+) -> Any:
+    """A unittest case that pytest collects."""
+    members = {"phase": phase, "kind": kind, "options": options}
+    machine = type(f"{phase.title()}Traffic", (TrafficMachine,), members)
+    case = machine.TestCase
+    case.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    return case
+
+
+def random_traffic(
+    phase: str, operations: int, seed: int, kind: type[Traffic] = Traffic, **options: Any
+) -> Traffic:
+    """So many random operations on one engine, everything drained and checked at the end."""
+    rng = random.Random(seed)
+    traffic = kind(phase, **options)
+    while traffic.operations < operations:
+        match rng.random():
+            case draw if draw < 0.35:
+                traffic.add(rng.randint(235, NAN_TOKEN), rng.randint(1, 20), rng.randint(1, 12))
+            case draw if draw < 0.42:
+                traffic.cancel(rng.randrange(8))
+            case draw if draw < 0.45:
+                traffic.step(rng.randrange(3))
+            case _:
+                traffic.step()
+    traffic.finish()
+    return traffic
+
+
+def assert_everything_happened(traffic: Traffic) -> None:
+    """A run in which nothing failed, ended early or was refused would prove nothing."""
+    counters = traffic.engine.telemetry.counters
+    ends = [outputs[-1] for outputs in traffic.told.values()]
+    assert len(ends) == counters.requests_added
+    assert {end.finish_reason for end in ends} >= {"eos", "length", "cancelled", None}
+    assert any(isinstance(end.error, NaNLogitsError) for end in ends)
+    assert counters.failed_passes > 10
+    assert min(counters.requests_finished, counters.requests_failed, counters.requests_cancelled) > 10
