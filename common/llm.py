@@ -71,6 +71,13 @@ class LLM:
         requests = [
             self.engine.create_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)
         ]
+        try:
+            self._run(requests, completions, progress=progress)
+        finally:  # an interrupted call leaves nothing behind that the next one would hear of
+            self.engine.abort_all(RuntimeError("generation was interrupted"))
+        return completions
+
+    def _run(self, requests: Sequence[Request], completions: Sequence[Completion], *, progress: bool) -> None:
         by_id = dict(zip((request.request_id for request in requests), completions, strict=True))
         columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, disable=not progress, transient=True) as bar:
@@ -87,7 +94,6 @@ class LLM:
                         completion.prompt_tokens = output.prompt_tokens
                         completion.completion_tokens = output.completion_tokens
                         bar.advance(task)
-        return completions
 
     def _feed(self, pending: deque[Request]) -> None:
         while pending and self.engine.add_request(pending[0]):

@@ -47,9 +47,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Sampled:
         requests: S of them, row by row.
     """
     raw = logits.float()
-    invalid = torch.isnan(raw).any(dim=-1)  # [S]
     scores = _adjust(raw, requests)
-    token_ids = scores.argmax(dim=-1)
+    best, token_ids = scores.max(dim=-1)
+    invalid = best.isnan()  # a maximum is NaN where any entry is: no second look at the whole vocabulary
     sampled_rows = [row for row, request in enumerate(requests) if not request.params.greedy]
     if sampled_rows:
         rows = torch.tensor(sampled_rows, device=logits.device)

@@ -134,12 +134,21 @@ class EngineWorker:
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         with self._wakeup:
-            if self.engine.scheduler.queue_room() - self._promised < count:
+            if self._queue_room() < count:
                 raise QueueFullError("the server is at capacity; try again shortly")
             self._promised += count
         self._admissions += 1
         self._idle.clear()
         return Admission(self, count)
+
+    def queue_room(self) -> int:
+        """How many more requests would be admitted now."""
+        with self._wakeup:
+            return self._queue_room()
+
+    def _queue_room(self) -> int:
+        """Places neither taken nor promised. The lock is held."""
+        return self.engine.scheduler.queue_room() - self._promised
 
     def close_admission(self, unused: int) -> None:
         """An admission is over (`Admission` calls this): take back the places that it did not use."""

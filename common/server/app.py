@@ -1,0 +1,487 @@
+"""The HTTP routes: the same for every phase. `create_app` puts them around an engine.
+
+```text
+POST /v1/completions
+  body under 2 MB ─> checked ─> places in the queue ─> tokenized (a thread) ─> engine's thread
+                      400, 422     503                  400, 422                     │
+                                                     JSON or event stream <── outputs ┘
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from common.engine import Engine
+from common.errors import EngineDeadError, ShuttingDownError
+from common.request import Request as EngineRequest
+from common.request import StepOutput
+from common.server.errors import ApiError, from_exception, internal_error
+from common.server.schemas import (
+    Completion,
+    CompletionRequest,
+    ErrorResponse,
+    Health,
+    Limits,
+    ModelList,
+    TelemetrySnapshot,
+    Version,
+    parse_completion_request,
+)
+from common.server.sse import (
+    OPENAI_FINISH_REASONS,
+    Answer,
+    Choice,
+    EventStream,
+    NamedCompletionEvents,
+    WireFormat,
+    interleave,
+    while_connected,
+)
+from common.worker import EngineWorker, RequestStream
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 2 * 1024 * 1024
+
+router = APIRouter()
+
+
+def create_app(
+    engine: Engine, *, model_name: str | None = None, ping_s: float = 15.0, send_timeout_s: float = 60.0
+) -> FastAPI:
+    """The app around an engine, which it owns from start-up to shutdown.
+
+    Args:
+        engine: of any phase.
+        model_name: what clients call the model; by default the name it was loaded by (a folder's last part).
+        ping_s: seconds between comments in a quiet stream.
+        send_timeout_s: a client that takes nothing of its stream for so long is dropped.
+    """
+    server = CompletionServer(engine, model_name or served_model_name(engine.config.model))
+    server.ping_s, server.send_timeout_s = ping_s, send_timeout_s
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.worker.start()
+        yield
+        await (
+            server.worker.stop()
+        )  # not in a `finally`: who is cancelled here is in a hurry, and a pass may be long
+
+    app = FastAPI(
+        title=f"infer: {engine.phase.title.lower()}",
+        summary=engine.phase.idea,
+        version=importlib.metadata.version("infer-phases"),
+        lifespan=lifespan,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={
+            ApiError: answer_api_error,
+            HTTPException: answer_http_error,
+            RequestValidationError: answer_invalid_query,
+            ClientDisconnect: answer_nobody,
+            Exception: answer_unexpected_error,
+        },
+    )
+    app.state.server = server
+    app.include_router(router)
+    app.openapi = lambda: openapi_document(app, server)  # type: ignore[method-assign]  # FastAPI's way to extend it
+    return app
+
+
+def served_model_name(model: str) -> str:
+    """A checkpoint's folder stays ours; its last part is name enough."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+# ---------------------------------------------------------------------- completions
+
+
+class CompletionServer:
+    """What the routes need: the engine, its worker, and the steps from a body to streams of outputs."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self.engine = engine
+        self.worker = EngineWorker(engine)
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.limits = Limits(model=model_name, max_choices=engine.config.max_waiting_requests)
+        self.ping_s = 15.0
+        self.send_timeout_s = 60.0
+
+    async def submit(self, completion: CompletionRequest, answer_id: str) -> list[RequestStream]:
+        """Hand every choice to the engine, or none: their streams, by index.
+
+        Raises:
+            QueueFullError, ShuttingDownError, EngineDeadError: nothing was tokenized.
+            InvalidRequestError: nothing was submitted.
+        """
+        choices = len(completion.prompts) * completion.choices_per_prompt
+        with self.worker.admit(choices) as admission:
+            requests = await asyncio.to_thread(self._make_requests, completion, answer_id)
+            return admission.submit(requests)
+
+    def _make_requests(self, completion: CompletionRequest, answer_id: str) -> list[EngineRequest]:
+        params = [completion.sampling_params(choice) for choice in range(completion.choices_per_prompt)]
+        requests: list[EngineRequest] = []
+        for prompt in completion.prompts:
+            first = self.engine.create_request(prompt, params[0], f"{answer_id}-{len(requests)}")
+            requests.append(first)
+            for each in params[1:]:  # the prompt is tokenized once
+                request_id = f"{answer_id}-{len(requests)}"
+                requests.append(self.engine.create_request(first.prompt_token_ids, each, request_id))
+        return requests
+
+    def new_answer(self, completion: CompletionRequest) -> Answer:
+        per_prompt = completion.choices_per_prompt
+        choices = len(completion.prompts) * per_prompt
+        return Answer(
+            id=f"cmpl-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self.model_name,
+            tokenizer=self.engine.tokenizer,
+            choices=[Choice(index, prompt_index=index // per_prompt) for index in range(choices)],
+        )
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    """Complete one prompt or several, as JSON or as an event stream."""
+    server: CompletionServer = request.app.state.server
+    require_json(request)
+    completion = parse_completion_request(await read_body(request), server.limits)
+    answer = server.new_answer(completion)
+    try:
+        streams = await server.submit(completion, answer.id)
+    except Exception as error:
+        raise from_exception(error) from error
+    streaming = wants_stream(completion, request)
+    logger.debug(
+        "%s: %d choices, %s, user %r",
+        answer.id,
+        len(streams),
+        "stream" if streaming else "json",
+        completion.user,
+    )
+    if streaming:
+        options = completion.stream_options
+        wire = NamedCompletionEvents(
+            answer,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+        )
+        return EventStream(
+            stream_events(answer, streams, wire),
+            on_close=lambda: cancel(streams),
+            ping_s=server.ping_s,
+            send_timeout_s=server.send_timeout_s,
+        )
+    try:
+        return json_response(await while_connected(request.receive, collect(answer, streams)))
+    finally:
+        cancel(streams)
+
+
+async def stream_events(
+    answer: Answer, streams: Sequence[RequestStream], wire: WireFormat
+) -> AsyncIterator[bytes]:
+    """Every choice's outputs as they come, in a wire format."""
+    async with contextlib.aclosing(interleave(streams)) as outputs:
+        async for index, output in outputs:
+            yield wire.events(answer.choices[index], output)
+    closing = wire.closing()
+    if closing:
+        yield closing
+
+
+async def collect(answer: Answer, streams: Sequence[RequestStream]) -> dict[str, Any]:
+    """Every choice to its end: the JSON answer.
+
+    Raises:
+        ApiError: a choice failed, and the answer with it.
+    """
+    logprobs: list[list[dict[str, list[Any]]]] = [[] for _ in streams]
+    last: dict[int, StepOutput] = {}
+    async with contextlib.aclosing(interleave(streams)) as outputs:
+        async for index, output in outputs:
+            if output.error is not None:
+                raise from_exception(output.error)
+            choice = answer.choices[index]
+            token_logprobs = answer.logprobs(choice, output)
+            if token_logprobs is not None:
+                logprobs[index].append(token_logprobs)
+            choice.add(output)
+            last[index] = output
+    reasons = [last[choice.index].finish_reason or "cancelled" for choice in answer.choices]
+    return answer.header() | {
+        "choices": [
+            {
+                "index": choice.index,
+                "text": "".join(choice.text),
+                "logprobs": join_logprobs(logprobs[choice.index]),
+                "finish_reason": OPENAI_FINISH_REASONS[reason],
+            }
+            for choice, reason in zip(answer.choices, reasons, strict=True)
+        ],
+        "finish_reason": reasons[0],
+        "usage": answer.usage(),
+    }
+
+
+def join_logprobs(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
+    """The objects of single tokens as one for all; None if none were asked for."""
+    if not parts:
+        return None
+    return {key: [part[key][0] for part in parts] for key in parts[0]}
+
+
+def cancel(streams: Iterable[RequestStream]) -> None:
+    """Give up what is not finished. Harmless for the rest."""
+    for stream in streams:
+        stream.cancel()
+
+
+def wants_stream(completion: CompletionRequest, request: Request) -> bool:
+    """An explicit value wins. OpenAI's clients always say so when they stream and accept JSON when they do not."""
+    if completion.stream is not None:
+        return completion.stream
+    accepted = {
+        part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")
+    }
+    return "application/json" not in accepted or "text/event-stream" in accepted
+
+
+def require_json(request: Request) -> None:
+    """A page in a browser can post text to any port of its machine unasked, but not JSON: that it must be allowed.
+
+    Raises:
+        ApiError: 400, the body is not called JSON.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(
+            400,
+            "the body must be JSON; send it with Content-Type: application/json",
+            code="invalid_content_type",
+        )
+
+
+async def read_body(request: Request) -> bytes:
+    """The request's body.
+
+    Raises:
+        ApiError: 413, as soon as it is known to be over the limit.
+    """
+    too_large = ApiError(
+        413, f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads", code="body_too_large"
+    )
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
+
+
+# ---------------------------------------------------------------------- the other routes
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The served model."""
+    server: CompletionServer = request.app.state.server
+    card = {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "infer",
+        "max_model_len": server.engine.max_seq_len,
+        "phase": server.engine.phase.slug,
+    }
+    return json_response({"object": "list", "data": [card]})
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Whether new requests are taken."""
+    server: CompletionServer = request.app.state.server
+    if server.worker.dead is not None:
+        raise from_exception(EngineDeadError("the engine is dead; restart the server"))
+    if server.worker.draining:
+        raise from_exception(ShuttingDownError("draining: the server is shutting down"))
+    return json_response({"status": "ok", "phase": server.engine.phase.slug})
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """What runs here."""
+    engine: Engine = request.app.state.server.engine
+    return json_response(
+        {
+            "version": importlib.metadata.version("infer-phases"),
+            "phase": engine.phase.slug,
+            "torch": torch.__version__,
+            "device": str(engine.runner.model.device),
+            "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
+        }
+    )
+
+
+@router.get("/telemetry")
+def telemetry(request: Request, since_step: int = Query(default=0, ge=0, lt=2**63)) -> Response:
+    """The engine's counters, and its latest steps from `since_step` on. Not async: building it takes a while."""
+    server: CompletionServer = request.app.state.server
+    engine = server.engine
+    return json_response(
+        {
+            "phase": engine.phase.slug,
+            "max_batch_size": engine.config.max_batch_size,
+            "max_seq_len": engine.max_seq_len,
+            "queue_room": server.worker.queue_room(),
+            **engine.telemetry.snapshot(since_step=since_step),
+        }
+    )
+
+
+# ---------------------------------------------------------------------- answers and errors
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+async def answer_api_error(_: Request, error: Exception) -> Response:
+    api_error = from_exception(error)
+    return json_response(api_error.body(), api_error.status, api_error.headers)
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """What the router says: there is no such route, or it has no such method."""
+    assert isinstance(error, HTTPException)  # it was registered for these
+    message = {404: "there is no such route", 405: f"this route has no method {request.method}"}
+    api_error = ApiError(
+        error.status_code,
+        message.get(error.status_code, str(error.detail)),
+        code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
+        headers=error.headers,
+    )
+    return await answer_api_error(request, api_error)
+
+
+async def answer_invalid_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # it was registered for these
+    first = error.errors()[0]
+    syntax = first["type"].endswith(("_type", "_parsing", "_size")) or first["type"] == "missing"
+    name = str(first["loc"][-1])
+    code = "invalid_type" if syntax else "invalid_value"
+    refused = ApiError(400 if syntax else 422, f"{name}: {first['msg']}", param=name, code=code)
+    return await answer_api_error(request, refused)
+
+
+async def answer_nobody(_: Request, __: Exception) -> Response:
+    """The client has left: this is sent to a closed connection, for the sake of form (499 is nginx's)."""
+    return Response(status_code=499)
+
+
+async def answer_unexpected_error(request: Request, _: Exception) -> Response:
+    """The HTTP server logs the traceback; the client is told that there was one."""
+    return await answer_api_error(request, internal_error())
+
+
+# ---------------------------------------------------------------------- the OpenAPI page
+
+_ERRORS: dict[str, dict[int, str]] = {
+    "/v1/completions": {
+        400: "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist",
+        413: f"The body is over {MAX_BODY_BYTES} bytes",
+        422: "A value out of range, an unknown field, another model's name, a prompt too long for the server",
+        500: "A failure of the server",
+        503: "The queue is full, the server is shutting down, or its engine is dead",
+    },
+    "/v1/models": {},
+    "/health": {503: "The server is shutting down, or its engine is dead"},
+    "/version": {},
+    "/telemetry": {400: "since_step is not an integer", 422: "since_step is out of range"},
+}
+
+_ANSWERS: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/completions": (Completion, "The choices, complete, or an event stream of their tokens"),
+    "/v1/models": (ModelList, "The served model"),
+    "/health": (Health, "Requests are taken"),
+    "/version": (Version, "What runs here"),
+    "/telemetry": (TelemetrySnapshot, "Counters and steps"),
+}
+
+_STREAM = {
+    "schema": {"type": "string"},
+    "description": "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. "
+    "`done` or `error`: exactly one for each choice, its last. `usage`: last of all, if asked for.",
+    "example": 'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":null}],"token":"Hello","token_id":9906}\n\n'
+    'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
+    '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}\n\n',
+}
+
+_RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
+
+
+def openapi_document(app: FastAPI, server: CompletionServer) -> dict[str, Any]:
+    """The OpenAPI document: what FastAPI knows of the routes, and bodies that they read and write themselves."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document = get_openapi(
+        title=app.title, summary=app.summary, version=app.version, routes=app.routes, openapi_version="3.1.0"
+    )
+    schemas: dict[str, Any] = {}
+
+    def reference(model: type[BaseModel]) -> dict[str, Any]:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
+        return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+
+    for path, (model, description) in _ANSWERS.items():
+        operation = next(iter(document["paths"][path].values()))
+        content = {"application/json": reference(model)}
+        if path == "/v1/completions":
+            content["text/event-stream"] = _STREAM
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": reference(CompletionRequest)},
+            }
+        responses: dict[str, Any] = {"200": {"description": description, "content": content}}
+        for status, reason in _ERRORS[path].items():
+            responses[str(status)] = {
+                "description": reason,
+                "content": {"application/json": reference(ErrorResponse)},
+                **({"headers": _RETRY_AFTER} if status == 503 else {}),
+            }
+        operation["responses"] = responses
+    schemas["CompletionRequest"]["properties"]["model"]["const"] = server.model_name
+    document["components"] = {"schemas": schemas}
+    app.openapi_schema = document
+    return document

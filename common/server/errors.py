@@ -1,0 +1,98 @@
+"""Errors as clients see them: one JSON shape, whatever went wrong and wherever.
+
+```json
+{"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_value"}}
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import (
+    EngineDeadError,
+    InvalidPromptError,
+    InvalidRequestError,
+    NaNLogitsError,
+    QueueFullError,
+    ShuttingDownError,
+)
+
+MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
+
+INVALID_REQUEST = "invalid_request_error"
+OVERLOADED = "overloaded_error"
+UNAVAILABLE = "unavailable_error"
+SERVER_ERROR = "server_error"
+
+
+class ApiError(Exception):
+    """An answer other than the one asked for.
+
+    Attributes:
+        status: HTTP status, used where the answer has not begun.
+        message: for a person; holds nothing of the server's insides.
+        type: the kind of error, for programs.
+        param: the request's field at fault, if one is.
+        code: which error, for programs.
+        headers: to send along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = shorten(message, MAX_MESSAGE_CHARACTERS)
+        self.type = type
+        self.param = None if param is None else shorten(param, 100)
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that every error is."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def shorten(text: str, limit: int) -> str:
+    """What a client wrote may be megabytes long; its echo is not."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def unavailable(message: str, *, code: str, retry_after_s: int, type: str = UNAVAILABLE) -> ApiError:
+    """503: not now. `retry_after_s` tells polite clients when to come back."""
+    return ApiError(503, message, type=type, code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def internal_error() -> ApiError:
+    """500: a failure of ours. The log has the details, the client has none of them."""
+    return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client is told about an error that the engine or its worker raised, or ended a request with."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidPromptError():
+            return ApiError(400, str(error), param=error.param, code="invalid_prompt")
+        case InvalidRequestError():
+            return ApiError(422, str(error), param=error.param, code="invalid_value")
+        case QueueFullError():
+            return unavailable(str(error), code="queue_full", retry_after_s=1, type=OVERLOADED)
+        case ShuttingDownError():
+            return unavailable(str(error), code="shutting_down", retry_after_s=5)
+        case EngineDeadError():
+            return unavailable(str(error), code="engine_dead", retry_after_s=30)
+        case NaNLogitsError():
+            return ApiError(500, str(error), type=SERVER_ERROR, code="nan_logits")
+        case _:
+            return internal_error()

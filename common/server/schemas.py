@@ -1,0 +1,355 @@
+"""The API's bodies: what `POST /v1/completions` takes, and what every route answers.
+
+Rule: a field is implemented, or refused at any value but its neutral one. Nothing is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import ErrorDetails
+
+from common.request import SamplingParams
+from common.server.errors import ApiError, shorten
+
+DEFAULT_MAX_TOKENS = 128
+
+# ---------------------------------------------------------------------- prompt and stop: told apart at a glance
+
+#: Which form a list has, by the type of its first item.
+_LIST_FORMS: dict[type, str] = {
+    int: "tokens",
+    float: "tokens",
+    bool: "tokens",
+    str: "texts",
+    list: "token_lists",
+}
+_STOP_FORMS: dict[type, str] = {str: "text", list: "texts"}
+
+
+def _prompt_form(prompt: Any) -> str | None:
+    """The one form to validate a prompt as. Trying all of them would cost an error for each token and form."""
+    if type(prompt) is str:
+        return "text"
+    if type(prompt) is not list:
+        return None
+    return _LIST_FORMS.get(type(prompt[0])) if prompt else "tokens"
+
+
+def _stop_form(stop: Any) -> str | None:
+    return _STOP_FORMS.get(type(stop))
+
+
+# fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
+TokenId = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[TokenLists, Tag("token_lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
+        "lists of token ids",
+    ),
+]
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[
+    Annotated[StopString, Tag("text")]
+    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("texts")],
+    Discriminator(
+        _stop_form,
+        custom_error_type="stop_type",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+_TAGS = frozenset({"text", "texts", "tokens", "token_lists"})
+
+# ---------------------------------------------------------------------- the request
+
+# Strict: "5" is not 5, and true is not 1. Unknown fields are refused by `_refuse_unknown`: pydantic's own refusal
+# reports each of them, which takes seconds for two megabytes of them.
+_BODY = ConfigDict(
+    strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
+)
+
+
+class StreamOptions(BaseModel):
+    """When a stream reports its usage. A JSON answer always has it, so both keys hold there as well."""
+
+    model_config = _BODY
+
+    include_usage: bool | None = Field(
+        default=False, description="a last `usage` event with empty `choices` and the usage of all choices"
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=False, description="every `token` event carries its choice's usage so far"
+    )
+
+
+class CompletionRequest(BaseModel):
+    """The body of `POST /v1/completions`. null means the default, for all but `model` and `prompt`."""
+
+    model_config = _BODY
+
+    model: str = Field(description="the served model's name, as `/v1/models` gives it")
+    prompt: Prompt = Field(
+        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+    )
+    max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=1)
+    temperature: float | None = Field(default=1.0, ge=0.0, description="0 is greedy")
+    top_p: float | None = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=1, lt=2**31)
+    min_p: float | None = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=1.0, gt=0.0)
+    presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    stop: Stop | None = Field(default=None, description="at most 16 strings, left out of the text")
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="choice j of a prompt uses seed + j"
+    )
+    stream: bool | None = Field(
+        default=None, description="default: JSON if Accept asks for application/json, else a stream"
+    )
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
+    ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
+    min_tokens: int | None = Field(default=0, ge=0, description="no EOS and no stop token before so many")
+    # A label that the request's log line carries: that is all a server without accounts can do with it.
+    user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
+    # Not implemented: refused unless neutral (see `_refuse_unimplemented`).
+    echo: bool | None = Field(default=False, description="only false: the prompt is not sent back")
+    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+    suffix: str | None = Field(default=None, description="only null: text is not inserted")
+    logit_bias: dict[str, Any] | None = Field(default=None, description="only {}: tokens are not biased")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Every prompt, where one may stand alone."""
+        prompt: Any = self.prompt
+        return prompt if _prompt_form(prompt) in ("texts", "token_lists") else [prompt]
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        stop: Any = self.stop
+        return (stop,) if _stop_form(stop) == "text" else tuple(stop or ())
+
+    def sampling_params(self, choice: int) -> SamplingParams:
+        """How choice `choice` of each prompt is sampled. Nulls become the defaults, which are the engine's too."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "max_new_tokens": self.max_tokens,
+            "seed": None if self.seed is None else self.seed + choice,
+            "logprobs": self.logprobs,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+        }
+        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(
+            **values, stop=self.stop_strings, stop_token_ids=tuple(self.stop_token_ids or ())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request can ask of this server."""
+
+    model: str
+    max_choices: int  # more would not fit an empty queue
+
+
+def parse_completion_request(body: bytes, limits: Limits) -> CompletionRequest:
+    """Read and check a request's body.
+
+    Raises:
+        ApiError: 400 for what is not JSON, lacks a field, or has one of a wrong type; 422 for what is well-formed
+            and cannot be served.
+    """
+    try:
+        request = CompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+    _refuse_unknown(request)
+    if request.stream_options is not None:
+        _refuse_unknown(request.stream_options, "stream_options.")
+    if request.model != limits.model:
+        raise ApiError(
+            422,
+            f"model {shorten(request.model, 100)!r} is not served here; this server has {limits.model!r}",
+            param="model",
+            code="model_not_found",
+        )
+    _refuse_unimplemented(request)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if (request.min_tokens or 0) > max_tokens:
+        raise _refused("min_tokens", f"{request.min_tokens} is more than max_tokens, {max_tokens}")
+    choices = len(request.prompts) * request.choices_per_prompt
+    if choices > limits.max_choices:
+        raise _refused(
+            "prompt" if request.choices_per_prompt == 1 else "n",
+            f"{choices} choices in one request are more than this server ever queues, {limits.max_choices}",
+        )
+    return request
+
+
+def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
+    unknown = next(iter(body.model_extra or ()), None)
+    if unknown is not None:
+        name = prefix + shorten(unknown, 100)
+        raise ApiError(422, f"{name}: unknown field", param=name, code="unknown_field")
+
+
+def _refuse_unimplemented(request: CompletionRequest) -> None:
+    if request.echo:
+        raise _refused("echo", "not implemented; send false or leave it out")
+    if request.suffix is not None:
+        raise _refused("suffix", "not implemented; send null or leave it out")
+    if request.logit_bias:
+        raise _refused("logit_bias", "not implemented; send {} or leave it out")
+    if request.best_of is not None and request.best_of != request.choices_per_prompt:
+        raise _refused("best_of", "not implemented; send the value of n, or leave it out")
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(422, f"{param}: {message}", param=param, code="invalid_value")
+
+
+# ---------------------------------------------------------------------- what pydantic found, as an ApiError
+
+_SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """One answer for all that is wrong: the first syntax or type error, or else the first of any kind."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    worst = next((each for each in details if _is_syntax(each)), details[0])
+    path = [part for part in worst["loc"] if part not in _TAGS]
+    where = "".join(f"[{part}]" if type(part) is int else f".{shorten(str(part), 100)}" for part in path)
+    where = where.removeprefix(".")
+    kind, message = worst["type"], worst["msg"]
+    return ApiError(
+        400 if _is_syntax(worst) else 422,
+        f"{where}: {message}" if where else message,
+        param=str(path[0]) if path else None,
+        code={"json_invalid": "invalid_json", "missing": "missing_field"}.get(
+            kind, "invalid_type" if kind.endswith("_type") else "invalid_value"
+        ),
+    )
+
+
+def _is_syntax(detail: ErrorDetails) -> bool:
+    """Whether this is an error of form (400) rather than of value (422). An empty prompt, or a token id that no
+    model has, counts as one of form."""
+    kind = detail["type"]
+    return kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")) or detail["loc"][:1] == ("prompt",)
+
+
+# ---------------------------------------------------------------------- answers, for the OpenAPI page
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """Every error of every route."""
+
+    error: ErrorDetail
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Logprobs(BaseModel):
+    """One entry for each sampled token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int] = Field(description="characters of the choice's text that came before the token's")
+
+
+class CompletionChoice(BaseModel):
+    index: int = Field(description="prompt × n + j")
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(BaseModel):
+    """The JSON answer. A stream's events hold the same objects in pieces."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int = Field(description="seconds since 1970")
+    model: str
+    choices: list[CompletionChoice]
+    finish_reason: Literal["eos", "stop", "length", "cancelled"] = Field(
+        description="the engine's reason of choice 0"
+    )
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int = Field(description="prompt and new tokens of one request at the most")
+    phase: str
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+    phase: str
+
+
+class Version(BaseModel):
+    version: str
+    phase: str
+    torch: str
+    device: str
+    dtype: str
+
+
+class TelemetrySnapshot(BaseModel):
+    """Counters since the start, and the latest steps."""
+
+    phase: str
+    max_batch_size: int
+    max_seq_len: int
+    queue_room: int = Field(description="requests that would be taken before new ones are answered 503")
+    counters: dict[str, float]
+    steps: list[dict[str, float]]

@@ -1,0 +1,225 @@
+"""Options: their ranges, what they resolve to, and refusals that name the option and the mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pydantic import ValidationError
+
+import common.build
+from common.build import check_kv_memory, format_bytes
+from common.config import EngineConfig, resolve_device, resolve_dtype
+from common.errors import StartupError
+from common.kv import KVShape, kv_bytes
+from common.phases import find_phase, phase_names
+from tests.engine_helpers import CPU, RememberingModel, byte_tokenizer, model_config, tiny_model
+
+PHASES = ("phase4_static", "phase5_continuous")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_defaults(phase: str) -> None:
+    config = find_phase(phase).Config()
+    assert (config.model, config.device, config.dtype) == ("zoo:llama-tiny", "auto", "auto")
+    assert (config.max_batch_size, config.max_seq_len, config.max_waiting_requests) == (8, None, 64)
+    assert config.seed == 0
+
+
+def test_a_static_batch_waits_and_a_continuous_one_does_not() -> None:
+    assert find_phase("static").Config().batch_wait_timeout_s == 0.05
+    assert find_phase("continuous").Config().batch_wait_timeout_s == 0.0
+    with pytest.raises(ValidationError, match="batch_wait_timeout_s"):
+        find_phase("continuous").Config(batch_wait_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_batch_size", 0),
+        ("max_seq_len", 1),
+        ("max_waiting_requests", 0),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("device", "tpu"),
+        ("dtype", "int8"),
+        ("batch_wait_timeout_s", -1.0),
+        ("max_batch", 3),
+    ],
+)
+def test_errors_name_the_option(phase: str, option: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        find_phase(phase).Config(**{option: value})
+    assert [error["loc"] for error in caught.value.errors()] == [(option,)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_option_explains_itself(phase: str) -> None:
+    fields = find_phase(phase).Config.model_fields
+    assert all(field.description for name, field in fields.items())
+
+
+def test_a_config_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_MAX_BATCH_SIZE", "3")
+    assert EngineConfig().max_batch_size == 8
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        EngineConfig().max_batch_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("asked", "model_limit", "resolved"), [(None, 2048, 2048), (None, 131_072, 4096), (8192, 131_072, 8192)]
+)
+def test_the_longest_sequence(asked: int | None, model_limit: int, resolved: int) -> None:
+    assert EngineConfig(max_seq_len=asked).resolve_max_seq_len(model_limit) == resolved
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"--max-seq-len 4097 is beyond the model's 4096"):
+        EngineConfig(max_seq_len=4097).resolve_max_seq_len(4096)
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match=r"--device cuda.*--device cpu"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "device", "native", "expected"),
+    [
+        ("float16", torch.bfloat16, "cpu", False, torch.float16),
+        ("float32", torch.bfloat16, "cuda", True, torch.float32),
+        ("auto", torch.bfloat16, "cuda", False, torch.bfloat16),
+        ("auto", torch.bfloat16, "cpu", True, torch.bfloat16),
+        ("auto", torch.bfloat16, "cpu", False, torch.float32),
+        ("auto", torch.float16, "cpu", True, torch.float32),
+        ("auto", torch.float32, "cpu", True, torch.float32),
+    ],
+)
+def test_dtypes(
+    name: str,
+    checkpoint: torch.dtype,
+    device: str,
+    native: bool,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    assert resolve_dtype(name, checkpoint, torch.device(device)) == expected
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_kv_bytes_is_keys_and_values_of_every_layer() -> None:
+    config = model_config(num_kv_heads=3, head_dim=20)
+    assert kv_bytes(config, 100, torch.bfloat16) == 2 * 2 * 3 * 20 * 100 * 2
+    assert KVShape.of(config, torch.float32).bytes_per_token == 2 * 2 * 3 * 20 * 4
+    keys, values = KVShape.of(config, torch.float32).allocate(5, 7, CPU)
+    assert sum(t.nbytes for t in (*keys, *values)) == kv_bytes(config, 35, torch.float32)
+    assert {tuple(t.shape) for t in (*keys, *values)} == {(5, 7, 3, 20)}
+
+
+def test_a_cache_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_batch_size=8, max_seq_len=4096)
+    shape = KVShape(28, 8, 128, torch.bfloat16)  # Llama 3.2 3B: 3.5 GB
+    monkeypatch.setattr(common.build, "free_memory", lambda _: 2 * 2**30)
+    with pytest.raises(StartupError) as caught:
+        check_kv_memory(config, shape, CPU)
+    message = str(caught.value)
+    assert "8 × 4096 tokens = 3.5 GB" in message
+    assert "2.0 GB are free on cpu" in message
+    assert "--max-batch-size" in message
+    assert "\n" not in message
+    monkeypatch.setattr(common.build, "free_memory", lambda _: 4 * 2**30)
+    check_kv_memory(config, shape, CPU)
+
+
+def test_free_memory_of_the_cpu_is_what_the_system_has_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = psutil.virtual_memory()._replace(available=12345)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    assert common.build.free_memory(CPU) == 12345
+
+
+def test_sizes_are_readable() -> None:
+    assert format_bytes(3_758_096_384) == "3.5 GB"
+    assert format_bytes(5 * 2**20) == "5.0 MB"
+
+
+# ---------------------------------------------------------------------- phases
+
+
+def test_phases_are_registered_in_order() -> None:
+    names = phase_names()
+    assert list(PHASES) == names[:2]
+    assert [find_phase(name).PHASE.number for name in names] == sorted(
+        find_phase(n).PHASE.number for n in names
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("4", "phase4_static"),
+        ("static", "phase4_static"),
+        ("phase4", "phase4_static"),
+        ("phase4_static", "phase4_static"),
+        ("5", "phase5_continuous"),
+        ("continuous", "phase5_continuous"),
+    ],
+)
+def test_a_phase_by_number_or_name(name: str, slug: str) -> None:
+    package = find_phase(name)
+    assert package.PHASE.slug == slug
+    assert package.PHASE.default_port == 8000 + package.PHASE.number
+
+
+def test_an_ambiguous_name_lists_what_it_could_be() -> None:
+    with pytest.raises(StartupError, match="could be phase4_static, phase5_continuous"):
+        find_phase("phase")
+
+
+def test_an_unknown_name_lists_what_there_is() -> None:
+    with pytest.raises(StartupError, match="no phase 'phase3_cache'; there are phase4_static"):
+        find_phase("phase3_cache")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_phase_contract(phase: str) -> None:
+    package: Any = find_phase(phase)
+    assert phase == package.PHASE.slug == package.__name__
+    assert package.PHASE.title
+    assert "\n" not in package.PHASE.idea
+    model = tiny_model()
+    engine = package.build_engine(package.Config(max_seq_len=32), model=model, tokenizer=byte_tokenizer())
+    assert type(engine.scheduler) is package.Scheduler
+    assert type(engine.runner) is package.Runner
+    assert engine.phase is package.PHASE
+    assert (engine.max_seq_len, engine.runner.model) == (32, model)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_ready_model_needs_its_tokenizer(phase: str) -> None:
+    package: Any = find_phase(phase)
+    with pytest.raises(ValueError, match="tokenizer"):
+        package.build_engine(package.Config(), model=RememberingModel())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_ready_models_positions_are_the_limit(phase: str) -> None:
+    package: Any = find_phase(phase)
+    ready = {"model": RememberingModel(), "tokenizer": byte_tokenizer()}
+    assert package.build_engine(package.Config(), **ready).max_seq_len == 1024
+    with pytest.raises(StartupError, match="--max-seq-len"):
+        package.build_engine(package.Config(max_seq_len=1025), **ready)

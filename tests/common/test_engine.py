@@ -1,0 +1,751 @@
+"""The engine's step: its order, its outputs, how requests end, and how far a failure reaches.
+
+Most engines here are around a model that only remembers (`tests.engine_helpers`): a wrong address or a stale column
+changes its tokens, and a test can make any pass fail. Where numbers matter, a small Llama with random weights runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import common.runner
+from common.engine import Engine
+from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, NaNLogitsError
+from common.models.layers import CausalLM
+from common.request import Request, RequestState, SamplingParams, StepOutput
+from common.sampling import Sampled, sample
+from tests.engine_helpers import (
+    EOS,
+    VOCAB,
+    Clock,
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    one_hot,
+    run,
+    solo,
+    text_of,
+    tiny_model,
+    tokens_of,
+)
+
+PHASES = ("static", "continuous")
+
+
+@pytest.fixture(params=PHASES)
+def phase(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def llama() -> CausalLM:
+    return tiny_model()
+
+
+def say(text: str, *, then: int = EOS) -> Callable[[list[int]], int]:
+    """A rule: after a prompt that ends in `:`, the bytes of `text`, then `then` for ever."""
+
+    def rule(token_ids: list[int]) -> int:
+        spoken = len(token_ids) - 1 - token_ids.index(ord(":"))
+        data = text.encode()
+        return data[spoken] if spoken < len(data) else then
+
+    return rule
+
+
+def fails_for(marker: int, error: Exception) -> Callable[[list[list[int]]], None]:
+    """A hook: passes with a sequence that begins with `marker` raise."""
+
+    def before_pass(sequences: list[list[int]]) -> None:
+        if any(token_ids[0] == marker for token_ids in sequences):
+            raise error
+
+    return before_pass
+
+
+# ---------------------------------------------------------------------- the step
+
+
+class Trace:
+    """Records the calls of an engine's parts."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        for owner, names in (
+            (engine.scheduler, ["retire", "make_room", "admit", "plan"]),
+            (engine.runner, ["release", "execute", "launch", "commit"]),
+        ):
+            for name in names:
+                monkeypatch.setattr(owner, name, self._wrap(name, getattr(owner, name)))
+
+    def _wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any) -> Any:
+            self.names.append(name)
+            return function(*args)
+
+        return traced
+
+
+def test_the_order_of_a_step(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(phase)
+    trace = Trace(engine, monkeypatch)
+    add(engine, "hello", greedy(3))
+    engine.step()
+    assert trace.names == ["retire", "release", "make_room", "admit", "plan", "execute", "launch", "commit"]
+
+
+def test_memory_is_free_before_anyone_is_admitted(phase: str) -> None:
+    engine = build(phase, max_batch_size=1)
+    first, second = add(engine, "a", greedy(1)), add(engine, "b", greedy(1))
+    engine.step()
+    assert (first.is_terminal, first.slot is not None) == (True, True)
+    engine.step()
+    assert (first.slot, second.is_terminal) == (None, True)
+
+
+def test_an_empty_plan_is_legal(phase: str) -> None:
+    engine = build(phase)
+    assert engine.step() == []
+    assert not engine.has_work
+    assert engine.next_wake() is None
+
+
+def test_the_models_own_tokens_come_out(phase: str) -> None:
+    engine = build(phase)
+    requests = [add(engine, text, greedy(10)) for text in ("a", "hello", "other words", "b")]
+    outputs = run(engine)
+    for request in requests:
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 10)
+        end = end_of(outputs, request)
+        assert (end.finish_reason, end.error) == ("length", None)
+        assert (end.prompt_tokens, end.completion_tokens) == (request.num_prompt_tokens, 10)
+    counts = [o.completion_tokens for o in outputs if o.request_id == requests[0].request_id]
+    assert counts == list(range(1, 11))
+    run(engine)
+    engine.step()
+    assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- determinism
+
+
+def play(phase: str, model: CausalLM, seed: int) -> list[tuple[str, int | None, str]]:
+    engine = build(phase, model, seed=seed, max_batch_size=2)
+    for i in range(5):
+        params = SamplingParams(max_new_tokens=8, seed=3 if i == 4 else None, top_k=20 if i % 2 else None)
+        add(engine, [10 + i, 20, 30], params, f"r{i}")
+    return [(o.request_id, o.token_id, o.text_delta) for o in run(engine)]
+
+
+def test_the_engines_seed_and_the_queue_decide_everything(phase: str, llama: CausalLM) -> None:
+    first = play(phase, llama, seed=1)
+    assert play(phase, llama, seed=1) == first
+    other = play(phase, llama, seed=2)
+    assert [o for o in other if o[0] == "r0"] != [o for o in first if o[0] == "r0"]
+    assert [o[:2] for o in other if o[0] == "r4"] == [o[:2] for o in first if o[0] == "r4"], "it has a seed"
+
+
+def test_unseeded_requests_draw_apart(phase: str, llama: CausalLM) -> None:
+    engine = build(phase, llama)
+    requests = [add(engine, [1, 2, 3], SamplingParams(max_new_tokens=12)) for _ in range(4)]
+    outputs = run(engine)
+    assert len({tuple(tokens_of(outputs, request)) for request in requests}) == 4
+
+
+def test_sampled_tokens_do_not_depend_on_neighbours(phase: str, llama: CausalLM) -> None:
+    params = SamplingParams(max_new_tokens=12, seed=5, top_p=0.95)
+    alone = solo(llama, [1, 2, 3], params)
+    engine = build(phase, llama)
+    for i in range(3):
+        add(engine, [7 + i] * (4 + 3 * i), SamplingParams(max_new_tokens=5 + i))
+    request = add(engine, [1, 2, 3], params)
+    assert tokens_of(run(engine), request) == alone
+
+
+# ---------------------------------------------------------------------- how requests end
+
+
+def finish(phase: str, rule: Callable[[list[int]], Any], params: SamplingParams) -> tuple[str, StepOutput]:
+    engine = build(phase, RememberingModel(rule=rule))
+    request = add(engine, "p:", params)
+    outputs = run(engine)
+    return text_of(outputs, request), end_of(outputs, request)
+
+
+@pytest.mark.parametrize(
+    ("said", "params", "text", "reason", "count"),
+    [
+        ("hi", greedy(9), "hi", "eos", 3),
+        ("hi", greedy(9, ignore_eos=True), "hi", "length", 9),
+        ("hi there", greedy(4), "hi t", "length", 4),
+        ("hi there", greedy(1), "h", "length", 1),
+        ("", greedy(1), "", "eos", 1),
+        ("hi there", greedy(9, stop=("the",)), "hi ", "stop", 6),
+        ("hi there", greedy(9, stop_token_ids=(ord("e"),)), "hi th", "stop", 6),
+        ("hi there", greedy(9, stop_token_ids=(ord("h"),)), "", "stop", 1),
+        # EOS comes before length, a stop string too.
+        ("hi", greedy(3), "hi", "eos", 3),
+        ("hi", greedy(2, stop=("hi",)), "", "stop", 2),
+        # Text held back for a stop string that never came is in the last output.
+        ("hi th", greedy(9, stop=("the",)), "hi th", "eos", 6),
+        ("hi there", greedy(5, stop=("the",)), "hi th", "length", 5),
+        # Half a character at the end is dropped.
+        ("hi 😀", greedy(5), "hi ", "length", 5),
+        ("hi 😀", greedy(7), "hi 😀", "length", 7),
+    ],
+)
+def test_finish(phase: str, said: str, params: SamplingParams, text: str, reason: str, count: int) -> None:
+    spoken, end = finish(phase, say(said), params)
+    assert (spoken, end.finish_reason, end.completion_tokens) == (text, reason, count)
+    assert end.error is None
+    assert end.token_id is not None, "the token that ends a request is its own output's"
+
+
+def test_a_stop_token_that_is_eos_as_well_is_a_stop(phase: str) -> None:
+    assert finish(phase, say("hi"), greedy(9, stop_token_ids=(EOS,)))[1].finish_reason == "stop"
+
+
+def test_min_tokens_puts_eos_off(phase: str) -> None:
+    def rule(token_ids: list[int]) -> torch.Tensor:
+        logits = one_hot(EOS)
+        logits[ord("x")] = 5.0
+        return logits
+
+    spoken, end = finish(phase, rule, greedy(9, min_tokens=4))
+    assert (spoken, end.finish_reason, end.completion_tokens) == ("xxxx", "eos", 5)
+
+
+def test_held_text_comes_in_the_terminal_output(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=say("a th")))
+    request = add(engine, "p:", greedy(9, stop=("the",)))
+    outputs = run(engine)
+    assert [o.text_delta for o in outputs] == ["a", " ", "", "", "th"]
+    assert end_of(outputs, request).text_delta == "th"
+
+
+def test_ids_beyond_the_tokenizer_are_spelled_out(phase: str) -> None:
+    assert finish(phase, say("a", then=280), greedy(3))[0] == "a<280><280>"
+
+
+def test_logprobs_come_with_each_token(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=say("ab")))
+    add(engine, "p:", greedy(2, logprobs=2))
+    add(engine, "q:", greedy(2))
+    outputs = run(engine)
+    reported = [o.logprobs for o in outputs if o.request_id == "request-0"]
+    exact = 20 - math.log(math.exp(20) + VOCAB - 1)
+    assert [entry.logprob for entry in reported if entry] == pytest.approx([exact] * 2, abs=1e-5)
+    assert [entry.top[0][0] for entry in reported if entry] == [ord("a"), ord("b")]
+    assert [o.logprobs for o in outputs if o.request_id == "request-1"] == [None, None]
+
+
+# ---------------------------------------------------------------------- a pass that raises
+
+
+def test_a_pass_that_raises_fails_its_requests_once_each_and_the_engine_goes_on(phase: str) -> None:
+    error = RuntimeError("boom")
+    model = RememberingModel(before_pass=fails_for(ord("!"), error))
+    engine = build(phase, model)
+    guilty = add(engine, "!a", greedy(4))
+    end = end_of(run(engine), guilty)
+    assert (end.error, end.finish_reason, end.token_id) == (error, None, None)
+    after = add(engine, "fine", greedy(4))
+    assert tokens_of(run(engine), after) == continuation(b"fine", 4)
+    engine.step()
+    assert_all_free(engine)
+    assert engine.telemetry.counters.requests_failed == 1
+
+
+def test_a_rectangle_fails_as_a_whole() -> None:
+    error = RuntimeError("boom")
+    engine = build("static", RememberingModel(before_pass=fails_for(ord("!"), error)))
+    requests = [add(engine, text, greedy(4)) for text in ("one", "!two", "three")]
+    outputs = run(engine)
+    assert [end_of(outputs, request).error for request in requests] == [error] * 3
+    assert len(outputs) == 3
+    assert engine.telemetry.counters.failed_passes == 1
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_only_the_guilty_fail_in_a_flat_pass(step: str) -> None:
+    error = RuntimeError("boom")
+
+    def before_pass(sequences: list[list[int]]) -> None:
+        if any(ids[0] == ord("!") and (step == "prefill" or len(ids) > 5) for ids in sequences):
+            raise error
+
+    engine = build("continuous", RememberingModel(before_pass=before_pass))
+    requests = [add(engine, text, greedy(6)) for text in ("one", "!two", "three")]
+    outputs = run(engine)
+    assert end_of(outputs, requests[1]).error is error
+    for request in (requests[0], requests[2]):
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
+    # The pass itself, and the guilty one's own.
+    assert engine.telemetry.counters.failed_passes == 2
+    engine.step()
+    assert_all_free(engine)
+
+
+def test_a_retry_gives_the_neighbours_the_tokens_they_would_have_had(llama: CausalLM) -> None:
+    """Sampled ones too: the retry asks for the same random number. The failure comes after the model has run."""
+    params = SamplingParams(max_new_tokens=10, seed=8)
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [9]]
+    expected = [solo(llama, prompt, params) for prompt in prompts]
+
+    class Stumbles:
+        """Raises, after its work is done, in every third pass of several sequences."""
+
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(llama, name)
+
+        def __call__(self, batch: Any, view: Any) -> torch.Tensor:
+            logits = llama(batch, view)
+            if len(view.layout.query_lengths) > 1:
+                self.passes += 1
+                if self.passes % 3 == 0:
+                    raise RuntimeError("stumbled")
+            return logits
+
+    engine = build("continuous", Stumbles())
+    requests = [add(engine, prompt, params) for prompt in prompts]
+    outputs = run(engine)
+    assert [tokens_of(outputs, request) for request in requests] == expected
+    assert engine.telemetry.counters.failed_passes >= 3
+
+
+def test_a_failed_pass_leaves_the_lengths_as_they_were() -> None:
+    failing: list[bool] = []
+
+    def before_pass(sequences: list[list[int]]) -> None:
+        if failing:
+            raise RuntimeError("boom")
+
+    engine = build("continuous", RememberingModel(before_pass=before_pass))
+    request = add(engine, "hello", greedy(9))
+    engine.step()
+    engine.step()
+    assert request.slot is not None
+    length = engine.runner.pool.get_seq_len(request.slot)
+    failing.append(True)
+    engine.step()
+    assert engine.runner.pool.get_seq_len(request.slot) == length == 6
+
+
+def test_outputs_of_earlier_passes_are_kept() -> None:
+    """Phase 5 decodes first: a prefill that fails does not take the tokens that were sampled before it."""
+    engine = build("continuous", RememberingModel(before_pass=fails_for(ord("!"), RuntimeError("boom"))))
+    running = add(engine, "run", greedy(4))
+    engine.step()
+    guilty = add(engine, "!", greedy(4))
+    outputs = engine.step()
+    assert tokens_of(outputs, running) == continuation(b"run", 4)[1:2]
+    assert end_of(outputs, guilty).error is not None
+
+
+def test_running_out_of_memory_fails_the_plan_and_the_engine_goes_on(phase: str) -> None:
+    error = torch.OutOfMemoryError("out of memory")
+    engine = build(phase, RememberingModel(before_pass=fails_for(ord("!"), error)))
+    greedy_one = add(engine, "!", greedy(4))
+    assert end_of(run(engine), greedy_one).error is error
+    assert engine.dead is None
+    after = add(engine, "fine", greedy(2))
+    assert end_of(run(engine), after).finish_reason == "length"
+
+
+# ---------------------------------------------------------------------- a device that fails
+
+
+def accelerator_error() -> torch.AcceleratorError:
+    return torch.AcceleratorError("an illegal memory access was encountered")
+
+
+def assert_everyone_was_told(
+    engine: Engine, outputs: Sequence[StepOutput], requests: Sequence[Request]
+) -> None:
+    assert engine.dead is not None
+    for request in requests:
+        assert isinstance(end_of(outputs, request).error, EngineDeadError)
+    assert len(outputs) == len(requests)
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    with pytest.raises(EngineDeadError):
+        engine.add_request(Request("late", [1], SamplingParams()))
+    assert engine.next_wake() is None
+
+
+def test_a_device_error_is_fatal(phase: str) -> None:
+    model = RememberingModel()
+    engine = build(phase, model, max_batch_size=2)
+    requests = [add(engine, text, greedy(9)) for text in ("one", "two", "waits")]
+    engine.step()
+    model.before_pass = fails_for(ord("t"), accelerator_error())
+    outputs = engine.step()
+    assert_everyone_was_told(engine, outputs, requests)
+    assert isinstance(engine.dead and engine.dead.__cause__, torch.AcceleratorError)
+
+
+def test_a_device_error_that_shows_when_the_tokens_are_read_is_fatal_too(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(phase)
+    requests = [add(engine, text, greedy(9)) for text in ("one", "two")]
+    engine.step()
+
+    def read_logprobs(*_: Any) -> None:
+        raise accelerator_error()
+
+    monkeypatch.setattr(common.runner, "read_logprobs", read_logprobs)
+    assert_everyone_was_told(engine, engine.step(), requests)
+
+
+def test_a_cancelled_request_is_told_once_when_the_device_fails(phase: str) -> None:
+    model = RememberingModel()
+    engine = build(phase, model)
+    stays, leaves = add(engine, "one", greedy(9)), add(engine, "two", greedy(9))
+    engine.step()
+    engine.cancel(leaves.request_id)
+    model.before_pass = fails_for(ord("o"), accelerator_error())
+    outputs = engine.step()
+    assert isinstance(end_of(outputs, stays).error, EngineDeadError)
+    assert end_of(outputs, leaves).finish_reason == "cancelled"
+    assert len(outputs) == 2
+
+
+# ---------------------------------------------------------------------- an exception for one request
+
+
+def test_an_exception_in_the_detokenizer_fails_one(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(phase)
+    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
+    error = RuntimeError("no such token")
+
+    def broken(token_id: int) -> str:
+        raise error
+
+    monkeypatch.setattr(requests[1].detokenizer, "add", broken)
+    outputs = run(engine)
+    assert end_of(outputs, requests[1]).error is error
+    for request in (requests[0], requests[2]):
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
+    engine.step()
+    assert_all_free(engine)
+
+
+def test_an_exception_in_the_sampler_fails_one(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(phase)
+    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
+    error = RuntimeError("no such grammar")
+
+    def picky(logits: torch.Tensor, rows: Sequence[Request]) -> Sampled:
+        if requests[1] in rows:
+            raise error
+        return sample(logits, rows)
+
+    monkeypatch.setattr(common.runner, "sample", picky)
+    outputs = run(engine)
+    assert end_of(outputs, requests[1]).error is error
+    for request in (requests[0], requests[2]):
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
+    engine.step()
+    assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- NaN
+
+
+def test_nan_logits_fail_one_request(phase: str) -> None:
+    def rule(token_ids: list[int]) -> Any:
+        bad = token_ids[0] == ord("!") and len(token_ids) == 5
+        return torch.full((VOCAB,), math.nan) if bad else continuation(token_ids, 1)[0]
+
+    engine = build(phase, RememberingModel(rule=rule))
+    requests = [add(engine, text, greedy(6)) for text in ("one", "!wo", "three")]
+    outputs = run(engine)
+    end = end_of(outputs, requests[1])
+    assert isinstance(end.error, NaNLogitsError)
+    assert (end.completion_tokens, len(tokens_of(outputs, requests[1]))) == (2, 2)
+    for request in (requests[0], requests[2]):
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
+
+
+def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
+    """Token 299's embedding is NaN, so its prompt's keys and values are: neither the neighbours in the pass nor
+    those who get the memory next may see them."""
+    model = tiny_model()
+    model.embedding.data[299] = math.nan
+    params = SamplingParams(max_new_tokens=8, seed=2)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
+    expected = [solo(model, prompt, params) for prompt in prompts]
+    engine = build(phase, model, max_batch_size=2)
+    poisoned = [add(engine, [299] * 20, params), add(engine, [1, 299, 3], params)]
+    requests = [add(engine, prompt, params) for prompt in prompts]
+    poisoned.insert(1, add(engine, [5, 5, 5, 299], params))
+    requests += [add(engine, prompt, params) for prompt in prompts]
+    outputs = run(engine)
+    assert all(isinstance(end_of(outputs, request).error, NaNLogitsError) for request in poisoned)
+    assert [tokens_of(outputs, request) for request in requests] == expected * 2
+
+
+def test_nan_of_a_request_that_failed_otherwise_is_erased_too(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    model.embedding.data[299] = math.nan
+    engine = build(phase, model, max_batch_size=2)
+    poisoned = add(engine, [299] * 30, greedy(4))
+
+    def picky(logits: torch.Tensor, rows: Sequence[Request]) -> Sampled:
+        if poisoned in rows:
+            raise RuntimeError("boom")
+        return sample(logits, rows)
+
+    monkeypatch.setattr(common.runner, "sample", picky)
+    run(engine)
+    # The second one's prompt is longer, so that the first one's columns past its end are read (and masked).
+    requests = [add(engine, [1, 2, 3], greedy(8)), add(engine, list(range(1, 40)), greedy(8))]
+    outputs = run(engine)
+    for request in requests:
+        assert tokens_of(outputs, request) == solo(model, request.prompt_token_ids, request.params)
+
+
+# ---------------------------------------------------------------------- cancelling
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_cancelling_gives_one_terminal_output(phase: str, steps: int) -> None:
+    """While waiting, after its prefill, while decoding."""
+    engine = build(phase)
+    request = add(engine, "hello", greedy(9))
+    outputs = [o for _ in range(steps) for o in engine.step()]
+    engine.cancel(request.request_id)
+    engine.cancel(request.request_id)
+    assert engine.has_work
+    assert engine.next_wake() == engine.clock()
+    outputs += run(engine)
+    end = end_of(outputs, request)
+    assert (end.finish_reason, end.error, end.token_id) == ("cancelled", None, None)
+    assert (end.completion_tokens, len(outputs)) == (steps, steps + 1)
+    engine.step()
+    assert_all_free(engine)
+    assert engine.telemetry.counters.requests_cancelled == 1
+
+
+def test_cancelling_what_is_done_or_unknown_does_nothing(phase: str) -> None:
+    engine = build(phase)
+    request = add(engine, "hello", greedy(2))
+    outputs = run(engine)
+    engine.cancel(request.request_id)
+    engine.cancel("nobody")
+    outputs += run(engine)
+    assert end_of(outputs, request).finish_reason == "length"
+    assert request.state is RequestState.FINISHED
+
+
+def test_an_id_is_free_again_once_its_request_has_ended(phase: str) -> None:
+    engine = build(phase)
+    add(engine, "a", greedy(1), "same")
+    with pytest.raises(ValueError, match="'same' is in use"):
+        engine.add_request(engine.create_request("b", greedy(1), "same"))
+    run(engine)
+    add(engine, "b", greedy(1), "same")
+    assert len(run(engine)) == 1
+
+
+def test_abort_all_answers_everyone_and_frees_their_memory(phase: str) -> None:
+    engine = build(phase, max_batch_size=2)
+    requests = [add(engine, text, greedy(9)) for text in ("one", "two", "waits", "leaves")]
+    engine.step()
+    engine.cancel(requests[3].request_id)
+    error = RuntimeError("shutting down")
+    outputs = engine.abort_all(error)
+    assert [end_of(outputs, request).error for request in requests] == [error, error, error, None]
+    assert end_of(outputs, requests[3]).finish_reason == "cancelled"
+    assert run(engine) == []
+    assert_all_free(engine)
+
+
+def test_a_request_that_ended_in_a_step_that_raised_is_still_answered(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker calls `abort_all` then; how the request ended is known, only its last token is lost."""
+    engine = build(phase)
+    done, running = add(engine, "one", greedy(2)), add(engine, "two", greedy(9))
+    engine.step()
+    commit = engine.runner.commit
+
+    def commit_and_raise(launched: Any) -> list[StepOutput]:
+        commit(launched)
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(engine.runner, "commit", commit_and_raise)
+    engine.cancel(add(engine, "gone", greedy(2), "gone").request_id)
+    with pytest.raises(KeyError):
+        engine.step()
+    outputs = engine.abort_all(RuntimeError("over"))
+    assert end_of(outputs, done).finish_reason == "length"
+    assert end_of(outputs, running).error is not None
+    assert sorted(o.request_id for o in outputs) == sorted(["gone", done.request_id, running.request_id])
+
+
+# ---------------------------------------------------------------------- audit
+
+
+def test_the_audit_after_a_failed_pass_reclaims_what_nobody_holds(phase: str) -> None:
+    engine = build(phase, RememberingModel(before_pass=fails_for(ord("!"), RuntimeError("boom"))))
+    orphan = Request("orphan", [1, 2, 3], greedy(4))
+    assert engine.runner.pool.reserve(orphan, 3)
+    guilty = add(engine, "!", greedy(4))
+    assert end_of(run(engine), guilty).error is not None
+    assert engine.telemetry.counters.reclaimed_slots == 1
+    engine.step()
+    assert engine.runner.pool.used_tokens == 0
+    assert engine.runner.pool.reserved_tokens == 0
+
+
+def test_the_audit_leaves_those_who_run_alone() -> None:
+    engine = build("continuous", RememberingModel(before_pass=fails_for(ord("!"), RuntimeError("boom"))))
+    running = add(engine, "run", greedy(8))
+    outputs = engine.step()
+    add(engine, "!", greedy(4))
+    outputs += run(engine)
+    assert engine.telemetry.counters.failed_passes == 1
+    assert engine.telemetry.counters.reclaimed_slots == 0
+    assert tokens_of(outputs, running) == continuation(b"run", 8)
+
+
+# ---------------------------------------------------------------------- telemetry
+
+
+def counts(engine: Engine) -> list[tuple[int, ...]]:
+    return [
+        (r.passes, r.prefill_tokens, r.decode_tokens, r.padded_tokens, r.idle_rows, r.kv_used_tokens)
+        for r in engine.telemetry.records
+    ]
+
+
+def test_counts_of_a_rectangle_worked_by_hand() -> None:
+    """Prompts of 2, 5 and 3 tokens with 1, 3 and 2 new ones; rows are 5 + 3 long."""
+    clock = Clock()
+    engine = build("static", clock=clock)
+    for prompt, new in ((b"ab", 1), (b"abcde", 3), (b"abc", 2)):
+        add(engine, prompt, greedy(new))
+    run(engine)
+    assert counts(engine) == [
+        (1, 10, 0, 3 + 0 + 2, 0, 10),
+        (1, 0, 2, 0, 1, 12),
+        (1, 0, 1, 0, 2, 13),
+        (0, 0, 0, 0, 0, 0),
+    ]
+    assert [r.kv_reserved_tokens for r in engine.telemetry.records] == [24, 24, 24, 0]
+    assert [(r.waiting, r.active) for r in engine.telemetry.records] == [(0, 3)] * 3 + [(0, 0)]
+    counters = engine.telemetry.counters
+    assert (counters.steps, counters.passes) == (4, 3)
+    assert (counters.prefill_tokens, counters.decode_tokens) == (10, 3)
+    assert (counters.padded_tokens, counters.idle_rows) == (5, 3)
+    assert (counters.requests_added, counters.requests_finished) == (3, 3)
+
+
+def test_counts_of_a_flat_batch_worked_by_hand() -> None:
+    """The same requests in phase 5, two seats: nothing is padded, nobody is idle."""
+    engine = build("continuous", max_batch_size=2, max_seq_len=16)
+    for prompt, new in ((b"ab", 1), (b"abcde", 3), (b"abc", 2)):
+        add(engine, prompt, greedy(new))
+    run(engine)
+    assert counts(engine) == [
+        (1, 7, 0, 0, 0, 7),
+        (2, 3, 1, 0, 0, 6 + 3),
+        (1, 0, 2, 0, 0, 7 + 4),
+        (0, 0, 0, 0, 0, 0),
+    ]
+    assert [r.kv_reserved_tokens for r in engine.telemetry.records] == [32, 32, 32, 0]
+    assert [(r.waiting, r.active) for r in engine.telemetry.records] == [(1, 2), (0, 2), (0, 2), (0, 0)]
+
+
+def test_times_are_the_clocks() -> None:
+    clock = Clock()
+    model = RememberingModel(before_pass=lambda _: clock.advance(0.25))
+    engine = build("continuous", model, clock=clock)
+    add(engine, "a", greedy(2))
+    run(engine)
+    assert [(r.started_s, r.duration_s) for r in engine.telemetry.records] == [
+        (100.0, 0.25),
+        (100.25, 0.25),
+        (100.5, 0.0),
+    ]
+    assert engine.telemetry.counters.busy_s == 0.5
+
+
+def test_a_snapshot_holds_plain_values_and_the_latest_steps() -> None:
+    engine = build("continuous")
+    engine.telemetry.__init__(capacity=3)  # type: ignore[misc]
+    add(engine, "a", greedy(5))
+    run(engine)
+    snapshot = engine.telemetry.snapshot()
+    assert [step["step"] for step in snapshot["steps"]] == [3, 4, 5]
+    assert snapshot["counters"]["steps"] == 6
+    assert [step["step"] for step in engine.telemetry.snapshot(since_step=5)["steps"]] == [5]
+
+
+# ---------------------------------------------------------------------- checking requests
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "param"),
+    [
+        ("", greedy(4), InvalidPromptError, "prompt"),
+        ([], greedy(4), InvalidPromptError, "prompt"),
+        ([1, VOCAB], greedy(4), InvalidPromptError, "prompt"),
+        ([-1], greedy(4), InvalidPromptError, "prompt"),
+        ([1] * 64, greedy(1), InvalidRequestError, "prompt"),
+        ("x" * 64, greedy(1), InvalidRequestError, "prompt"),
+        ("x" * 10_000, greedy(1), InvalidRequestError, "prompt"),
+        ([1] * 60, greedy(5), InvalidRequestError, "max_tokens"),
+        ([1], greedy(4, stop_token_ids=(VOCAB,)), InvalidRequestError, "stop_token_ids"),
+        ([1], greedy(4, stop_token_ids=(-1,)), InvalidRequestError, "stop_token_ids"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    phase: str, prompt: Any, params: SamplingParams, error: type[InvalidRequestError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        build(phase).create_request(prompt, params)
+    assert type(caught.value) is error
+    assert caught.value.param == param
+
+
+def test_a_request_may_fill_the_whole_sequence(phase: str) -> None:
+    engine = build(phase)
+    request = add(engine, [1] * 60, greedy(4))
+    other = add(engine, [2], greedy(63))
+    outputs = run(engine)
+    assert len(tokens_of(outputs, request)) == 4
+    assert tokens_of(outputs, other) == continuation([2], 63)
+
+
+def test_a_request_takes_its_endings_from_the_model_and_its_id_from_the_engine(phase: str) -> None:
+    engine = build(phase)
+    first, second = (engine.create_request("a", greedy(1)) for _ in range(2))
+    assert first.request_id != second.request_id
+    assert first.eos_token_ids == {EOS}
+    assert first.prompt_token_ids == [ord("a")]
+
+
+def test_a_full_queue_refuses_and_changes_nothing(phase: str) -> None:
+    engine = build(phase, max_waiting_requests=1, max_batch_size=1)
+    accepted = [engine.add_request(engine.create_request("a", greedy(1))) for _ in range(4)]
+    assert accepted == ([True, False, False, False] if phase == "static" else [True, True, False, False])
+    assert engine.telemetry.counters.requests_added == sum(accepted)
+    assert len(run(engine)) == sum(accepted)

@@ -1,0 +1,198 @@
+"""`generate()`, the reference, and `LLM`, the offline API, with any phase's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import InvalidRequestError, NaNLogitsError, StartupError
+from common.generate import SingleSequenceCache, generate
+from common.kv import KVCapacityError, KVShape, Span
+from common.llm import LLM
+from common.models.layers import CausalLM, TokenBatch
+from common.request import Request, RequestState, SamplingParams
+from common.text import IncrementalDetokenizer
+from tests.engine_helpers import (
+    CPU,
+    EOS,
+    RememberingModel,
+    build,
+    byte_tokenizer,
+    continuation,
+    fresh_logits,
+    greedy,
+    solo,
+    tiny_model,
+)
+
+PHASES = ("static", "continuous")
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    return tiny_model()
+
+
+# ---------------------------------------------------------------------- generate
+
+
+def test_generate_is_the_models_argmax_token_by_token(model: CausalLM) -> None:
+    """Against the plainest loop there is: the whole sequence anew for every token, no cache."""
+    prompt = [5, 3, 250, 7]
+    token_ids = list(prompt)
+    for _ in range(12):
+        token_ids.append(int(fresh_logits(model, token_ids).argmax()))
+    assert solo(model, prompt, greedy(12, ignore_eos=True)) == token_ids[4:]
+
+
+def test_generate_runs_the_prompt_once_and_then_single_tokens(model: CausalLM) -> None:
+    lengths: list[int] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def __call__(self, batch: TokenBatch, view: Any) -> torch.Tensor:
+            lengths.append(len(batch.token_ids))
+            assert batch.logit_rows.tolist() == [len(batch.token_ids) - 1]
+            return model(batch, view)
+
+    solo(Recorder(), [1, 2, 3], greedy(4, ignore_eos=True))  # type: ignore[arg-type]
+    assert lengths == [3, 1, 1, 1]
+
+
+def test_generate_says_what_an_engine_says(model: CausalLM) -> None:
+    tokenizer = byte_tokenizer()
+    params = SamplingParams(max_new_tokens=9, seed=3, logprobs=2)
+    request = Request("r", [1, 2, 3], params, frozenset({EOS}), IncrementalDetokenizer(tokenizer, [1, 2, 3]))
+    outputs = list(generate(model, request))
+    engine = build("continuous", model)
+    engine.add_request(engine.create_request([1, 2, 3], params, "r"))
+    served = []
+    while engine.has_work:
+        served += engine.step()
+    assert [(o.token_id, o.text_delta, o.finished, o.finish_reason) for o in outputs] == [
+        (o.token_id, o.text_delta, o.finished, o.finish_reason) for o in served
+    ]
+    assert request.state is RequestState.FINISHED
+    assert request.slot is None
+
+
+def test_generate_refuses_what_is_beyond_the_models_positions() -> None:
+    short = tiny_model(max_position_embeddings=16)
+    assert len(solo(short, [1] * 12, greedy(4, ignore_eos=True))) == 4
+    with pytest.raises(ValueError, match="make 17, the model has 16"):
+        solo(short, [1] * 12, greedy(5))
+
+
+def test_generate_raises_where_the_model_gives_no_number() -> None:
+    broken = tiny_model()
+    broken.embedding.data[1] = torch.nan
+    with pytest.raises(NaNLogitsError):
+        solo(broken, [1], greedy(4))
+
+
+def test_a_single_sequences_cache_holds_one_sequence() -> None:
+    cache = SingleSequenceCache(KVShape(1, 1, 1, torch.float32), CPU, 10)
+    first, second = (Request(str(i), [1, 2], greedy(2)) for i in range(2))
+    assert not cache.reserve(first, 11)
+    assert cache.reserve(first, 10)
+    assert not cache.reserve(second, 1)
+    with pytest.raises(KVCapacityError):
+        cache.view([Span.exact(0, 0, 11)])
+    cache.release(first)
+    assert cache.reserve(second, 1)
+
+
+# ---------------------------------------------------------------------- LLM
+
+
+@pytest.fixture
+def llm(request: pytest.FixtureRequest) -> LLM:
+    """An LLM around an engine that is ready."""
+    made = LLM.__new__(LLM)
+    made.engine = build(request.param)
+    return made
+
+
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+def test_answers_come_in_the_prompts_order(llm: LLM) -> None:
+    prompts = ["one", [116, 119, 111], "three", "4"]
+    params = [greedy(3), greedy(9), greedy(1), greedy(5)]
+    answers = llm.generate(prompts, params, progress=False)
+    for prompt, each, answer in zip(prompts, params, answers, strict=True):
+        ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        assert answer.prompt == prompt
+        detokenizer = IncrementalDetokenizer(byte_tokenizer(), ids)
+        assert answer.text == "".join(map(detokenizer.add, continuation(ids, each.max_new_tokens)))
+        assert (answer.finish_reason, answer.error) == ("length", None)
+        assert (answer.prompt_tokens, answer.completion_tokens) == (len(ids), each.max_new_tokens)
+
+
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
+    answers = llm.generate([f"prompt {i}" for i in range(150)], greedy(2), progress=False)
+    assert [answer.completion_tokens for answer in answers] == [2] * 150
+    assert llm.generate(["again"], greedy(2), progress=False)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["fine", "x" * 100], greedy(2), progress=False)
+    assert llm.engine.telemetry.counters.requests_added == 0
+    with pytest.raises(ValueError, match="1 params for 2 prompts"):
+        llm.generate(["a", "b"], [greedy(1)], progress=False)
+
+
+@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+def test_a_request_that_fails_is_an_answer_with_its_error(llm: LLM) -> None:
+    def before_pass(sequences: list[list[int]]) -> None:
+        if any(ids[0] == ord("!") for ids in sequences):
+            raise RuntimeError("boom")
+
+    assert isinstance(llm.engine.runner.model, RememberingModel)
+    llm.engine.runner.model.before_pass = before_pass
+    fine, failed = llm.generate(["fine", "!"], greedy(2), progress=False)
+    assert (fine.error, fine.completion_tokens) == (None, 2)
+    assert str(failed.error) == "boom"
+
+
+def test_no_prompts_no_answers() -> None:
+    made = LLM.__new__(LLM)
+    made.engine = build("continuous")
+    assert made.generate([], progress=False) == []
+
+
+@pytest.mark.parametrize("phase", ["4", "continuous", None])
+def test_a_model_by_its_name(phase: str | None) -> None:
+    options = {"dtype": "float32", "device": "cpu", "max_seq_len": 64, "max_batch_size": 2}
+    made = LLM("zoo:llama-tiny", phase=phase, **options)
+    answers = made.generate(["Once upon a time", "The little"], greedy(6), progress=True)
+    for answer in answers:
+        assert answer.error is None
+        assert 1 <= answer.completion_tokens <= 6
+
+
+def test_startup_errors_are_for_people() -> None:
+    with pytest.raises(StartupError, match="no phase"):
+        LLM("zoo:llama-tiny", phase="phase3_cache")
+    with pytest.raises(StartupError, match="the zoo has no"):
+        LLM("zoo:nobody", phase="static")
+
+
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+def test_a_call_that_was_interrupted_leaves_nothing_to_the_next(llm: LLM) -> None:
+    def interrupt(sequences: list[list[int]]) -> None:
+        raise KeyboardInterrupt
+
+    assert isinstance(llm.engine.runner.model, RememberingModel)
+    llm.engine.runner.model.before_pass = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two"], greedy(5), progress=False)
+    llm.engine.runner.model.before_pass = lambda _: None
+    (answer,) = llm.generate(["three"], greedy(4), progress=False)
+    assert (answer.finish_reason, answer.completion_tokens) == ("length", 4)
+    assert llm.engine.telemetry.counters.requests_finished == 1

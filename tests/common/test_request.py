@@ -1,0 +1,242 @@
+"""A request's defaults, its random numbers, and the states it may go through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.request import IllegalTransitionError, Request, RequestState, SamplingParams
+
+State = RequestState
+
+MOVES: dict[str, tuple[Callable[[Request], None], State]] = {
+    "start_prefill": (lambda r: r.start_prefill(), State.PREFILL),
+    "start_decode": (lambda r: r.start_decode(), State.DECODE),
+    "preempt": (lambda r: r.preempt(), State.WAITING),
+    "finish": (lambda r: r.finish("length"), State.FINISHED),
+    "fail": (lambda r: r.fail(RuntimeError("boom")), State.FAILED),
+    "cancel": (lambda r: r.cancel(), State.CANCELLED),
+}
+ROAD_TO: dict[State, list[str]] = {
+    State.WAITING: [],
+    State.PREFILL: ["start_prefill"],
+    State.DECODE: ["start_prefill", "start_decode"],
+    State.FINISHED: ["start_prefill", "start_decode", "finish"],
+    State.FAILED: ["fail"],
+    State.CANCELLED: ["cancel"],
+}
+LEGAL = {
+    (State.WAITING, "start_prefill"),
+    (State.WAITING, "fail"),
+    (State.WAITING, "cancel"),
+    (State.PREFILL, "start_decode"),
+    (State.PREFILL, "preempt"),
+    (State.PREFILL, "fail"),
+    (State.PREFILL, "cancel"),
+    (State.DECODE, "preempt"),
+    (State.DECODE, "finish"),
+    (State.DECODE, "fail"),
+    (State.DECODE, "cancel"),
+}
+
+
+def make(prompt: list[int] | None = None, **values: Any) -> Request:
+    return Request("r", prompt or [1, 2, 3], SamplingParams(**values))
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, None, 0.0)
+    assert params.repetition_penalty == 1.0
+    assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
+    assert (params.max_new_tokens, params.min_tokens) == (128, 0)
+    assert (params.stop, params.stop_token_ids) == ((), ())
+    assert params.seed is None
+    assert params.logprobs is None
+    assert not params.ignore_eos
+    assert not params.greedy
+    assert not params.has_penalties
+
+
+def test_initial_state() -> None:
+    request = make()
+    assert request.state is State.WAITING
+    assert request.slot is None
+    assert (request.finish_reason, request.error) == (None, None)
+    assert (request.num_prompt_tokens, request.num_generated_tokens) == (3, 0)
+    assert request.max_total_tokens == 3 + 128
+    assert not request.is_terminal
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        Request("r", [], SamplingParams())
+
+
+def test_the_prompt_stays_as_it_was_when_tokens_are_generated() -> None:
+    prompt = [1, 2, 3]
+    request = make(prompt)
+    request.token_ids.append(9)
+    assert (prompt, request.prompt_token_ids) == ([1, 2, 3], [1, 2, 3])
+    assert request.num_generated_tokens == 1
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("state", State)
+def test_every_transition(state: State, move: str) -> None:
+    request = make()
+    for step in ROAD_TO[state]:
+        MOVES[step][0](request)
+    assert request.state is state
+    before = (request.finish_reason, request.error)
+    act, target = MOVES[move]
+    if (state, move) in LEGAL:
+        act(request)
+        assert request.state is target
+    else:
+        with pytest.raises(IllegalTransitionError, match=f"{state.value} does not lead to {target.value}"):
+            act(request)
+        assert request.state is state
+        assert (request.finish_reason, request.error) == before
+
+
+def test_how_it_ended_is_recorded() -> None:
+    finished, failed, cancelled = make(), make(), make()
+    finished.start_prefill()
+    finished.start_decode()
+    finished.finish("eos")
+    error = RuntimeError("boom")
+    failed.fail(error)
+    cancelled.cancel()
+    assert (finished.finish_reason, finished.error) == ("eos", None)
+    assert (failed.finish_reason, failed.error) == (None, error)
+    assert (cancelled.finish_reason, cancelled.error) == ("cancelled", None)
+    assert all(request.is_terminal for request in (finished, failed, cancelled))
+
+
+def test_preemption_keeps_what_was_generated() -> None:
+    request = make()
+    request.arrival = 7
+    request.start_prefill()
+    request.start_decode()
+    request.token_ids += [8, 9]
+    request.preempt()
+    assert request.token_ids == [1, 2, 3, 8, 9]
+    assert (request.arrival, request.num_prompt_tokens, request.num_generated_tokens) == (7, 3, 2)
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+def uniforms(request: Request, count: int) -> list[float]:
+    drawn = []
+    for _ in range(count):
+        drawn.append(request.next_uniform())
+        request.token_ids.append(0)
+    return drawn
+
+
+def test_a_seed_decides_the_numbers() -> None:
+    first = uniforms(make(seed=5), 10)
+    assert first == uniforms(make(seed=5), 10)
+    assert first != uniforms(make(seed=6), 10)
+    assert all(0.0 <= u < 1.0 for u in first)
+    assert len(set(first)) == 10
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63, 2**64 - 1])
+def test_every_allowed_seed_works(seed: int) -> None:
+    assert uniforms(make(seed=seed), 2) == uniforms(make(seed=seed), 2)
+
+
+def test_asking_again_gives_the_same_number() -> None:
+    request = make(seed=5)
+    assert request.next_uniform() == request.next_uniform()
+
+
+def test_a_retry_and_a_preemption_draw_what_they_would_have_drawn() -> None:
+    expected = uniforms(make(seed=5), 6)
+    request = make(seed=5)
+    request.start_prefill()
+    request.start_decode()
+    assert uniforms(request, 3) == expected[:3]
+    request.next_uniform()  # a pass that failed after its draw
+    request.preempt()
+    request.start_prefill()
+    assert uniforms(request, 3) == expected[3:]
+
+
+def test_the_n_th_number_belongs_to_the_n_th_token_even_if_some_were_not_drawn() -> None:
+    expected = uniforms(make(seed=5), 4)
+    request = make(seed=5)
+    request.token_ids += [0, 0]
+    assert uniforms(request, 2) == expected[2:]
+
+
+def test_reseeding_starts_anew() -> None:
+    request = make(seed=5)
+    request.next_uniform()
+    request.seed_generator(6)
+    assert request.next_uniform() == make(seed=6).next_uniform()
+
+
+# ---------------------------------------------------------------------- ranges
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", 0),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", math.inf),
+        ("max_new_tokens", 0),
+        ("stop", ("",)),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("min_tokens", -1),
+        ("min_tokens", 129),
+    ],
+)
+def test_a_value_out_of_range_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is out of range"):
+        SamplingParams(**{field: value})
+
+
+def test_the_edges_of_every_range_are_allowed() -> None:
+    SamplingParams(temperature=0.0, top_p=1.0, top_k=1, min_p=1.0, logprobs=0, max_new_tokens=1, min_tokens=1)
+    SamplingParams(logprobs=20, seed=-(2**63), repetition_penalty=0.01, min_tokens=128)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"repetition_penalty": 1.1}, {"presence_penalty": -0.1}, {"frequency_penalty": 0.1}]
+)
+def test_any_penalty_counts(changed: dict[str, float]) -> None:
+    assert SamplingParams(**changed).has_penalties
+
+
+def test_ending_token_ids() -> None:
+    eos = frozenset({10, 11})
+
+    def endings(**values: Any) -> frozenset[int]:
+        return Request("r", [1], SamplingParams(**values), eos).ending_token_ids
+
+    assert endings() == {10, 11}
+    assert endings(ignore_eos=True) == set()
+    assert endings(stop_token_ids=(3,)) == {3, 10, 11}
+    assert endings(ignore_eos=True, stop_token_ids=(3, 10)) == {3, 10}

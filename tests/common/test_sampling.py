@@ -1,0 +1,353 @@
+"""The batched sampler against the same steps written plainly, row by row, in Python floats."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.request import Request, SamplingParams
+from common.sampling import NOT_A_TOKEN, read_logprobs, sample
+
+VOCAB = 40
+
+
+def make(
+    params: SamplingParams | None = None,
+    *,
+    prompt: Sequence[int] = (0,),
+    generated: Sequence[int] = (),
+    ends: Sequence[int] = (),
+    **values: Any,
+) -> Request:
+    request = Request("r", list(prompt), params or SamplingParams(**values), frozenset(ends))
+    request.token_ids += generated
+    return request
+
+
+def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def ids_of(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+    return sample(logits, requests).token_ids.tolist()
+
+
+# ---------------------------------------------------------------------- the oracle
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def distribution(logits: Sequence[float], request: Request) -> list[tuple[int, float]]:
+    """(token, probability) in the order in which the uniform number is compared, in the documented order of
+    filters: penalties, endings not allowed yet, temperature, top-k, top-p, min-p."""
+    params = request.params
+    scores = list(logits)
+    for token, count in Counter(request.token_ids).items():
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+        scores[token] -= params.frequency_penalty * count + params.presence_penalty
+    if request.num_generated_tokens < params.min_tokens:
+        for token in request.ending_token_ids:
+            scores[token] = -math.inf
+    if params.temperature == 0.0:
+        return [(max(range(len(scores)), key=scores.__getitem__), 1.0)]
+    scores = [score / params.temperature for score in scores]
+    order = list(range(len(scores)))
+    if params.top_k is not None or params.top_p < 1.0:
+        order.sort(key=lambda token: -scores[token])
+    order = order[: params.top_k]
+    probabilities = softmax([scores[token] for token in order])
+    if params.top_p < 1.0:
+        kept, before = 0, 0.0
+        while kept < len(order) and (kept == 0 or before < params.top_p):
+            before += probabilities[kept]
+            kept += 1
+        order = order[:kept]
+        probabilities = softmax([scores[token] for token in order])
+    floor = params.min_p * max(probabilities)
+    pairs = [(token, p) for token, p in zip(order, probabilities, strict=True) if p >= floor]
+    total = math.fsum(p for _, p in pairs)
+    return [(token, p / total) for token, p in pairs]
+
+
+def plain_sample(logits: Sequence[float], request: Request, uniform: float) -> tuple[int, float]:
+    """The token, and how far `uniform` is from a border at which it would be another."""
+    reached = 0.0
+    pairs = distribution(logits, request)
+    for token, p in pairs:
+        if reached + p > uniform:
+            return token, min(uniform - reached, reached + p - uniform)
+        reached += p
+    return pairs[-1][0], 0.0
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.0, 2.5]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.1, 1e-6]),
+    top_k=st.sampled_from([None, None, 1, 3, 10, VOCAB, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.8, -0.4]),
+    min_tokens=st.sampled_from([0, 3]),
+    seed=st.integers(0, 10_000),
+    logprobs=st.sampled_from([None, 0, 5]),
+)
+HISTORY = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    rows=st.lists(st.tuples(PARAMS, HISTORY, HISTORY), min_size=1, max_size=6),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.5, 3.0, 10.0]),
+)
+def test_every_row_of_any_batch_against_the_oracle(
+    rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int, spread: float
+) -> None:
+    logits = random_logits(len(rows), seed=seed, spread=spread)
+    requests = [make(params, prompt=p, generated=g[1:], ends=[2, 5]) for params, p, g in rows]
+    chosen = ids_of(logits, requests)
+    for row, request in enumerate(requests):
+        values = [float(value) for value in logits[row]]
+        expected, margin = plain_sample(values, request, request.next_uniform())
+        allowed = dict(distribution(values, request))
+        if request.params.greedy or margin > 1e-5:
+            assert chosen[row] == expected
+        # A cut that float32 puts one token further is a tie of the oracle's, not an error of the sampler's.
+        assert chosen[row] in allowed or request.params.top_p < 1.0 or request.params.min_p > 0.0
+
+
+# ---------------------------------------------------------------------- frequencies
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.8, "min_p": 0.05, "temperature": 1.5},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    ],
+    ids=str,
+)
+def test_frequencies_of_20000_draws(values: dict[str, Any]) -> None:
+    """Chi-square against the oracle's probabilities; the seeds are fixed, so this cannot fail by chance."""
+    draws, batch = 20_000, 500
+    logits = random_logits(1, vocab=20, seed=3, spread=1.5)
+    history = [1, 1, 4]
+    counts: Counter[int] = Counter()
+    for first in range(0, draws, batch):
+        requests = [make(prompt=history, seed=first + i, **values) for i in range(batch)]
+        counts.update(ids_of(logits.expand(batch, -1), requests))
+    expected = dict(distribution(logits[0].tolist(), make(prompt=history, **values)))
+    assert set(counts) <= set(expected)
+    statistic = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in expected.items())
+    freedom = len(expected) - 1
+    # Wilson-Hilferty: the 99.9 % point of chi-square.
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit
+
+
+# ---------------------------------------------------------------------- seeds and neighbours
+
+
+def draws(request: Request, logits: Tensor, count: int, neighbours: int = 0, place: int = 0) -> list[int]:
+    """`count` tokens of `request`, one of several rows."""
+    chosen = []
+    for step in range(count):
+        others = [make(seed=1000 * step + i, temperature=1.3, top_k=4 + i) for i in range(neighbours)]
+        requests = [*others[:place], request, *others[place:]]
+        batch = random_logits(len(requests), seed=step)
+        batch[place] = logits[step]
+        chosen.append(ids_of(batch, requests)[place])
+        request.token_ids.append(chosen[-1])
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"top_k": 8}, {"top_p": 0.9, "min_p": 0.02}, {"frequency_penalty": 0.5}], ids=str
+)
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(values: dict[str, Any]) -> None:
+    logits = random_logits(30, seed=9)
+    alone = draws(make(seed=4, **values), logits, 30)
+    assert draws(make(seed=4, **values), logits, 30) == alone
+    assert draws(make(seed=4, **values), logits, 30, neighbours=7) == alone
+    assert draws(make(seed=4, **values), logits, 30, neighbours=3, place=2) == alone
+    assert draws(make(seed=5, **values), logits, 30) != alone
+
+
+def test_rows_with_and_without_filters_share_a_batch() -> None:
+    """They are drawn in two groups; each row must get its own answer and its own number back."""
+    logits = random_logits(8, seed=1)
+    requests = [
+        make(seed=i, top_k=3 if i % 2 else None, temperature=0.0 if i % 3 == 2 else 1.0) for i in range(8)
+    ]
+    together = ids_of(logits, requests)
+    assert together == [ids_of(logits[i : i + 1], [requests[i]])[0] for i in range(8)]
+
+
+# ---------------------------------------------------------------------- greedy and its limits
+
+
+def test_greedy_is_exact_and_takes_the_first_of_equals() -> None:
+    logits = random_logits(5)
+    logits[1, 7] = logits[1, 3] = 100.0
+    assert ids_of(logits, [make(temperature=0.0) for _ in range(5)]) == logits.argmax(-1).tolist()
+    assert ids_of(logits, [make(temperature=0.0) for _ in range(5)])[1] == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-9, 1e-4])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
+    logits = random_logits(20, spread=30.0)
+    requests = [make(temperature=temperature, seed=i, top_k=5 if i % 2 else None) for i in range(20)]
+    assert ids_of(logits, requests) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("values", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
+def test_the_tightest_filters_leave_the_most_likely(values: dict[str, Any]) -> None:
+    logits = random_logits(20)
+    assert ids_of(logits, [make(seed=i, **values) for i in range(20)]) == logits.argmax(-1).tolist()
+
+
+def test_top_k_beyond_the_vocabulary_is_no_limit() -> None:
+    logits = random_logits(1).expand(200, -1)
+    wide = ids_of(logits, [make(seed=i, top_k=10**9) for i in range(200)])
+    assert wide == ids_of(logits, [make(seed=i, top_k=VOCAB) for i in range(200)])
+    assert len(set(wide)) > 5
+
+
+def test_the_numbers_next_to_0_and_1_find_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[:, 3] = logits[:, 9] = 1.0
+    for uniform, expected in ((0.0, 3), (math.nextafter(1.0, 0.0), 9)):
+        monkeypatch.setattr(Request, "next_uniform", lambda _, value=uniform: value)
+        assert ids_of(logits, [make(), make(top_k=5)]) == [expected, expected]
+
+
+def test_the_tail_of_a_large_vocabulary_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200,000 tokens share a ten-thousandth: near 1, sums in float32 step over a hundred of them at once."""
+    vocab = 200_001
+    logits = torch.zeros(1, vocab)
+    logits[0, 0] = math.log(2e9)
+    cumulative = list(itertools.accumulate(logits[0].softmax(-1).tolist()))
+    for share in (0.1, 0.5, 0.77, 0.999):
+        uniform = 1 - (1 - share) * 1e-4
+        monkeypatch.setattr(Request, "next_uniform", lambda _, value=uniform: value)
+        (token,) = ids_of(logits, [make()])
+        assert abs(token - bisect.bisect_right(cumulative, uniform * cumulative[-1])) <= 1
+        assert abs(token - share * vocab) < 0.01 * vocab
+
+
+def test_low_precision_logits_are_not_changed() -> None:
+    logits = random_logits(2).bfloat16()
+    before = logits.clone()
+    requests = [make(temperature=0.0, repetition_penalty=2.0), make(seed=1, min_tokens=2, ends=[1], top_k=3)]
+    ids_of(logits, requests)
+    assert torch.equal(logits, before)
+
+
+# ---------------------------------------------------------------------- what may not come yet
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0.0}, {}, {"top_k": 3}], ids=str)
+def test_min_tokens_keeps_every_ending_away(values: dict[str, Any]) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [2, 5, 6]] = 50.0
+    endings = {"ends": [2], "stop_token_ids": (5,), "min_tokens": 3}
+    for generated in range(5):
+        request = make(generated=[1] * generated, seed=1, **endings, **values)
+        (token,) = ids_of(logits, [request])
+        if generated < 3:
+            assert token == 6
+        elif values == {"temperature": 0.0}:
+            assert token == 2
+
+
+def test_min_tokens_with_ignored_eos_leaves_eos_possible() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 2] = 50.0
+    assert ids_of(logits, [make(temperature=0.0, ends=[2], min_tokens=3, ignore_eos=True)]) == [2]
+
+
+# ---------------------------------------------------------------------- not a number
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"presence_penalty": 1.0}], ids=str
+)
+def test_a_row_of_nan_is_reported_and_harms_nobody(values: dict[str, Any]) -> None:
+    logits = random_logits(4)
+    expected = ids_of(logits, [make(seed=i, logprobs=2, **values) for i in range(4)])
+    logits[2, 17] = math.nan
+    requests = [make(seed=i, logprobs=2, **values) for i in range(4)]
+    sampled = sample(logits, requests)
+    assert sampled.token_ids.tolist() == [*expected[:2], NOT_A_TOKEN, expected[3]]
+    for row, reported in enumerate(read_logprobs(sampled, requests)):
+        assert reported is not None
+        assert row == 2 or (math.isfinite(reported.logprob) and len(reported.top) == 2)
+
+
+# ---------------------------------------------------------------------- logprobs
+
+
+def test_logprobs_are_the_models_own_before_any_filter() -> None:
+    logits = random_logits(4)
+    exact = [softmax(row) for row in logits.tolist()]
+    requests = [
+        make(temperature=0.0, logprobs=3),
+        make(seed=1, temperature=2.0, top_k=4, repetition_penalty=1.5, prompt=range(30), logprobs=0),
+        make(seed=2),
+        make(seed=3, logprobs=20, frequency_penalty=1.0, prompt=range(10), min_tokens=2, ends=[11]),
+    ]
+    sampled = sample(logits, requests)
+    chosen = sampled.token_ids.tolist()
+    reported = read_logprobs(sampled, requests)
+    assert reported[2] is None
+    for row, count in ((0, 3), (1, 0), (3, 20)):
+        entry = reported[row]
+        assert entry is not None
+        assert entry.logprob == pytest.approx(math.log(exact[row][chosen[row]]), abs=1e-4)
+        best = sorted(range(VOCAB), key=lambda t: -exact[row][t])[:count]
+        assert [token for token, _ in entry.top] == best
+        assert [p for _, p in entry.top] == pytest.approx([math.log(exact[row][t]) for t in best], abs=1e-4)
+
+
+def test_nobody_asks_for_logprobs() -> None:
+    sampled = sample(random_logits(2), [make(), make()])
+    assert (sampled.logprobs, sampled.top_ids, sampled.top_logprobs) == (None, None, None)
+    assert read_logprobs(sampled, [make(), make()]) == [None, None]
+
+
+def test_more_logprobs_than_the_vocabulary_has() -> None:
+    requests = [make(logprobs=20)]
+    (entry,) = read_logprobs(sample(random_logits(1, vocab=7), requests), requests)
+    assert entry is not None
+    assert len(entry.top) == 7
+
+
+def test_a_pass_tried_again_chooses_the_same() -> None:
+    request = make(seed=1)
+    logits = random_logits(1)
+    assert ids_of(logits, [request]) == ids_of(logits, [request])
+    assert request.num_generated_tokens == 0

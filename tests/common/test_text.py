@@ -1,0 +1,366 @@
+"""Tokens turned into text as they come: the same text as at once, never half a character, stop strings cut out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers
+
+from common.errors import StartupError
+from common.models.registry import ZOO
+from common.text import IncrementalDetokenizer, Tokenizer
+from tests.engine_helpers import EOS, byte_alphabet, byte_tokenizer
+
+ZOO_NAMES = ("llama-tiny", "qwen3-tiny", "gemma3-tiny")
+FAMILY = "👨‍👩‍👧"  # three people and two joiners: 18 bytes
+
+
+@functools.cache
+def zoo(name: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_file(str(ZOO / name / "tokenizer.json"))
+    return Tokenizer(backend, vocab_size=backend.get_vocab_size() + 10)
+
+
+@pytest.fixture(params=ZOO_NAMES)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return zoo(request.param)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def tell(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, prompt: Sequence[int] = (), stop: Sequence[str] = ()
+) -> list[str]:
+    """The deltas of each token, and what is left at the end."""
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, stop)
+    deltas = [detokenizer.add(token_id) for token_id in token_ids if not detokenizer.stopped]
+    return [*deltas, detokenizer.finish()]
+
+
+# ---------------------------------------------------------------------- the same text as at once
+
+# What a tokenizer may rewrite (NFC) is compared with the decoded text, not with the original.
+WORDS = ["a", "Word", "1", "23", "4567", ".", ",", "!", "'s", "<", ">", "{", "▁", "\u200d"]
+WORDS += ["é", "e\u0301", "ß", "中", "国", "日本", "語", "한", "ا", "ह", "😀", "👍🏽", "🏳️\u200d🌈", "🇫🇷"]
+CHARACTERS = st.one_of(
+    st.sampled_from([*WORDS, FAMILY, " ", "  ", "\n", "\n\n", "\t"]),
+    st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"),
+)
+TEXTS = st.lists(CHARACTERS, max_size=20).map("".join)
+
+
+@pytest.mark.parametrize("name", ZOO_NAMES)
+@settings(max_examples=250, deadline=None)
+@given(text=TEXTS, cut=st.integers(0, 100))
+@example(text=FAMILY * 3, cut=9)
+@example(text="  two spaces", cut=0)
+@example(text="中国日本語", cut=4)
+@example(text="end \n\n\n", cut=1)
+def test_deltas_join_to_the_text_decoded_at_once(name: str, text: str, cut: int) -> None:
+    """Wherever between two characters the prompt ends."""
+    tokenizer = zoo(name)
+    everything = encode(tokenizer, text)
+    cut = min(cut, len(everything))
+    prompt, generated = everything[:cut], everything[cut:]
+    while tokenizer.decode(prompt).endswith("\ufffd"):  # a prompt of whole characters
+        prompt, generated = [*prompt, generated[0]], generated[1:]
+    whole, before = tokenizer.decode(everything), tokenizer.decode(prompt)
+    assert whole.startswith(before)
+    assert "".join(tell(tokenizer, generated, prompt=prompt)) == whole[len(before) :]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, seed=st.integers(0, 1000))
+def test_tokens_may_begin_and_end_anywhere_in_a_character(text: str, seed: int) -> None:
+    """Byte-level vocabularies have tokens that end one character and begin the next, many in a row."""
+    rng = random.Random(seed)
+    data = text.encode()
+    cuts = sorted({0, len(data), *(rng.randrange(len(data) + 1) for _ in range(len(data) // 2))})
+    pieces = [data[i:j] for i, j in itertools.pairwise(cuts)]
+    longer = list(dict.fromkeys(piece for piece in pieces if len(piece) > 1))
+    tokenizer = byte_tokenizer(longer)
+    ids = [piece[0] if len(piece) == 1 else EOS + 1 + longer.index(piece) for piece in pieces]
+    assert tokenizer.decode(ids) == text
+    deltas = tell(tokenizer, ids)
+    assert "".join(deltas) == text
+    assert "\ufffd" not in "".join(deltas)
+
+
+def test_ten_tokens_that_all_end_within_a_character_are_not_broken() -> None:
+    tokenizer = byte_tokenizer([b"\xb8\xad\xe5", b"\x9b\xbd\xe4"])
+    a, b = EOS + 1, EOS + 2
+    ids = [0xE4, *[a, b] * 5, 0xB8, 0xAD]
+    assert tokenizer.decode(ids) == "中国" * 5 + "中"
+    assert "".join(tell(tokenizer, ids)) == "中国" * 5 + "中"
+
+
+# ---------------------------------------------------------------------- never half a character
+
+
+@pytest.mark.parametrize("text", ["😀", FAMILY, "a😀b", "中😀\n", "🇫🇷🇫🇷"])
+def test_an_emoji_split_over_tokens_is_never_shown_in_part(tokenizer: Tokenizer, text: str) -> None:
+    ids = encode(tokenizer, text)
+    assert len(ids) > len(text), "the zoo's tokenizers split every emoji"
+    said = ""
+    for delta in tell(tokenizer, ids):
+        said += delta
+        assert text.startswith(said)
+    assert said == text
+
+
+def test_an_emoji_comes_with_its_last_token(tokenizer: Tokenizer) -> None:
+    *first, last = encode(tokenizer, "😀")
+    detokenizer = IncrementalDetokenizer(tokenizer, encode(tokenizer, "Hi"))
+    assert [detokenizer.add(token_id) for token_id in first] == [""] * len(first)
+    assert detokenizer.add(last) == "😀"
+
+
+def test_incomplete_bytes_are_dropped_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = encode(tokenizer, "Hi") + encode(tokenizer, "😀")[:-1]
+    assert "".join(tell(tokenizer, ids)) == "Hi"
+    assert "".join(tell(tokenizer, ids, stop=["never"])) == "Hi"
+
+
+def byte_token(tokenizer: Tokenizer, byte: int) -> int:
+    """The token of a single byte, in a byte-fallback or a byte-level vocabulary."""
+    names = (f"<0x{byte:02X}>", byte_alphabet()[byte])
+    return next(i for name in names if (i := tokenizer.backend.token_to_id(name)) is not None)
+
+
+def test_broken_bytes_show_after_four_tokens_and_later_text_is_heard(tokenizer: Tokenizer) -> None:
+    broken = byte_token(tokenizer, 0xFE)
+    detokenizer = IncrementalDetokenizer(tokenizer, encode(tokenizer, "Hi"))
+    assert [detokenizer.add(broken) for _ in range(4)] == ["", "", "", "\ufffd" * 4]
+    assert "".join(detokenizer.add(i) for i in encode(tokenizer, "later 😀")).endswith("later 😀")
+
+
+def test_broken_bytes_show_when_a_character_follows_them(tokenizer: Tokenizer) -> None:
+    broken = byte_token(tokenizer, 0xFE)
+    assert (
+        "".join(tell(tokenizer, [broken, *encode(tokenizer, "x")], prompt=encode(tokenizer, "Hi")))
+        == "\ufffdx"
+    )
+
+
+@pytest.mark.parametrize("before", ["", "a", "中", "😀", FAMILY])
+def test_broken_bytes_after_a_character_of_several_tokens(tokenizer: Tokenizer, before: str) -> None:
+    """What is begun anew after them must not begin within that character."""
+    broken = [byte_token(tokenizer, 0xFE)] * 4
+    ids = [*encode(tokenizer, before), *broken, *encode(tokenizer, "x")]
+    assert "".join(tell(tokenizer, ids)) == before + "\ufffd" * 4 + "x"
+
+
+def test_byte_fallback_text_before_a_broken_byte_stays_said() -> None:
+    """The library's "invalid prefix": with the broken byte, the run of bytes decodes to something else."""
+    tokenizer = zoo("gemma3-tiny")
+    ids = [
+        *encode(tokenizer, "語"),
+        byte_token(tokenizer, 0xE5),
+        *encode(tokenizer, "a"),
+        *encode(tokenizer, "b"),
+    ]
+    assert len(encode(tokenizer, "語")) == 3
+    assert tell(tokenizer, ids)[2:] == ["語", "", "\ufffda", "b", ""]
+
+
+@pytest.mark.parametrize(
+    "tail", ["😀", FAMILY, "x" + FAMILY, "中" + FAMILY, FAMILY * 2, "日本語" * 3 + "x😀", "Hi"]
+)
+def test_nothing_of_the_prompt_shows_in_the_answer(tokenizer: Tokenizer, tail: str) -> None:
+    """The prompt's tail is heard for the spacing; it is cut to a few tokens, never within a character."""
+    for filler in range(6):
+        prompt = encode(tokenizer, "." * filler + tail)
+        assert "".join(tell(tokenizer, encode(tokenizer, "so"), prompt=prompt)) == "so"
+
+
+def test_the_prompts_tail_is_cut_before_a_character_wherever_foreign_ids_stand(tokenizer: Tokenizer) -> None:
+    emoji, foreign = encode(tokenizer, "😀"), tokenizer.foreign_from
+    for place in range(len(emoji) * 3 + 1):
+        prompt = [*emoji * 3]
+        prompt.insert(place, foreign)
+        assert "".join(tell(tokenizer, encode(tokenizer, "so"), prompt=prompt)) == "so"
+
+
+def test_a_prompt_that_ends_in_half_a_character_is_completed(tokenizer: Tokenizer) -> None:
+    *first, last = encode(tokenizer, "😀")
+    prompt = [*encode(tokenizer, "Hi"), *first]
+    assert tell(tokenizer, [last, *encode(tokenizer, "!")], prompt=prompt) == ["😀", "!", ""]
+
+
+# ---------------------------------------------------------------------- special and foreign ids
+
+
+def test_special_tokens_are_left_out(tokenizer: Tokenizer) -> None:
+    special = sorted(tokenizer.special_ids)
+    assert len(special) >= 3
+    a, b = encode(tokenizer, "a"), encode(tokenizer, "b")
+    ids = [*special, *a, *special, *b, *special]
+    assert "".join(tell(tokenizer, ids)) == "ab"
+    assert tokenizer.decode(ids) == "ab"
+
+
+def test_many_special_tokens_are_not_broken_bytes(tokenizer: Tokenizer) -> None:
+    special = min(tokenizer.special_ids)
+    assert tell(tokenizer, [special] * 10) == [""] * 11
+
+
+def test_a_special_token_within_a_character_changes_nothing(tokenizer: Tokenizer) -> None:
+    *first, last = encode(tokenizer, "😀")
+    ids = [*encode(tokenizer, "a"), *first, min(tokenizer.special_ids), last]
+    assert "".join(tell(tokenizer, ids)) == "a😀"
+
+
+def test_ids_that_the_tokenizer_lacks_print_as_numbers(tokenizer: Tokenizer) -> None:
+    foreign = tokenizer.foreign_from
+    assert tokenizer.is_foreign(foreign)
+    assert not tokenizer.is_foreign(foreign - 1)
+    a, b = encode(tokenizer, "a"), encode(tokenizer, "b")
+    ids = [*a, foreign, foreign + 1, *b]
+    expected = f"a<{foreign}><{foreign + 1}>b"
+    assert tokenizer.decode(ids) == expected
+    assert "".join(tell(tokenizer, ids)) == expected
+    assert "".join(tell(tokenizer, b, prompt=[*a, foreign])) == "b"
+
+
+def test_a_foreign_id_ends_an_unfinished_character(tokenizer: Tokenizer) -> None:
+    broken = byte_token(tokenizer, 0xF0)
+    ids = [*encode(tokenizer, "a"), broken, tokenizer.foreign_from, *encode(tokenizer, "b")]
+    assert "".join(tell(tokenizer, ids)) == f"a\ufffd<{tokenizer.foreign_from}>b"
+
+
+# ---------------------------------------------------------------------- other kinds of tokenizers
+
+
+def llama2_style() -> Tokenizer:
+    """Spaces as `▁` at the beginning of words, byte fallback, and a decoder that strips the text's first space."""
+    words = ["▁Hello", "▁wor", "ld", "▁", ".", "▁a"]
+    vocab = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    vocab |= {word: 258 + i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([tokenizers.AddedToken("<s>", normalized=False, special=True)])
+    return Tokenizer(backend, vocab_size=300)
+
+
+def test_a_decoder_that_strips_the_first_space_keeps_all_others() -> None:
+    tokenizer = llama2_style()
+    hello, wor, ld, _, dot, a = range(258, 264)
+    assert "".join(tell(tokenizer, [hello, wor, ld, dot, a], prompt=[1])) == "Hello world. a"
+    assert tell(tokenizer, [wor, ld, a], prompt=[1, hello]) == [" wor", "ld", " a", ""]
+    assert "".join(tell(tokenizer, [wor, ld], prompt=[1, *[dot] * 30])) == " world"
+
+
+def test_spaces_survive_a_restart_after_broken_bytes() -> None:
+    tokenizer = llama2_style()
+    hello, wor, ld = range(258, 261)
+    broken = 2 + 0xFE
+    ids = [hello, *[broken] * 4, wor, ld]
+    assert "".join(tell(tokenizer, ids, prompt=[1])) == "Hello" + "\ufffd" * 4 + " world"
+
+
+# ---------------------------------------------------------------------- stop strings
+
+
+def cut_at_first_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The plain reading: look after every character whether a stop string is complete; the longest begins first."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+def longest_begun_stop(text: str, stops: Sequence[str]) -> int:
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
+LETTERS = st.text(alphabet="ab1\n", max_size=40)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    text=LETTERS,
+    stops=st.lists(st.text(alphabet="ab1\n", min_size=1, max_size=5), max_size=4),
+    seed=st.integers(0, 10_000),
+)
+@example(text="aab", stops=["ab"], seed=0)
+@example(text="xabcab", stops=["abcd", "b"], seed=0)
+@example(text="abc", stops=["abc", "bc", "c"], seed=0)
+def test_stop_strings_against_a_plain_reading(text: str, stops: list[str], seed: int) -> None:
+    """Whatever the chunks: the text before the first complete stop string, nothing early, nothing held in vain."""
+    rng = random.Random(seed)
+    pieces: list[str] = []
+    left = text
+    while left:
+        size = rng.randint(1, 6)
+        pieces.append(left[:size])
+        left = left[size:]
+    longer = list(dict.fromkeys(p.encode() for p in pieces if len(p) > 1))
+    tokenizer = byte_tokenizer(longer)
+    ids = [ord(p) if len(p) == 1 else EOS + 1 + longer.index(p.encode()) for p in pieces]
+    expected, stopped = cut_at_first_stop(text, stops)
+    detokenizer = IncrementalDetokenizer(tokenizer, (), stops)
+    said = heard = ""
+    for token_id, piece in zip(ids, pieces, strict=True):
+        said += detokenizer.add(token_id)
+        heard += piece
+        assert detokenizer.stopped == cut_at_first_stop(heard, stops)[1]
+        if detokenizer.stopped:
+            break
+        assert said == heard[: len(heard) - longest_begun_stop(heard, stops)]
+    said += detokenizer.finish()
+    assert (said, detokenizer.stopped) == (expected, stopped)
+
+
+def test_a_stop_string_over_several_tokens_never_leaks() -> None:
+    assert tell(byte_tokenizer(), b"the END!", stop=["END"]) == [*"the ", "", "", "", ""]
+    assert tell(byte_tokenizer(), b"the ENJ", stop=["END"]) == [*"the ", "", "", "ENJ", ""]
+
+
+def test_held_text_is_flushed_at_the_end() -> None:
+    assert tell(byte_tokenizer(), b"the EN", stop=["END"]) == [*"the ", "", "", "EN"]
+
+
+def test_a_stop_string_of_several_byte_characters() -> None:
+    ids = "a 😀b".encode()
+    assert "".join(tell(byte_tokenizer(), ids, stop=["😀"])) == "a "
+
+
+def test_a_stop_string_is_not_looked_for_in_the_prompt() -> None:
+    assert "".join(tell(byte_tokenizer(), b"Dx", prompt=b"EN", stop=["END"])) == "Dx"
+
+
+# ---------------------------------------------------------------------- the tokenizer itself
+
+
+def test_min_tokens_is_a_bound_from_below(tokenizer: Tokenizer) -> None:
+    for text in ("", "a", "The little robot went home. " * 20, "😀" * 50, " " * 200, "\n" * 50):
+        assert tokenizer.min_tokens(text) <= len(encode(tokenizer, text))
+
+
+def test_special_tokens_are_added_or_not() -> None:
+    llama, qwen, gemma = (zoo(name) for name in ZOO_NAMES)
+    assert llama.encode("a")[1:] == encode(llama, "a")
+    assert gemma.encode("a")[1:] == encode(gemma, "a")
+    assert qwen.encode("a") == encode(qwen, "a")
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=f"{tmp_path} has no tokenizer.json"):
+        Tokenizer.from_folder(tmp_path, vocab_size=10)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartupError, match="cannot be read"):
+        Tokenizer.from_folder(tmp_path, vocab_size=10)

@@ -1,0 +1,535 @@
+"""The engine's thread and its door to asyncio: a real thread, a real event loop, models that can be held."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from common.engine import Engine
+from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
+from common.request import Request, SamplingParams, StepOutput
+from common.worker import EngineWorker, RequestStream
+from phase4_static import Config as StaticConfig
+from phase4_static import build_engine as build_static
+from tests.engine_helpers import (
+    RememberingModel,
+    assert_all_free,
+    build,
+    byte_tokenizer,
+    continuation,
+    greedy,
+)
+
+PHASES = ("static", "continuous")
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(params=PHASES)
+def phase(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+class Gate:
+    """A model hook that holds passes back until it is opened; `reached` says that one is being held."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, _: object) -> None:
+        self.reached.set()
+        assert self.open.wait(TIMEOUT_S)
+
+
+def with_worker(engine: Engine, scenario: Callable[[EngineWorker], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario on an event loop with a started worker, and stop the worker whatever happens."""
+
+    async def main() -> None:
+        worker = EngineWorker(engine)
+        worker.start()
+        try:
+            await asyncio.wait_for(scenario(worker), TIMEOUT_S)
+        finally:
+            await worker.stop()
+        assert not worker._thread.is_alive()
+
+    asyncio.run(main())
+
+
+def submit(worker: EngineWorker, prompt: str, params: SamplingParams) -> RequestStream:
+    with worker.admit() as admission:
+        return admission.submit([worker.engine.create_request(prompt, params)])[0]
+
+
+async def read(stream: RequestStream) -> list[StepOutput]:
+    return [output async for output in stream]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int]:
+    return [output.token_id for output in outputs if output.token_id is not None]
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
+    engine = build(phase, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        prompts = ["one", "two two", "three", "4"] * 3
+        streams = [submit(worker, prompt, greedy(5 + i)) for i, prompt in enumerate(prompts)]
+        for i, outputs in enumerate(await asyncio.gather(*map(read, streams))):
+            assert tokens(outputs) == continuation(prompts[i].encode(), 5 + i)
+            assert [output.finished for output in outputs] == [False] * (4 + i) + [True]
+        assert await read(streams[0]) == [], "a stream that has ended stays so"
+
+    with_worker(engine, scenario)
+
+
+def test_the_event_loop_runs_on_while_a_pass_does(phase: str) -> None:
+    gate = Gate()
+    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        stream = submit(worker, "one", greedy(2))
+        await until(gate.reached.is_set)
+        started = time.monotonic()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        late = submit(worker, "two", greedy(2))  # must not wait for the pass
+        assert time.monotonic() - started < 1.0
+        gate.open.set()
+        assert len(await read(stream)) == len(await read(late)) == 2
+
+    with_worker(engine, scenario)
+
+
+def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        loop = asyncio.get_running_loop()
+        calls: list[int] = []
+        original = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "engine":
+                calls.append(len(args[0]))
+            return original(callback, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        first = submit(worker, "zero", greedy(1))
+        await until(gate.reached.is_set)
+        streams = [submit(worker, str(i), greedy(6)) for i in range(4)]
+        gate.open.set()
+        await asyncio.gather(*map(read, [first, *streams]))
+        assert calls == [1] + [4] * 6
+
+    with_worker(engine, scenario)
+
+
+# ---------------------------------------------------------------------- cancelling
+
+
+def test_cancelled_before_the_engine_saw_it(phase: str) -> None:
+    gate = Gate()
+    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        first = submit(worker, "one", greedy(3))
+        await until(gate.reached.is_set)
+        stream = submit(worker, "two", greedy(3))
+        stream.cancel()
+        stream.cancel()
+        gate.open.set()
+        assert len(await read(first)) == 3
+        await until(lambda: engine.telemetry.counters.requests_cancelled == 1)
+        await until(lambda: not engine.has_work)
+
+    with_worker(engine, scenario)
+    assert engine.telemetry.counters.requests_added == 2
+    assert_all_free(engine)
+
+
+def test_cancelled_while_running(phase: str) -> None:
+    model = RememberingModel(before_pass=lambda _: time.sleep(0.002))
+    engine = build(phase, model, max_seq_len=1000, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        stays, leaves = submit(worker, "one", greedy(40)), submit(worker, "two", greedy(900))
+        seen = 0
+        async for _ in leaves:
+            seen += 1
+            if seen == 3:
+                leaves.cancel()
+                break
+        assert tokens(await read(stays)) == continuation(b"one", 40)
+        await until(lambda: not engine.has_work)
+
+    with_worker(engine, scenario)
+    assert engine.telemetry.counters.requests_cancelled == 1
+    assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- places
+
+
+def test_places_are_promised_and_given_back(phase: str) -> None:
+    gate = Gate()
+    engine = build(
+        phase,
+        RememberingModel(before_pass=gate),
+        max_waiting_requests=4,
+        max_batch_size=1,
+        clock=time.monotonic,
+    )
+
+    async def scenario(worker: EngineWorker) -> None:
+        first = submit(worker, "one", greedy(2))
+        await until(gate.reached.is_set)  # the only seat is taken, the queue is empty
+        with worker.admit(3):
+            with pytest.raises(QueueFullError):
+                worker.admit(2)
+            with worker.admit(1), pytest.raises(QueueFullError):
+                worker.admit(1)
+        requests = [engine.create_request(str(i), greedy(2)) for i in range(4)]
+        with worker.admit(4) as admission:  # all are back
+            with pytest.raises(ValueError, match="4 places were promised, for 3"):
+                admission.submit(requests[:3])
+            streams = admission.submit(requests)
+        with pytest.raises(QueueFullError):
+            worker.admit(1)  # in the inbox, not yet in the queue: counted all the same
+        gate.open.set()
+        for stream in [first, *streams]:
+            assert (await read(stream))[-1].finish_reason == "length"
+        await until(lambda: not engine.has_work)
+        with worker.admit(4):
+            pass
+
+    with_worker(engine, scenario)
+
+
+def test_exactly_as_many_as_fit_are_accepted(phase: str) -> None:
+    """With a full batch held running, `max_waiting_requests + 10` at once: ten are refused, the rest complete."""
+    gate = Gate()
+    engine = build(
+        phase,
+        RememberingModel(before_pass=gate),
+        max_waiting_requests=6,
+        max_batch_size=2,
+        clock=time.monotonic,
+    )
+
+    async def scenario(worker: EngineWorker) -> None:
+        with worker.admit(2) as admission:
+            running = admission.submit([engine.create_request(str(i), greedy(2)) for i in range(2)])
+        await until(gate.reached.is_set)
+        refused = 0
+        streams: list[RequestStream] = []
+        for i in range(16):
+            try:
+                streams.append(submit(worker, f"late {i}", greedy(2)))
+            except QueueFullError:
+                refused += 1
+        assert (refused, len(streams)) == (10, 6)
+        gate.open.set()
+        for outputs in await asyncio.gather(*map(read, [*running, *streams])):
+            assert outputs[-1].finish_reason == "length"
+
+    with_worker(engine, scenario)
+    assert engine.telemetry.counters.requests_finished == 8
+
+
+def test_every_promise_is_kept_under_load(phase: str) -> None:
+    """Clients that admit, wait, submit, withdraw and cancel at random: nobody who was promised a place is refused
+    by the engine, and in the end every place is free."""
+    engine = build(phase, max_waiting_requests=5, max_batch_size=3, clock=time.monotonic)
+    rng = random.Random(0)
+    refused = finished = cancelled = 0
+
+    async def client(worker: EngineWorker, number: int) -> None:
+        nonlocal refused, finished, cancelled
+        for turn in range(12):
+            await asyncio.sleep(rng.random() * 0.004)
+            count = rng.randint(1, 2)
+            try:
+                admission = worker.admit(count)
+            except QueueFullError:
+                refused += 1
+                continue
+            with admission:
+                await asyncio.sleep(rng.random() * 0.002)
+                if rng.random() < 0.2:
+                    continue
+                prompts = [f"{number} {turn} {i}" for i in range(count)]
+                requests = [engine.create_request(p, greedy(rng.randint(1, 6))) for p in prompts]
+                streams = admission.submit(requests)
+            for prompt, stream in zip(prompts, streams, strict=True):
+                if rng.random() < 0.2:
+                    stream.cancel()
+                    cancelled += 1
+                    continue
+                outputs = await read(stream)
+                assert outputs[-1].error is None
+                assert tokens(outputs) == continuation(prompt.encode(), stream.request.params.max_new_tokens)
+                finished += 1
+
+    async def scenario(worker: EngineWorker) -> None:
+        await asyncio.gather(*(client(worker, number) for number in range(16)))
+        assert await worker.drain(TIMEOUT_S)
+        # Those who were cancelled at once may still be in the inbox.
+        await until(lambda: worker._promised == 0)
+        await until(lambda: not engine.has_work)
+
+    with_worker(engine, scenario)
+    assert min(refused, finished, cancelled) > 0
+    counters = engine.telemetry.counters
+    assert counters.requests_failed == 0
+    assert counters.requests_finished + counters.requests_cancelled == finished + cancelled
+    assert_all_free(engine)
+
+
+def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
+    engine = build("continuous", max_waiting_requests=1, max_batch_size=1, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        request = engine.create_request("a", greedy(1), "same")
+        twin = engine.create_request("b", greedy(1), "same")
+        with worker.admit(2) as admission:
+            streams = admission.submit([request, twin])
+        await asyncio.sleep(0)
+        outputs = await read(streams[1])  # the later stream has the id
+        assert outputs[-1].finished
+        await until(lambda: worker._promised == 0)
+
+    with_worker(engine, scenario)
+
+
+# ---------------------------------------------------------------------- ending
+
+
+def test_drain_waits_for_those_who_run(phase: str) -> None:
+    gate = Gate()
+    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        streams = [submit(worker, text, greedy(3)) for text in ("one", "two")]
+        await until(gate.reached.is_set)
+        draining = asyncio.create_task(worker.drain(TIMEOUT_S))
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        assert worker.draining
+        with pytest.raises(ShuttingDownError):
+            worker.admit()
+        gate.open.set()
+        assert await draining
+        for outputs in await asyncio.gather(*map(read, streams)):
+            assert outputs[-1].finish_reason == "length"
+
+    with_worker(engine, scenario)
+
+
+def test_drain_fails_those_who_are_not_done_in_time(phase: str) -> None:
+    model = RememberingModel(before_pass=lambda _: time.sleep(0.005))
+    engine = build(phase, model, max_seq_len=1000, max_batch_size=2, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        streams = [submit(worker, str(i), greedy(990)) for i in range(3)]
+        assert not await worker.drain(0.05)
+        for outputs in await asyncio.gather(*map(read, streams)):
+            assert isinstance(outputs[-1].error, ShuttingDownError)
+        await until(lambda: not engine.has_work)
+
+    with_worker(engine, scenario)
+    assert_all_free(engine)
+
+
+def test_drain_of_an_idle_worker_is_immediate() -> None:
+    async def scenario(worker: EngineWorker) -> None:
+        assert await worker.drain(0.1)
+
+    with_worker(build("continuous", clock=time.monotonic), scenario)
+
+
+def test_stop_answers_those_who_are_alive(phase: str) -> None:
+    model = RememberingModel(before_pass=lambda _: time.sleep(0.002))
+    engine = build(phase, model, max_seq_len=1000, max_batch_size=1, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        streams = [submit(worker, str(i), greedy(990)) for i in range(3)]
+        await streams[0].__anext__()
+        await worker.stop()
+        for stream in streams:
+            assert isinstance((await read(stream))[-1].error, ShuttingDownError)
+
+    with_worker(engine, scenario)
+
+
+@pytest.mark.parametrize("end", ["stop", "drain"])
+def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
+    """Its place was promised before; its prompt was being tokenized meanwhile. Nobody would answer it."""
+    model = RememberingModel(before_pass=lambda _: time.sleep(0.005))
+    engine = build("continuous", model, max_seq_len=1000, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        running = submit(worker, "one", greedy(990))
+        with worker.admit() as admission:
+            if end == "stop":
+                await worker.stop()
+                drained = None
+            else:
+                drained = asyncio.create_task(worker.drain(0.02))
+                assert isinstance((await read(running))[-1].error, ShuttingDownError)
+            with pytest.raises(ShuttingDownError):
+                admission.submit([engine.create_request("late", greedy(3))])
+        assert worker._promised == 0
+        assert drained is None or not await drained
+
+    with_worker(engine, scenario)
+
+
+def test_drain_waits_for_those_who_were_promised_a_place() -> None:
+    engine = build("continuous", clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        with worker.admit() as admission:
+            draining = asyncio.create_task(worker.drain(TIMEOUT_S))
+            await asyncio.sleep(0.02)
+            assert not draining.done()
+            (stream,) = admission.submit([engine.create_request("late", greedy(3))])
+        assert len(await read(stream)) == 3
+        assert await draining
+
+    with_worker(engine, scenario)
+
+
+def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    engine = build(phase, RememberingModel(before_pass=gate), max_batch_size=2, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        streams = [submit(worker, text, greedy(9)) for text in ("one", "two", "three", "four")]
+        await until(gate.reached.is_set)
+        mistake = KeyError("slot 3")
+
+        def plan() -> None:
+            raise mistake
+
+        monkeypatch.setattr(engine.scheduler, "plan", plan)
+        with worker.admit() as admission:
+            gate.open.set()
+            for outputs in await asyncio.gather(*map(read, streams)):
+                assert isinstance(outputs[-1].error, EngineDeadError)
+            assert worker.dead is not None
+            assert worker.dead.__cause__ is mistake
+            with pytest.raises(EngineDeadError):
+                worker.admit()
+            # One who was promised a place before is answered as well.
+            (late,) = admission.submit([engine.create_request("late", greedy(1))])
+        assert isinstance((await read(late))[-1].error, EngineDeadError)
+        assert await worker.drain(TIMEOUT_S)
+
+    with_worker(engine, scenario)
+
+
+def test_a_closed_event_loop_does_not_hang_the_thread() -> None:
+    gate = Gate()
+    engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
+    workers: list[EngineWorker] = []
+
+    async def main() -> None:
+        worker = EngineWorker(engine)
+        worker.start()
+        workers.append(worker)
+        submit(worker, "one", greedy(2))
+        await until(gate.reached.is_set)
+
+    asyncio.run(main())
+    gate.open.set()
+    asyncio.run(asyncio.wait_for(workers[0].stop(), TIMEOUT_S))
+    assert not workers[0]._thread.is_alive()
+
+
+# ---------------------------------------------------------------------- time
+
+
+def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    engine = build(phase, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        await read(submit(worker, "one", greedy(2)))
+        await until(lambda: not engine.has_work)
+        await asyncio.sleep(0.02)
+        asked = stepped = 0
+        next_wake, step = engine.next_wake, engine.step
+
+        def counted_next_wake() -> float | None:
+            nonlocal asked
+            asked += 1
+            return next_wake()
+
+        def counted_step() -> list[StepOutput]:
+            nonlocal stepped
+            stepped += 1
+            return step()
+
+        monkeypatch.setattr(engine, "next_wake", counted_next_wake)
+        monkeypatch.setattr(engine, "step", counted_step)
+        await asyncio.sleep(0.15)
+        assert (asked, stepped) == (0, 0)
+        assert len(await read(submit(worker, "two", greedy(2)))) == 2
+
+    with_worker(engine, scenario)
+
+
+def test_a_static_batch_is_woken_by_its_timer() -> None:
+    """One request of a batch of four: nothing happens until the time is over, and nobody polls meanwhile."""
+    wait_s = 0.15
+    model = RememberingModel()
+    engine = build_static(
+        StaticConfig(max_batch_size=4, max_seq_len=64, batch_wait_timeout_s=wait_s),
+        model=model,  # type: ignore[arg-type]
+        tokenizer=byte_tokenizer(),
+    )
+    model.pool = engine.runner.pool
+
+    async def scenario(worker: EngineWorker) -> None:
+        started = time.monotonic()
+        outputs = await read(submit(worker, "one", greedy(2)))
+        assert time.monotonic() - started >= wait_s
+        assert len(outputs) == 2
+        await until(lambda: not engine.has_work)
+
+    with_worker(engine, scenario)
+    assert engine.telemetry.counters.steps == 3
+
+
+def test_requests_are_made_by_many_threads_at_once() -> None:
+    """`create_request` is called outside the engine's thread: ids must not repeat."""
+    engine = build("continuous")
+    made: list[Request] = []
+
+    def work() -> None:
+        made.extend([engine.create_request("a", greedy(1)) for _ in range(200)])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({request.request_id for request in made}) == 800

@@ -1,0 +1,223 @@
+"""The rectangle: padded prompts, idle rows, and every member's tokens as if it were alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.models.config import LayerConfig, RopeConfig
+from common.models.layers import CausalLM
+from common.request import SamplingParams
+from phase4_static.cache import StaticKVCache
+from phase4_static.runner import PAD_TOKEN
+from tests.engine_helpers import (
+    EOS,
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    solo,
+    text_of,
+    tiny_model,
+    tokens_of,
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> CausalLM:
+    return tiny_model()
+
+
+def test_one_pass_over_the_rectangle_then_one_column_a_step() -> None:
+    model = RememberingModel()
+    engine = build("static", model)
+    for prompt in (b"abc", b"abcdefg", b"abcde"):
+        add(engine, prompt, greedy(3))
+    run(engine)
+    prefill, *decode = model.calls
+    assert (prefill.tokens, prefill.query_lengths) == (3 * 7, (7, 7, 7))
+    assert prefill.logit_rows == [2, 7 + 6, 14 + 4], "only each row's last real token has logits"
+    assert [call.query_lengths for call in decode] == [(1, 1, 1)] * 2
+    assert [call.kv_lengths for call in decode] == [(4, 8, 6), (5, 9, 7)], "rows count their own columns"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [greedy(20, ignore_eos=True), SamplingParams(max_new_tokens=20, seed=4)],
+    ids=["greedy", "sampled"],
+)
+def test_mixed_lengths_in_one_batch_give_each_its_tokens_alone(
+    llama: CausalLM, params: SamplingParams
+) -> None:
+    engine = build("static", llama, max_seq_len=256)
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (3, 7, 200)]
+    requests = [add(engine, prompt, params) for prompt in prompts]
+    outputs = run(engine)
+    assert engine.telemetry.records[0].padded_tokens == 197 + 193
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert tokens_of(outputs, request) == solo(llama, prompt, params)
+
+
+def test_a_prompt_past_the_window_beside_a_short_one() -> None:
+    """Sliding windows see the row's own columns, not the rectangle's."""
+    local, full = LayerConfig(window=8, rope=RopeConfig(10_000.0)), LayerConfig(None, RopeConfig(50_000.0))
+    model = tiny_model(layers=(local, full, local))
+    engine = build("static", model)
+    requests = [add(engine, list(range(10, 10 + n)), greedy(15, ignore_eos=True)) for n in (2, 30, 9)]
+    outputs = run(engine)
+    for request in requests:
+        assert tokens_of(outputs, request) == solo(model, request.prompt_token_ids, request.params)
+
+
+def test_eos_of_one_row_leaves_the_others_running() -> None:
+    def rule(token_ids: list[int]) -> int:
+        return EOS if token_ids[0] == ord("!") and len(token_ids) == 4 else continuation(token_ids, 1)[0]
+
+    engine = build("static", RememberingModel(rule=rule))
+    stops, goes = add(engine, b"!!", greedy(9)), add(engine, b"go", greedy(9))
+    outputs = run(engine)
+    assert end_of(outputs, stops).finish_reason == "eos"
+    assert len(tokens_of(outputs, stops)) == 3
+    assert tokens_of(outputs, goes) == continuation(b"go", 9)
+    assert [record.idle_rows for record in engine.telemetry.records] == [0] * 3 + [1] * 6 + [0]
+
+
+def test_each_end_in_one_batch() -> None:
+    def rule(token_ids: list[int]) -> int:
+        answers = {ord("e"): [*b"ab", EOS], ord("s"): [*b"a STOP b"], ord("l"): [*b"abcdefgh"]}
+        return answers[token_ids[0]][len(token_ids) - 1]
+
+    engine = build("static", RememberingModel(rule=rule))
+    eos, stop, length = (add(engine, first, greedy(7, stop=("STOP",))) for first in "esl")
+    outputs = run(engine)
+    ends = [(end_of(outputs, r).finish_reason, text_of(outputs, r)) for r in (eos, stop, length)]
+    assert ends == [("eos", "ab"), ("stop", "a "), ("length", "abcdefg")]
+
+
+@pytest.mark.parametrize("kind", ["remembering", "llama"])
+def test_idle_rows_never_overflow(kind: str, llama: CausalLM) -> None:
+    """Prompts of 400 and 10 with 9 and 400 new tokens: the first row stands still for 391 steps."""
+    model = RememberingModel() if kind == "remembering" else llama
+    engine = build("static", model, max_seq_len=900)
+    long, short = ([(3 * i) % 250 for i in range(n)] for n in (400, 10))
+    requests = [
+        add(engine, long, greedy(9, ignore_eos=True)),
+        add(engine, short, greedy(400, ignore_eos=True)),
+        add(engine, long, greedy(9, ignore_eos=True)),
+    ]
+    outputs = engine.step()
+    pool = engine.runner.pool
+    assert isinstance(pool, StaticKVCache)
+    assert pool.block_size == 800
+    while any(not request.is_terminal for request in requests[::2]):
+        outputs += engine.step()
+    # From here on the first and third rows are idle. All of theirs but their own last column is a canary.
+    before = [layer[[0, 2]].clone() for layer in (*pool.k, *pool.v)]
+    last = pool.get_seq_len(0) - 1
+    while not requests[1].is_terminal:
+        outputs += engine.step()
+        assert pool.get_seq_len(0) == pool.get_seq_len(2) == last + 1
+    for layer, canary in zip((*pool.k, *pool.v), before, strict=True):
+        changed = (layer[[0, 2]] != canary).flatten(2).any(-1).any(0)
+        assert set(changed.nonzero().flatten().tolist()) <= {last}
+    outputs += run(engine)
+    for request in requests:
+        if kind == "llama":
+            expected = solo(llama, request.prompt_token_ids, request.params)
+        else:
+            expected = continuation(request.prompt_token_ids, request.params.max_new_tokens)
+        assert tokens_of(outputs, request) == expected
+
+
+def test_an_idle_row_is_fed_a_dummy_token() -> None:
+    model = RememberingModel()
+    engine = build("static", model)
+    done, runs = add(engine, b"ab", greedy(2)), add(engine, b"cd", greedy(4))
+    for _ in range(3):
+        engine.step()
+    pool = engine.runner.pool
+    assert done.is_terminal
+    assert not runs.is_terminal
+    assert model.calls[-1].logit_rows == [1], "an idle row is not sampled"
+    assert pool.k[0].view(2, -1)[0, :3].tolist() == [ord("a") + 1, ord("b") + 1, PAD_TOKEN + 1]
+
+
+def test_memory_returns_at_the_batchs_end() -> None:
+    engine = build("static")
+    add(engine, b"ab", greedy(2))
+    add(engine, b"abcd", greedy(4))
+    engine.step()
+    assert engine.runner.pool.reserved_tokens == 2 * 8
+    run(engine)
+    assert engine.runner.pool.k == ()
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("failing_step", [0, 2])
+def test_a_pass_that_raises_fails_the_whole_batch_and_the_next_one_works(failing_step: int) -> None:
+    model = RememberingModel()
+    engine = build("static", model, max_batch_size=2)
+    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three", "four")]
+    outputs = [o for _ in range(failing_step) for o in engine.step()]
+    error = RuntimeError("boom")
+
+    def before_pass(_: object) -> None:
+        raise error
+
+    model.before_pass = before_pass
+    failed = engine.step()
+    assert [(o.request_id, o.error, o.finished) for o in failed] == [
+        (request.request_id, error, True) for request in requests[:2]
+    ]
+    model.before_pass = lambda _: None
+    outputs += run(engine)
+    for request in requests[2:]:
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_cancelled_member_is_neither_sampled_nor_sent(steps: int, llama: CausalLM) -> None:
+    engine = build("static", llama)
+    leaves, stays = (
+        add(engine, [1, 2, 3], greedy(8, ignore_eos=True)),
+        add(engine, [4, 5], greedy(8, ignore_eos=True)),
+    )
+    outputs = [o for _ in range(steps) for o in engine.step()]
+    engine.cancel(leaves.request_id)
+    later = run(engine)
+    assert [o.finish_reason for o in later if o.request_id == leaves.request_id] == ["cancelled"]
+    assert leaves.num_generated_tokens == steps
+    assert tokens_of(outputs + later, stays) == solo(llama, [4, 5], stays.params)
+    assert_all_free(engine)
+
+
+def test_a_batch_whose_members_are_all_cancelled_leaves_at_once() -> None:
+    model = RememberingModel()
+    engine = build("static", model)
+    requests = [add(engine, text, greedy(9)) for text in ("one", "two")]
+    engine.step()
+    for request in requests:
+        engine.cancel(request.request_id)
+    assert len(engine.step()) == 2
+    assert len(model.calls) == 1
+    assert_all_free(engine)
+
+
+def test_logits_beside_a_padded_row_are_those_of_the_run_alone(llama: CausalLM) -> None:
+    """To float32 rounding, at the first token: the row beside is longer and its padding must not be seen."""
+    engine = build("static", llama)
+    add(engine, list(range(40)), greedy(1))
+    request = add(engine, [9, 8, 7], greedy(1, logprobs=20))
+    together = next(o for o in run(engine) if o.request_id == request.request_id).logprobs
+    engine = build("static", llama)
+    add(engine, [9, 8, 7], greedy(1, logprobs=20))
+    alone = run(engine)[0].logprobs
+    assert together is not None
+    assert alone is not None
+    assert [token for token, _ in together.top] == [token for token, _ in alone.top]
+    torch.testing.assert_close([p for _, p in together.top], [p for _, p in alone.top], atol=1e-4, rtol=0)

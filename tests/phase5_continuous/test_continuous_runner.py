@@ -1,0 +1,176 @@
+"""Decode first, then all newcomers in one pass without padding; what a step costs is on record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from common.kv import KVView
+from common.models.layers import CausalLM
+from common.request import SamplingParams
+from kernels.attention import AttentionLayout
+from tests.engine_helpers import (
+    EOS,
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    solo,
+    tiny_model,
+    tokens_of,
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> CausalLM:
+    return tiny_model()
+
+
+def test_newcomers_are_prefilled_in_one_pass_without_padding() -> None:
+    model = RememberingModel()
+    engine = build("continuous", model)
+    for prompt in (b"abc", b"abcdefg", b"a"):
+        add(engine, prompt, greedy(2))
+    engine.step()
+    (prefill,) = model.calls
+    assert (prefill.tokens, prefill.query_lengths) == (3 + 7 + 1, (3, 7, 1))
+    assert prefill.logit_rows == [2, 9, 10]
+    run(engine)
+    assert engine.telemetry.counters.padded_tokens == 0
+    assert engine.telemetry.counters.idle_rows == 0
+
+
+def test_one_by_one_is_a_pass_each_and_gives_the_same() -> None:
+    outputs = {}
+    for how in ("together", "one_by_one"):
+        model = RememberingModel()
+        engine = build("continuous", model, prefill_newcomers=how)
+        requests = [add(engine, prompt, greedy(4)) for prompt in (b"abc", b"abcdefg", b"a")]
+        engine_outputs = run(engine)
+        outputs[how] = [tokens_of(engine_outputs, request) for request in requests]
+        lengths = [call.query_lengths for call in model.calls]
+        assert lengths[:-3] == ([(3, 7, 1)] if how == "together" else [(3,), (7,), (1,)])
+    assert outputs["together"] == outputs["one_by_one"]
+
+
+def test_a_mixed_step_decodes_first() -> None:
+    model = RememberingModel()
+    engine = build("continuous", model)
+    a, b = add(engine, b"aa", greedy(6)), add(engine, b"bbb", greedy(6))
+    outputs = engine.step()
+    c = add(engine, b"cccc", greedy(6))
+    step = engine.step()
+    assert [o.request_id for o in step] == [a.request_id, b.request_id, c.request_id]
+    assert [(call.query_lengths, call.kv_lengths) for call in model.calls[1:]] == [
+        ((1, 1), (3, 4)),
+        ((4,), (4,)),
+    ]
+    outputs += step + run(engine)
+    for request in (a, b, c):
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
+
+
+def test_decode_takes_any_subset_of_slots(llama: CausalLM) -> None:
+    """Sequences of all lengths come and go; each gets the tokens it would have alone."""
+    engine = build("continuous", llama, max_batch_size=3)
+    params = [greedy(3 + 4 * (i % 4), ignore_eos=True) for i in range(9)]
+    params[4] = SamplingParams(max_new_tokens=9, seed=1)
+    requests = [
+        add(engine, [(i * 11 + j) % 250 for j in range(1 + 5 * (i % 3))], params[i]) for i in range(9)
+    ]
+    outputs = run(engine)
+    for request in requests:
+        assert tokens_of(outputs, request) == solo(llama, request.prompt_token_ids, request.params)
+
+
+def test_eos_as_the_first_token() -> None:
+    engine = build("continuous", RememberingModel(rule=lambda ids: EOS if ids[0] == ord("!") else 65))
+    ends, runs = add(engine, "!x", greedy(5)), add(engine, "go", greedy(5))
+    outputs = engine.step()
+    end = end_of(outputs, ends)
+    assert (end.finish_reason, end.completion_tokens, end.token_id) == ("eos", 1, EOS)
+    outputs += run(engine)
+    assert tokens_of(outputs, runs) == [65] * 5
+    assert_all_free(engine)
+
+
+def test_a_single_new_token_needs_no_decode() -> None:
+    model = RememberingModel()
+    engine = build("continuous", model)
+    request = add(engine, "abc", greedy(1))
+    outputs = run(engine)
+    assert end_of(outputs, request).finish_reason == "length"
+    assert len(model.calls) == 1
+
+
+def test_a_cancelled_newcomer_is_not_prefilled() -> None:
+    model = RememberingModel()
+    engine = build("continuous", model)
+    leaves, stays = add(engine, "leaves", greedy(2)), add(engine, "st", greedy(2))
+    engine.cancel(leaves.request_id)
+    outputs = run(engine)
+    assert model.calls[0].query_lengths == (2,)
+    assert end_of(outputs, leaves).finish_reason == "cancelled"
+    assert tokens_of(outputs, stays) == continuation(b"st", 2)
+
+
+def test_decode_does_no_work_per_sequence_in_the_layers(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`attend` is called once a layer, its index tensors are built once a pass, and the operations of a decode
+    step are as many for eight sequences as for two."""
+    attended: list[int] = []
+    built: list[Any] = []
+    attend, build_group = KVView.attend, AttentionLayout._build_decode_group
+
+    def counted_attend(self: KVView, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attended.append(layer)
+        return attend(self, layer, *args, **kwargs)
+
+    def counted_build(self: AttentionLayout, window: int | None) -> Any:
+        built.append(window)
+        return build_group(self, window)
+
+    monkeypatch.setattr(KVView, "attend", counted_attend)
+    monkeypatch.setattr(AttentionLayout, "_build_decode_group", counted_build)
+    operations: dict[int, Counter[str]] = {}
+    for count in (2, 8):
+        engine = build("continuous", llama, max_batch_size=8)
+        for i in range(count):
+            add(engine, [i + 1] * (i + 2), greedy(5, ignore_eos=True))
+        engine.step()
+        attended.clear()
+        built.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.step()
+        assert attended == list(range(len(llama.config.layers)))
+        assert built == [None]
+        operations[count] = Counter({event.key: event.count for event in profile.key_averages()})
+    # One cat of small pieces or one more stack may differ; a loop over sequences would add six a layer.
+    extra = sum((operations[8] - operations[2]).values())
+    assert extra < 6, operations[8] - operations[2]
+
+
+def test_a_prefill_builds_its_addresses_once_for_all_layers(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int | None] = []
+    segments = AttentionLayout._build_prefill_segments
+
+    def counted(self: AttentionLayout, window: int | None) -> Any:
+        built.append(window)
+        return segments(self, window)
+
+    monkeypatch.setattr(AttentionLayout, "_build_prefill_segments", counted)
+    engine = build("continuous", llama)
+    for n in (3, 9, 5):
+        add(engine, [n] * n, greedy(1))
+    engine.step()
+    assert built == [None]

@@ -1,0 +1,61 @@
+"""Every test of the API runs against every phase: a new phase joins by one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.support import ServerProcess
+
+PHASES = [
+    "phase4_static",
+]
+
+
+@pytest.fixture(scope="session", params=PHASES)
+def phase(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def server(phase: str) -> Iterator[ServerProcess]:
+    """An ordinary server. Tests leave it as they find it, and say so by their next request."""
+    process = ServerProcess(phase, "--max-seq-len", "1024")
+    yield process
+    assert process.process.poll() is None, f"the server did not outlive its tests:\n{process.log_text}"
+    assert "Traceback" not in process.log_text
+    process.close()
+
+
+def start_gated(phase: str) -> ServerProcess:
+    return ServerProcess(
+        phase,
+        *("--max-batch-size", "4", "--max-waiting-requests", "6", "--shutdown-timeout", "30"),
+        module="tests.server.gated_server",
+        env={"TEST_STALL_TIMEOUT_S": "2"},
+    )
+
+
+@pytest.fixture(scope="session")
+def shared_gated(phase: str) -> Iterator[ServerProcess]:
+    process = start_gated(phase)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def gated(shared_gated: ServerProcess) -> Iterator[ServerProcess]:
+    """A server whose forward passes the test holds and breaks, and which must be well again at its end."""
+    shared_gated.begin_test()
+    yield shared_gated
+    shared_gated.order("open")
+    assert shared_gated.complete(max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.fixture
+def mortal(phase: str) -> Iterator[ServerProcess]:
+    """A gated server of the test's own, to bring to its end."""
+    process = start_gated(phase)
+    yield process
+    process.close()

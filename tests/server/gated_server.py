@@ -1,0 +1,91 @@
+"""A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
+
+It is the ordinary server (`common.server.cli`), with hooks on the model. Lines on stdin are orders: `hold`, `open`,
+and what the next pass does: `fail`, `die`, `nan`. On stdout it says `held` when a pass waits, and echoes each order
+once it is in force.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from common.phases import find_phase
+from common.server import cli
+
+SECRET = "the-secret-inside-the-server"
+
+gate = threading.Event()
+gate.set()
+next_pass: list[str] = []
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def obey() -> None:
+    for line in sys.stdin:
+        order = line.strip()
+        if order == "hold":
+            gate.clear()
+        elif order == "open":
+            gate.set()
+        else:
+            next_pass.append(order)
+        say(order)
+
+
+def before_pass(*_: object) -> None:
+    if not gate.is_set():
+        say("held")
+        gate.wait()
+    if next_pass[:1] == ["fail"]:
+        next_pass.pop()
+        raise RuntimeError(SECRET)
+    if next_pass[:1] == ["die"]:
+        next_pass.pop()
+        raise torch.AcceleratorError(SECRET)
+
+
+def after_pass(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
+    if next_pass[:1] == ["nan"]:
+        next_pass.pop()
+        return torch.full_like(logits, torch.nan)
+    return logits
+
+
+def main() -> None:
+    package = find_phase(sys.argv[1])
+
+    def build_engine(config: Any) -> Any:
+        engine = package.build_engine(config)
+        engine.runner.model.register_forward_pre_hook(before_pass)
+        engine.runner.model.register_forward_hook(after_pass)
+        return engine
+
+    cli.STALL_TIMEOUT_S = int(os.environ.get("TEST_STALL_TIMEOUT_S", "60"))
+    bind = cli.bind
+
+    def bind_with_small_buffers(host: str, port: int) -> socket.socket:
+        """So that a few hundred tokens suffice to fill what the kernel takes for a client that reads nothing."""
+        listener = bind(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        return listener
+
+    cli.bind = bind_with_small_buffers
+    threading.Thread(target=obey, daemon=True).start()
+    gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
+    options, config = cli.read_options(gated, sys.argv[2:])  # type: ignore[arg-type]  # a phase but in name
+    cli.configure_logging(options.log_level)
+    sys.exit(cli.serve(gated, options, config))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Servers in processes of their own, and clients that read their streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+
+HANG_S = 60.0  # nothing takes nearly so long; only a hang does
+
+Event = tuple[str, dict[str, Any]]
+
+
+class ServerProcess:
+    """A phase's server, started with flags, on a free port."""
+
+    def __init__(
+        self, phase: str, *flags: str, module: str | None = None, env: dict[str, str] | None = None
+    ) -> None:
+        command = [sys.executable, "-m", *([module, phase] if module else [phase])]
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", "--dtype", "float32", "--device", "cpu", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        )
+        self.log: list[str] = []
+        self.logged = 0  # lines that were there when the test began
+        self.counted: dict[str, Any] = {}  # the engine's counters then
+        self.said: queue.Queue[str] = queue.Queue()
+        self._ready = threading.Event()
+        self.url = ""
+        for read in (self._read_log, self._read_output):
+            threading.Thread(target=read, daemon=True).start()
+        assert self._ready.wait(HANG_S), f"the server did not start:\n{self.log_text}"
+        assert self.url, f"the server ended:\n{self.log_text}"
+        self.client = httpx.Client(base_url=self.url, timeout=HANG_S)
+        self.model = self.client.get("/v1/models").json()["data"][0]["id"]
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            ready = re.search(r"ready: .* at (http://\S+)", line)
+            if ready:
+                self.url = ready[1]
+                self._ready.set()
+        self._ready.set()
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.put(line.strip())
+
+    def begin_test(self) -> None:
+        """From here on a test counts and reads what it caused, and nothing older."""
+        self.counted, self.logged = {}, len(self.log)
+        self.counted = self.counters()
+
+    @property
+    def log_text(self) -> str:
+        """What was logged since the test began."""
+        return "".join(self.log[self.logged :])
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    # ------------------------------------------------------------------ orders to a gated server
+
+    def order(self, order: str) -> None:
+        """Send an order to a gated server, and wait until it is in force."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+        self.expect(order)
+
+    def expect(self, line: str) -> None:
+        deadline = time.monotonic() + HANG_S
+        while self.said.get(timeout=deadline - time.monotonic()) != line:
+            pass
+
+    def forget_output(self) -> None:
+        while not self.said.empty():
+            self.said.get_nowait()
+
+    # ------------------------------------------------------------------ requests
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        return {"model": self.model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8} | fields
+
+    def post(self, **fields: Any) -> httpx.Response:
+        """A completion that does not stream unless asked to."""
+        return self.client.post("/v1/completions", json=self.body(**({"stream": False} | fields)))
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        response = self.post(**fields)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    @contextmanager
+    def streaming(self, **fields: Any) -> Iterator[Iterator[Event]]:
+        with (
+            httpx.Client(base_url=self.url, timeout=HANG_S) as client,
+            client.stream(
+                "POST", "/v1/completions", json=self.body(**({"stream": True} | fields))
+            ) as response,
+        ):
+            assert response.status_code == 200, response.read()
+            yield read_events(response)
+
+    def events(self, **fields: Any) -> list[Event]:
+        with self.streaming(**fields) as events:
+            return list(events)
+
+    def raw(self, **fields: Any) -> socket.socket:
+        """A connection on which a request has been sent, and nothing read. Its buffer is small."""
+        body = json.dumps(self.body(**fields)).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(HANG_S)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        return connection
+
+    def counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = self.client.get("/telemetry", params={"since_step": 2**40}).json()[
+            "counters"
+        ]
+        return counters
+
+    def queue_room(self) -> int:
+        room: int = self.client.get("/telemetry", params={"since_step": 2**40}).json()["queue_room"]
+        return room
+
+    def memory_mb(self) -> float:
+        return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
+
+    # ------------------------------------------------------------------ the end
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(HANG_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def read_events(response: httpx.Response) -> Iterator[Event]:
+    """The named events of a stream, comments left out."""
+    name = ""
+    for line in response.iter_lines():
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def texts(events: list[Event]) -> dict[int, str]:
+    """Each choice's text, joined from its token events."""
+    joined: dict[int, str] = {}
+    for name, data in events:
+        if name == "token":
+            choice = data["choices"][0]
+            joined[choice["index"]] = joined.get(choice["index"], "") + choice["text"]
+            assert choice["text"] == data["token"]
+    return joined
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what must come, but not at once. A hang fails."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def assert_error(
+    response: httpx.Response, status: int, param: str | None = None, code: str | None = None
+) -> None:
+    """An answer in the one shape that errors have."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.content) < 4096
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert body["error"]["param"] == param
+    if code is not None:
+        assert body["error"]["code"] == code
+    assert ("retry-after" in response.headers) == (status == 503)

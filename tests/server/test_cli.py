@@ -1,0 +1,211 @@
+"""The command line: every mistake is one line on stderr that names the option and the mend, and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common import zoo
+from common.phases import find_phase
+from common.server import cli
+from tests.server.support import ServerProcess
+
+Fail = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """The command line sets up logging for a process of its own."""
+    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn")
+    handlers, levels = root.handlers[:], (root.level, uvicorn.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    uvicorn.setLevel(levels[1])
+
+
+@pytest.fixture
+def fail(phase: str, capsys: pytest.CaptureFixture[str]) -> Fail:
+    """Run `main` where it must not get to serving: its exit code and the one line it says."""
+
+    def run(*argv: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(phase, argv)
+        printed = capsys.readouterr()
+        errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+        others = [line for line in printed.err.splitlines() if " INFO " not in line]
+        assert errors == others, printed.err
+        assert len(errors) == 1
+        assert printed.out == ""
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, errors[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--bogus"], "unknown option --bogus: --help lists"),
+        (["--max-batchsize", "4"], "unknown option --max-batchsize: did you mean --max-batch-size?"),
+        (["--max_batch_size=4"], "did you mean --max-batch-size?"),
+        (["serve"], "unknown option serve"),
+        (["--max-batch-size"], "--max-batch-size"),
+        (["--max-batch-size", "0"], "--max-batch-size"),
+        (["--max-batch-size", "many"], "--max-batch-size"),
+        (["--max-batch-size", "1.5"], "--max-batch-size"),
+        (["--max-seq-len", "1"], "--max-seq-len"),
+        (["--dtype", "float8"], "--dtype"),
+        (["--device", "tpu"], "--device"),
+        (["--port", "70000"], "--port"),
+        (["--log-level", "loud"], "--log-level"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
+        (["--seed", "-1"], "--seed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options(fail: Fail, argv: list[str], says: str) -> None:
+    code, line = fail(*argv)
+    assert code == 2
+    assert says in line
+
+
+def test_a_wrong_value_in_the_environment(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_MAX_WAITING_REQUESTS", "none")
+    code, line = fail("--port", "0")
+    assert code == 2
+    assert "INFER_MAX_WAITING_REQUESTS" in line
+    assert "'none'" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model", "no/such/model/anywhere"], "no/such/model/anywhere"),
+        (["--model", "zoo:no-such"], "zoo:no-such"),
+        (["--model", "dummy:no-such"], "dummy:no-such"),
+        (["--max-seq-len", "1000000"], "--max-seq-len 1000000"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7"),
+        (["--max-batch-size", "100000000"], "--max-batch-size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_served(fail: Fail, argv: list[str], says: str) -> None:
+    code, line = fail("--port", "0", "--device", "cpu", *argv)
+    assert code == 1
+    assert says in line
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    fail: Fail, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(find_phase(phase), "build_engine", loaded.append)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, line = fail("--port", port)
+    assert code == 1
+    assert f"port {port} of 127.0.0.1 is in use" in line
+    assert not loaded
+
+
+def zoo_copy(folder: Path) -> Path:
+    return Path(shutil.copytree(Path(zoo.__file__).parent / "llama-tiny", folder / "broken"))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 2000, 100_000])
+def test_truncated_weights(fail: Fail, tmp_path: Path, keep: int) -> None:
+    folder = zoo_copy(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    code, line = fail("--model", str(folder), "--port", "0", "--device", "cpu")
+    assert code == 1
+    assert "model.safetensors" in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file(fail: Fail, tmp_path: Path, name: str) -> None:
+    folder = zoo_copy(tmp_path)
+    (folder / name).unlink()
+    code, line = fail("--model", str(folder), "--port", "0", "--device", "cpu")
+    assert code == 1
+    assert name.partition(".")[0] in line
+
+
+def test_a_broken_config(fail: Fail, tmp_path: Path) -> None:
+    folder = zoo_copy(tmp_path)
+    (folder / "config.json").write_text("{")
+    code, line = fail("--model", str(folder), "--port", "0", "--device", "cpu")
+    assert code == 1
+    assert "config.json" in line
+
+
+def test_help_lists_every_option(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(phase, ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    package = find_phase(phase)
+    for name in [*package.Config.model_fields, *cli.ServerOptions.model_fields]:
+        assert f"--{name.replace('_', '-')}" in text
+    assert str(package.PHASE.default_port) in text
+
+
+def test_flags_win_over_the_environment_and_that_over_defaults(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFER_MAX_BATCH_SIZE", "3")
+    monkeypatch.setenv("INFER_SHUTDOWN_TIMEOUT", "4.5")
+    package = find_phase(phase)
+    options, config = cli.read_options(package, ["--max-waiting-requests", "5", "--log-level=error"])
+    assert (config.max_batch_size, config.max_waiting_requests) == (3, 5)
+    assert (options.shutdown_timeout, options.log_level) == (4.5, "error")
+    assert (options.host, options.port) == ("127.0.0.1", package.PHASE.default_port)
+    assert cli.read_options(package, ["--max-batch-size", "7"])[1].max_batch_size == 7
+
+
+def test_booleans_have_a_no_form(phase: str) -> None:
+    """None of the options is one yet; the settings they are made with must know it all the same."""
+    package = find_phase(phase)
+
+    class Config(package.Config):  # type: ignore[name-defined, misc]
+        caching: bool = True
+
+    class Extended:
+        PHASE = package.PHASE
+
+    Extended.Config = Config  # type: ignore[attr-defined]
+    for argv, value in (([], True), (["--caching"], True), (["--no-caching"], False)):
+        config = cli.read_options(Extended, argv)[1]  # type: ignore[arg-type]
+        assert config.caching is value  # type: ignore[attr-defined]
+
+
+def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:
+    folder = zoo_copy(tmp_path)
+    server = ServerProcess(phase, "--model", str(folder), "--max-seq-len", "64")
+    try:
+        assert server.model == "broken"
+        for path in ("/v1/models", "/openapi.json", "/version", "/health", "/telemetry"):
+            assert str(tmp_path) not in server.client.get(path).text
+        assert str(tmp_path) not in server.post(model="other").text
+        assert server.complete()["model"] == "broken"
+    finally:
+        server.close()
+
+
+def test_as_a_command(phase: str) -> None:
+    """The same, by `python -m`: one line, an exit code, nothing on stdout."""
+    command = [sys.executable, "-m", phase, "--dtype", "int3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: --dtype")
+    assert ended.stderr.count("\n") == 1
+    assert ended.stdout == ""

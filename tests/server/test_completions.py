@@ -1,0 +1,384 @@
+"""What `POST /v1/completions` answers when all is well, over a real socket."""
+
+from __future__ import annotations
+
+import math
+
+import httpx
+import pytest
+import torch
+
+from common.generate import generate
+from common.models.registry import load_model, open_checkpoint
+from common.request import Request, SamplingParams
+from tests.server.support import ServerProcess, read_events, texts
+
+GREEDY = {"temperature": 0}
+SEEDED = {"temperature": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 7}
+
+
+# ---------------------------------------------------------------------- stream
+
+
+def test_stream_has_a_named_event_for_each_token_and_one_that_ends_it(server: ServerProcess) -> None:
+    events = server.events(max_tokens=5, ignore_eos=True)
+    assert [name for name, _ in events] == ["token"] * 5 + ["done"]
+    for _, data in events:
+        assert data["object"] == "text_completion"
+        assert data["model"] == server.model
+        assert data["id"] == events[0][1]["id"]
+        assert data["id"].startswith("cmpl-")
+        assert data["created"] == events[0][1]["created"]
+    for _, data in events[:-1]:
+        assert data["choices"] == [
+            {"index": 0, "text": data["token"], "logprobs": None, "finish_reason": None}
+        ]
+        assert isinstance(data["token_id"], int)
+        assert "usage" not in data
+    done = events[-1][1]
+    assert done["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
+    assert done["finish_reason"] == "length"
+    usage = done["usage"]
+    assert usage["completion_tokens"] == 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 5
+
+
+def test_stream_is_lf_only_and_has_no_ping(server: ServerProcess) -> None:
+    response = server.client.post("/v1/completions", json=server.body(stream=True))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-store"
+    assert b"\r" not in response.content
+    lines = response.content.decode().split("\n")
+    assert all(line.startswith(("event: ", "data: ")) for line in lines if line)
+    assert response.content.endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_joined_stream_equals_the_json_answer(server: ServerProcess, sampling: dict[str, float]) -> None:
+    fields = {"max_tokens": 60, "prompt": "The lantern was in the", **sampling}
+    answer, events = server.complete(**fields), server.events(**fields)
+    assert texts(events)[0].encode() == answer["choices"][0]["text"].encode()
+    done = events[-1][1]
+    assert done["usage"] == answer["usage"]
+    assert done["finish_reason"] == answer["finish_reason"]
+    assert done["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
+
+
+def test_json_answer_has_openais_shape(server: ServerProcess) -> None:
+    answer = server.complete(max_tokens=3, ignore_eos=True)
+    assert set(answer) == {"id", "object", "created", "model", "choices", "finish_reason", "usage"}
+    (choice,) = answer["choices"]
+    assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+    assert choice["finish_reason"] == answer["finish_reason"] == "length"
+
+
+def test_greedy_tokens_are_those_of_the_reference(server: ServerProcess) -> None:
+    """The prompt travels as text and comes out as `generate()` would have it."""
+    checkpoint = open_checkpoint("zoo:llama-tiny")
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=1024)
+    tokenizer = checkpoint.tokenizer()
+    prompt = tokenizer.encode("Once upon a time")
+    request = Request(
+        "solo", prompt, SamplingParams(temperature=0, max_new_tokens=40), model.config.eos_token_ids
+    )
+    expected = [output.token_id for output in generate(model, request)]
+    streamed = [data["token_id"] for name, data in server.events(max_tokens=40) if name == "token"]
+    assert streamed == expected
+    by_ids = [
+        data["token_id"] for name, data in server.events(max_tokens=40, prompt=prompt) if name == "token"
+    ]
+    assert by_ids == expected  # ids get no special tokens; text got them
+
+
+# ---------------------------------------------------------------------- stream or JSON
+
+
+@pytest.mark.parametrize(
+    ("accept", "stream", "streams"),
+    [
+        ("application/json", None, False),
+        ("application/json; charset=utf-8", None, False),
+        ("*/*", None, True),
+        ("text/event-stream", None, True),
+        ("", None, True),
+        ("application/json", True, True),
+        ("text/event-stream", False, False),
+        ("*/*", False, False),
+    ],
+)
+def test_an_explicit_stream_wins_over_accept(
+    server: ServerProcess, accept: str, stream: bool | None, streams: bool
+) -> None:
+    response = server.client.post(
+        "/v1/completions", json=server.body(stream=stream, max_tokens=1), headers={"Accept": accept}
+    )
+    assert response.status_code == 200
+    kind = "text/event-stream" if streams else "application/json"
+    assert response.headers["content-type"].startswith(kind)
+
+
+def test_stream_left_out_is_stream_null(server: ServerProcess) -> None:
+    body = server.body(max_tokens=1)
+    assert "stream" not in body
+    response = server.client.post("/v1/completions", json=body, headers={"Accept": "application/json"})
+    assert response.json()["object"] == "text_completion"
+
+
+# ---------------------------------------------------------------------- several choices
+
+
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(server: ServerProcess) -> None:
+    prompts = ["Once upon a time", "The lantern", "In the morning"]
+    fields = {"prompt": prompts, "n": 2, "max_tokens": 12, "temperature": 0.9, "seed": 3}
+    answer = server.complete(**fields)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    singles = [
+        server.complete(**(fields | {"prompt": prompt, "n": 1, "seed": 3 + j}))
+        for prompt in prompts
+        for j in (0, 1)
+    ]
+    assert [c["text"] for c in answer["choices"]] == [s["choices"][0]["text"] for s in singles]
+    assert answer["finish_reason"] == singles[0]["finish_reason"]
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == sum(s["usage"]["completion_tokens"] for s in singles)
+    assert usage["prompt_tokens"] == sum(
+        s["usage"]["prompt_tokens"] for s in singles[::2]
+    )  # a prompt counts once
+
+
+def test_seeded_choices_differ_and_repeat(server: ServerProcess) -> None:
+    fields = {"n": 4, "seed": 11, "temperature": 1.5, "max_tokens": 24}
+    first, again = server.complete(**fields), server.complete(**fields)
+    assert [c["text"] for c in first["choices"]] == [c["text"] for c in again["choices"]]
+    assert len({c["text"] for c in first["choices"]}) > 1
+
+
+def test_interleaved_choices_each_end_once_with_their_own_usage(server: ServerProcess) -> None:
+    fields = {"prompt": ["Once upon a time", "The"], "n": 3, "max_tokens": 10, "temperature": 1, "seed": 5}
+    events, answer = server.events(**fields), server.complete(**fields)
+    assert texts(events) == {c["index"]: c["text"] for c in answer["choices"]}
+    ends = [(data["choices"][0]["index"], data) for name, data in events if name == "done"]
+    assert sorted(index for index, _ in ends) == list(range(6))
+    assert {name for name, _ in events} == {"token", "done"}
+    for index, done in ends:
+        tokens = [d for name, d in events if name == "token" and d["choices"][0]["index"] == index]
+        assert done["usage"]["completion_tokens"] == len(tokens)
+    order = [data["choices"][0]["index"] for name, data in events if name == "token"]
+    assert order != sorted(order), "choices of one batch come step by step, not one after another"
+
+
+def test_lists_of_token_ids(server: ServerProcess) -> None:
+    answer = server.complete(prompt=[[5, 6, 7], [8, 9]], max_tokens=2, ignore_eos=True)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+
+
+# ---------------------------------------------------------------------- how it ends
+
+
+def test_eos_ends_with_a_token_event_without_text(server: ServerProcess) -> None:
+    """A stop token stands in for EOS: both end a request the same way, and neither is text."""
+    tokens = [data for name, data in server.events(max_tokens=12, ignore_eos=True) if name == "token"]
+    chosen = tokens[5]["token_id"]
+    first = next(i for i, data in enumerate(tokens) if data["token_id"] == chosen)
+    events = server.events(max_tokens=12, ignore_eos=True, stop_token_ids=[chosen])
+    assert [name for name, _ in events] == ["token"] * (first + 1) + ["done"]
+    assert events[-2][1]["token_id"] == chosen
+    assert events[-2][1]["token"] == ""
+    done = events[-1][1]
+    assert (done["finish_reason"], done["choices"][0]["finish_reason"]) == ("stop", "stop")
+    assert done["usage"]["completion_tokens"] == first + 1
+
+
+def test_a_model_that_ends_its_text_ends_with_eos(server: ServerProcess) -> None:
+    events = server.events(prompt="The end.", max_tokens=900)
+    done = events[-1][1]
+    assert (done["finish_reason"], done["choices"][0]["finish_reason"]) == ("eos", "stop")
+    assert events[-2][1]["token"] == ""
+    assert done["usage"]["completion_tokens"] == len(events) - 1
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProcess, as_list: bool) -> None:
+    whole = server.complete(max_tokens=40)["choices"][0]["text"]
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 6]  # begins and ends anywhere within tokens
+    fields = {"max_tokens": 40, "stop": [stop, "never in the text"] if as_list else stop}
+    answer, events = server.complete(**fields), server.events(**fields)
+    assert answer["choices"][0]["text"] == whole[: whole.index(stop)] == texts(events)[0]
+    assert answer["finish_reason"] == answer["choices"][0]["finish_reason"] == "stop"
+    done = events[-1][1]
+    assert done["usage"]["completion_tokens"] == len(events) - 1 == answer["usage"]["completion_tokens"]
+
+
+def test_text_held_for_a_stop_string_comes_with_the_last_token(server: ServerProcess) -> None:
+    whole = server.complete(max_tokens=9, ignore_eos=True)["choices"][0]["text"]
+    stop = whole[-3:] + "\u2603 never"  # the end of the text might have been its start
+    events = server.events(max_tokens=9, ignore_eos=True, stop=stop)
+    assert texts(events)[0] == whole
+    assert events[-2][1]["token"].endswith(whole[-3:])
+    assert events[-1][1]["finish_reason"] == "length"
+
+
+def test_min_tokens_holds_endings_off(server: ServerProcess) -> None:
+    tokens = [
+        data["token_id"] for name, data in server.events(max_tokens=8, ignore_eos=True) if name == "token"
+    ]
+    stop = [tokens[1]]
+    assert server.complete(stop_token_ids=stop, ignore_eos=True)["usage"]["completion_tokens"] <= 2
+    answer = server.complete(stop_token_ids=stop, ignore_eos=True, min_tokens=6, max_tokens=30)
+    assert answer["usage"]["completion_tokens"] >= 6
+
+
+# ---------------------------------------------------------------------- usage
+
+
+def test_include_usage_adds_a_last_event_without_choices(server: ServerProcess) -> None:
+    fields = {"prompt": ["One", "Two"], "n": 2, "max_tokens": 3, "ignore_eos": True}
+    events = server.events(**fields, stream_options={"include_usage": True})
+    assert [name for name, _ in events if name != "token"] == ["done"] * 4 + ["usage"]
+    name, data = events[-1]
+    assert name == "usage"
+    assert data["choices"] == []
+    assert data["usage"] == server.complete(**fields)["usage"]
+
+
+def test_continuous_usage_counts_each_choice(server: ServerProcess) -> None:
+    events = server.events(
+        n=2,
+        max_tokens=4,
+        ignore_eos=True,
+        stream_options={"continuous_usage_stats": True, "include_usage": False},
+    )
+    assert "usage" not in [name for name, _ in events]
+    for index in (0, 1):
+        counts = [d["usage"]["completion_tokens"] for _, d in events if d["choices"][0]["index"] == index]
+        assert counts == [1, 2, 3, 4, 4]
+
+
+def test_stream_options_are_taken_where_nothing_streams(server: ServerProcess) -> None:
+    answer = server.complete(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+# ---------------------------------------------------------------------- fields
+
+
+def test_null_means_the_default(server: ServerProcess) -> None:
+    names = (
+        "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop logprobs stream_options"
+    )
+    names += " echo n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user"
+    nulls: dict[str, None] = dict.fromkeys(names.split())
+    assert server.complete(**nulls)["choices"] == server.complete()["choices"]
+    answer = server.complete(max_tokens=None, temperature=None, seed=None, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 128
+
+
+def test_neutral_values_of_what_is_not_implemented(server: ServerProcess) -> None:
+    answer = server.complete(n=2, best_of=2, echo=False, logit_bias={}, suffix=None, user="me")
+    assert len(answer["choices"]) == 2
+
+
+def test_penalties_and_filters_reach_the_sampler(server: ServerProcess) -> None:
+    plain = server.complete(max_tokens=40, ignore_eos=True)["choices"][0]["text"]
+    for fields in (
+        {"repetition_penalty": 5.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"temperature": 2.0, "seed": 1},
+    ):
+        assert server.complete(max_tokens=40, ignore_eos=True, **fields)["choices"][0]["text"] != plain
+    for fields in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        again = server.complete(max_tokens=40, ignore_eos=True, temperature=2.0, **fields)["choices"][0][
+            "text"
+        ]
+        assert again == plain, f"{fields} leaves only the likeliest token"
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_logprobs_have_openais_shape(server: ServerProcess, count: int) -> None:
+    fields = {"max_tokens": 6, "ignore_eos": True, "logprobs": count}
+    (choice,) = server.complete(**fields)["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert [len(logprobs[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
+        6
+    ] * 4
+    assert logprobs["text_offset"] == [len("".join(logprobs["tokens"][:i])) for i in range(6)]
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert logprob <= 0
+        assert len(top) == count
+        assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-5
+        if count:  # greedy: the token is the likeliest
+            assert next(iter(top)) == token
+    streamed = [data["choices"][0]["logprobs"] for name, data in server.events(**fields) if name == "token"]
+    assert {key: [part[key][0] for part in streamed] for key in logprobs} == logprobs
+
+
+def test_no_logprobs_unless_asked_for(server: ServerProcess) -> None:
+    assert server.complete()["choices"][0]["logprobs"] is None
+
+
+def test_text_of_many_scripts_comes_whole(server: ServerProcess) -> None:
+    """Whatever the model makes of it: no half character, and the same in pieces as in one."""
+    fields = {
+        "prompt": "猫 🐈‍⬛ naïve ß",
+        "temperature": 3.0,
+        "seed": 2,
+        "max_tokens": 60,
+        "ignore_eos": True,
+    }
+    answer, events = server.complete(**fields), server.events(**fields)
+    assert texts(events)[0] == answer["choices"][0]["text"]
+
+
+# ---------------------------------------------------------------------- every architecture
+
+
+@pytest.mark.parametrize("model", ["zoo:qwen3-tiny", "zoo:gemma3-tiny"])
+def test_each_architecture_over_http(phase: str, model: str) -> None:
+    """The ordinary server has the llama; these are the others."""
+    server = ServerProcess(phase, "--model", model, "--max-seq-len", "512")
+    try:
+        assert server.model == model
+        fields = {"prompt": ["Once upon a time, " * 20, "The"], "max_tokens": 24}
+        answer, events = server.complete(**fields), server.events(**fields)
+        assert texts(events) == {c["index"]: c["text"] for c in answer["choices"]}
+        alone = [server.complete(prompt=p, max_tokens=24)["choices"][0]["text"] for p in fields["prompt"]]
+        assert alone == [c["text"] for c in answer["choices"]], "a neighbour changed an answer"
+    finally:
+        server.close()
+
+
+# ---------------------------------------------------------------------- the small routes
+
+
+def test_models_lists_the_served_model(server: ServerProcess, phase: str) -> None:
+    answer = server.client.get("/v1/models").json()
+    assert answer["object"] == "list"
+    (card,) = answer["data"]
+    assert (card["id"], card["object"], card["phase"]) == ("zoo:llama-tiny", "model", phase)
+    assert card["max_model_len"] == 1024
+
+
+def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None:
+    assert server.client.get("/health").json() == {"status": "ok", "phase": phase}
+    version = server.client.get("/version").json()
+    assert (version["phase"], version["device"], version["dtype"]) == (phase, "cpu", "float32")
+    server.complete()
+    everything = server.client.get("/telemetry").json()
+    assert everything["phase"] == phase
+    assert everything["max_seq_len"] == 1024
+    assert everything["counters"]["requests_finished"] >= 1
+    latest = everything["steps"][-1]["step"]
+    some = server.client.get("/telemetry", params={"since_step": latest}).json()["steps"]
+    assert [record["step"] for record in some] == [latest]
+
+
+def test_connections_are_kept_alive(server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for stream in (True, False, True):
+            with client.stream("POST", "/v1/completions", json=server.body(stream=stream)) as response:
+                assert "close" not in response.headers.get("connection", "")
+                list(read_events(response)) if stream else response.read()

@@ -1,0 +1,324 @@
+"""Every refusal: its status, its shape, the field it names, and that the next request is served."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.support import HANG_S, ServerProcess, assert_error
+
+
+@pytest.fixture(autouse=True)
+def the_next_request_is_served(server: ServerProcess) -> Iterator[None]:
+    yield
+    assert server.complete(max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def post_raw(server: ServerProcess, body: bytes, content_type: str | None = "application/json") -> Any:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    return server.client.post("/v1/completions", content=body, headers=headers)
+
+
+# ---------------------------------------------------------------------- 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b"[1, 2]",
+        b'"text"',
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "m", "prompt": "\xc3("}',
+        b"[" * 100_000,
+        b'{"model": "zoo:llama-tiny", "prompt": "a", "temperature": NaN}',
+        b'{"model": "zoo:llama-tiny", "prompt": "a", "seed": ' + b"1" * 10_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+def test_what_is_not_a_json_object(server: ServerProcess, body: bytes) -> None:
+    response = post_raw(server, body)
+    assert_error(response, 400, param="temperature" if b"NaN" in body else None)
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"\udc00", r"a\ud800b", r"\udbff\ud800"])
+def test_lone_surrogates(server: ServerProcess, escape: str) -> None:
+    for fields in (f'"prompt": "{escape}"', f'"prompt": ["{escape}"]', f'"prompt": "a", "stop": "{escape}"'):
+        body = f'{{"model": "{server.model}", {fields}}}'.encode()
+        assert_error(post_raw(server, body), 400)
+
+
+def test_a_pair_of_surrogates_is_a_character(server: ServerProcess) -> None:
+    body = f'{{"model": "{server.model}", "prompt": "\\ud83d\\ude00", "max_tokens": 1, "stream": false}}'.encode()
+    assert post_raw(server, body).status_code == 200
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_required_fields(server: ServerProcess, missing: str) -> None:
+    body = server.body()
+    del body[missing]
+    assert_error(server.client.post("/v1/completions", json=body), 400, missing, "missing_field")
+    assert_error(server.client.post("/v1/completions", json=body | {missing: None}), 400, missing)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["text", ""], [[1], []]], ids=repr)
+def test_empty_prompts(server: ServerProcess, prompt: object) -> None:
+    assert_error(server.post(prompt=prompt), 400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(
+            [-1],
+            [10**6],
+            [1, 2**70],
+            [1.5],
+            [1.0],
+            [True],
+            [1, "a"],
+            ["a", 1],
+            [[1], ["a"]],
+            [[1], 2],
+            [[-1]],
+        ),
+        *([[10**6]], {}, 5, False, [None], [[[1]]], [{}]),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt(server: ServerProcess, prompt: object) -> None:
+    assert_error(server.post(prompt=prompt), 400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 5),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.5),
+        ("max_tokens", True),
+        ("temperature", "hot"),
+        ("top_k", 1.5),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", {}),
+        ("seed", 1.5),
+        ("stream", "yes"),
+        ("stream", 1),
+        ("stream_options", []),
+        ("stream_options", {"include_usage": 1}),
+        ("logprobs", True),
+        ("n", "2"),
+        ("stop_token_ids", ["a"]),
+        ("user", 5),
+        ("logit_bias", []),
+        ("ignore_eos", 0),
+    ],
+)
+def test_wrong_types(server: ServerProcess, field: str, value: object) -> None:
+    assert_error(server.post(**{field: value}), 400, field, "invalid_type")
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
+)
+def test_the_body_must_be_called_json(server: ServerProcess, content_type: str | None) -> None:
+    body = json.dumps(server.body()).encode()
+    assert_error(post_raw(server, body, content_type), 400, None, "invalid_content_type")
+
+
+def test_a_charset_does_no_harm(server: ServerProcess) -> None:
+    body = json.dumps(server.body(stream=False)).encode()
+    assert post_raw(server, body, "Application/JSON; charset=utf-8").status_code == 200
+
+
+# ---------------------------------------------------------------------- 422
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", -0.1),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", 0),
+        ("top_k", 2**40),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("seed", 2**64),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("n", 0),
+        ("n", 17),
+        ("min_tokens", -1),
+        ("min_tokens", 9),  # max_tokens is 8
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [10**6]),
+        ("stop_token_ids", [1] * 257),
+        ("user", "x" * 257),
+        # Fields that are not implemented, at other than their neutral values:
+        ("echo", True),
+        ("suffix", "x"),
+        ("logit_bias", {"5": 1.0}),
+        ("best_of", 2),
+    ],
+)
+def test_values_out_of_range(server: ServerProcess, field: str, value: object) -> None:
+    response = server.post(**{field: value})
+    assert_error(response, 422, field, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    "field", ["foo", "max_completion_tokens", "Prompt", "x" * 5000, "\u2603", "messages"]
+)
+def test_unknown_fields(server: ServerProcess, field: str) -> None:
+    response = server.post(**{field: None})
+    assert response.json()["error"]["param"][:20] == field[:20]
+    assert_error(response, 422, response.json()["error"]["param"], "unknown_field")
+
+
+def test_unknown_fields_of_stream_options(server: ServerProcess) -> None:
+    assert_error(server.post(stream_options={"chunk": 1}), 422, "stream_options.chunk", "unknown_field")
+
+
+@pytest.mark.parametrize("model", ["", "gpt-4", "zoo:llama-tiny ", "x" * 100_000])
+def test_another_model(server: ServerProcess, model: str) -> None:
+    assert_error(server.post(model=model), 422, "model", "model_not_found")
+
+
+def test_more_tokens_than_the_server_holds(server: ServerProcess) -> None:
+    assert_error(server.post(max_tokens=1024), 422, "max_tokens")
+    assert_error(server.post(prompt=[5] * 1000, max_tokens=25), 422, "max_tokens")
+    assert_error(server.post(prompt=[5] * 1024, max_tokens=1), 422, "prompt")
+    assert_error(server.post(prompt="word " * 1024, max_tokens=1), 422, "prompt")
+    assert server.post(prompt=[5] * 1000, max_tokens=24).status_code == 200
+
+
+def test_more_choices_than_the_queue_holds(server: ServerProcess) -> None:
+    assert_error(server.post(prompt=["a"] * 65), 422, "prompt")
+    assert_error(server.post(prompt=["a"] * 5, n=16), 422, "n")
+
+
+def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
+    before = server.counters()["requests_added"]
+    assert_error(server.post(prompt=[[5], [10**6]]), 400, "prompt")
+    assert_error(server.post(prompt=[[5], [5] * 2000]), 422, "prompt")
+    assert server.counters()["requests_added"] == before
+
+
+# ---------------------------------------------------------------------- 404, 405
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat/completions", "/%00", "/health/"]
+)
+def test_unknown_routes(server: ServerProcess, path: str) -> None:
+    assert_error(server.client.get(path), 404, None, "not_found")
+    assert_error(server.client.post(path), 404, None, "not_found")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
+def test_wrong_methods_on_completions(server: ServerProcess, method: str) -> None:
+    response = server.client.request(method, "/v1/completions")
+    assert_error(response, 405, None, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/telemetry"])
+def test_wrong_methods_on_the_small_routes(server: ServerProcess, path: str) -> None:
+    for method in ("POST", "OPTIONS", "DELETE"):
+        assert_error(server.client.request(method, path), 405, None, "method_not_allowed")
+    assert server.client.head(path).status_code == 405
+
+
+def test_telemetry_checks_its_query(server: ServerProcess) -> None:
+    assert_error(server.client.get("/telemetry?since_step=soon"), 400, "since_step", "invalid_type")
+    assert_error(server.client.get("/telemetry?since_step=-1"), 422, "since_step", "invalid_value")
+
+
+# ---------------------------------------------------------------------- 413, and two megabytes of nonsense
+
+LIMIT = 2 * 1024 * 1024
+
+
+def test_a_body_over_the_limit(server: ServerProcess) -> None:
+    assert_error(post_raw(server, b" " * (LIMIT + 1)), 413, None, "body_too_large")
+    assert_error(post_raw(server, b" " * LIMIT), 400, None, "invalid_json")  # just read, and then not JSON
+
+
+def test_an_undeclared_body_is_cut_off_while_it_comes(server: ServerProcess) -> None:
+    """No Content-Length, and no end: the answer comes all the same."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        for _ in range(LIMIT // 65536 + 1):
+            connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        head = connection.recv(65536)
+    assert head.startswith(b"HTTP/1.1 413 ")
+
+
+def bad_bodies(model: str) -> dict[str, tuple[bytes, int]]:
+    """Almost two megabytes each, and wrong at every item."""
+    start = f'{{"model": "{model}", "prompt": '.encode()
+    other = start + b'"a", '
+    return {
+        "bad tokens": (start + b"[1" + b',"x"' * 500_000 + b"]}", 400),
+        "bad texts": (start + b'["x"' + b",5" * 900_000 + b"]}", 400),
+        "bad token lists": (start + b"[[1]" + b",[[]]" * 380_000 + b"]}", 400),
+        "tokens out of the vocabulary": (start + b"[1" + b",1234567" * 250_000 + b"]}", 422),
+        "an endless prompt": (start + b'"' + b"word " * 400_000 + b'"}', 422),
+        "unknown fields": (other + b",".join(b'"k%d":0' % i for i in range(150_000)) + b"}", 422),
+        "bad stop strings": (other + b'"stop": [5' + b",5" * 900_000 + b"]}", 400),
+        "bad stop tokens": (other + b'"stop_token_ids": ["a"' + b',"a"' * 450_000 + b"]}", 400),
+        "logit bias": (
+            other + b'"logit_bias": {' + b",".join(b'"%d":"x"' % i for i in range(140_000)) + b"}}",
+            422,
+        ),
+        "a long name": (other + b'"' + b"x" * 1_900_000 + b'": 0}', 422),
+    }
+
+
+def test_two_megabytes_of_nonsense_cost_one_error_each(server: ServerProcess) -> None:
+    bodies = bad_bodies(server.model)
+    for body, status in bodies.values():  # warm up: the allocator keeps what it took once
+        assert post_raw(server, body).status_code == status
+    before, started = server.memory_mb(), time.monotonic()
+    for _ in range(3):
+        for name, (body, status) in bodies.items():
+            assert len(body) < LIMIT, name
+            response = post_raw(server, body)
+            assert response.status_code == status, (name, response.text)
+            assert len(response.content) < 4096, name
+    assert time.monotonic() - started < HANG_S, "30 bodies; an error for each item would take far longer"
+    assert server.memory_mb() - before < 100, "memory is not flat"
+
+
+def test_errors_show_nothing_of_the_machine(server: ServerProcess) -> None:
+    responses = [
+        server.post(prompt=[]),
+        server.post(x=1),
+        server.client.get("/nowhere"),
+        post_raw(server, b"{"),
+    ]
+    for response in responses:
+        for word in ("Traceback", "/common/", ".py", "pydantic", "site-packages", "0x"):
+            assert word not in response.text

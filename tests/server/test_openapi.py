@@ -1,0 +1,75 @@
+"""The OpenAPI document, and a fuzzer that holds the server to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.support import ServerProcess
+
+#: Checks left out: `positive_data_acceptance`. Whether a prompt is too long in tokens, alone or with max_tokens, is
+#: not for a schema to say, so requests that fit it may still be answered 422.
+CHECKS = [
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "missing_required_header",
+    "unsupported_method",
+]
+
+
+@pytest.fixture(scope="module")
+def small(phase: str) -> Iterator[ServerProcess]:
+    """Answers are short, however many tokens the fuzzer asks for."""
+    process = ServerProcess(phase, "--max-seq-len", "48", "--max-waiting-requests", "32")
+    yield process
+    process.close()
+
+
+def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> None:
+    document = server.client.get("/openapi.json").json()
+    paths = document["paths"]
+    assert set(paths) == {"/v1/completions", "/v1/models", "/health", "/version", "/telemetry"}
+    responses = paths["/v1/completions"]["post"]["responses"]
+    assert set(responses) == {"200", "400", "413", "422", "500", "503"}
+    assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert "Retry-After" in responses["503"]["headers"]
+    assert set(paths["/health"]["get"]["responses"]) == {"200", "503"}
+    request = document["components"]["schemas"]["CompletionRequest"]
+    assert request["additionalProperties"] is False
+    assert request["required"] == ["model", "prompt"]
+    assert request["properties"]["model"]["const"] == server.model
+
+
+def fuzz(server: ServerProcess, folder: Path, examples: int, seed: int) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command += [
+        "--checks",
+        ",".join(CHECKS),
+        "--max-examples",
+        str(examples),
+        "--seed",
+        str(seed),
+        "--no-color",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert server.complete()["usage"]["completion_tokens"] > 0
+    assert "Traceback" not in server.log_text
+
+
+def test_fuzzing_finds_nothing(small: ServerProcess, tmp_path: Path) -> None:
+    fuzz(small, tmp_path, examples=10, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_much_fuzzing_finds_nothing(small: ServerProcess, tmp_path: Path, seed: int) -> None:
+    fuzz(small, tmp_path, examples=150, seed=seed)

@@ -1,0 +1,165 @@
+"""Parts of the server that are told apart better without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from common.errors import (
+    EngineDeadError,
+    InvalidPromptError,
+    InvalidRequestError,
+    NaNLogitsError,
+    QueueFullError,
+    ShuttingDownError,
+)
+from common.phases import find_phase
+from common.server.app import create_app, served_model_name
+from common.server.errors import ApiError, from_exception
+from common.server.sse import EventStream, interleave
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidPromptError("m", param="prompt"), 400, "invalid_prompt"),
+        (InvalidRequestError("m", param="prompt"), 422, "invalid_value"),
+        (QueueFullError("m"), 503, "queue_full"),
+        (ShuttingDownError("m"), 503, "shutting_down"),
+        (EngineDeadError("m"), 503, "engine_dead"),
+        (NaNLogitsError("m"), 500, "nan_logits"),
+        (RuntimeError("m"), 500, "internal_error"),
+        (MemoryError("m"), 500, "internal_error"),
+        (ApiError(413, "m", code="c"), 413, "c"),
+    ],
+)
+def test_errors_and_their_statuses(error: Exception, status: int, code: str) -> None:
+    api_error = from_exception(error)
+    assert (api_error.status, api_error.code) == (status, code)
+    assert ("Retry-After" in api_error.headers) == (status == 503)
+    assert (api_error.message == "m") == (code != "internal_error"), (
+        "only errors made for clients show their text"
+    )
+
+
+def test_messages_are_short() -> None:
+    assert len(str(ApiError(400, "\u2603" * 10**6, param="p" * 10**6, code="c").body()).encode()) < 4096
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class Connection:
+    """An ASGI connection whose client reads as the test says."""
+
+    def __init__(self, *, stalled: bool = False) -> None:
+        self.sent: list[bytes] = []
+        self.stalled = stalled
+        self.left = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            if self.stalled:
+                await asyncio.Event().wait()
+            self.sent.append(message["body"])
+
+
+def serve(connection: Connection, events: AsyncIterator[bytes], **options: float) -> list[str]:
+    """Send a stream to its end; what was closed."""
+    closed: list[str] = []
+
+    async def run() -> None:
+        response = EventStream(events, on_close=lambda: closed.append("closed"), **options)
+        await asyncio.wait_for(response({"type": "http"}, connection.receive, connection.send), 30)
+
+    asyncio.run(run())
+    return closed
+
+
+async def quiet(seconds: float) -> AsyncIterator[bytes]:
+    yield b"first"
+    await asyncio.sleep(seconds)
+    yield b"last"
+
+
+def test_quiet_streams_are_kept_open_by_comments() -> None:
+    connection = Connection()
+    assert serve(connection, quiet(0.5), ping_s=0.1) == ["closed"]
+    assert connection.sent[0] == b"first"
+    assert connection.sent[-2:] == [b"last", b""]
+    pings = connection.sent[1:-2]
+    assert pings
+    assert set(pings) == {b": ping\n\n"}
+
+
+def test_a_reader_that_stalls_is_given_up() -> None:
+    for options in ({"send_timeout_s": 0.05}, {"send_timeout_s": 0.05, "ping_s": 0.01}):
+        connection = Connection(stalled=True)
+        assert serve(connection, quiet(0), **options) == ["closed"]
+        assert connection.sent == []
+
+
+def test_a_client_that_leaves_ends_the_stream() -> None:
+    connection = Connection()
+
+    async def leave() -> AsyncIterator[bytes]:
+        yield b"first"
+        connection.left.set()
+        await asyncio.Event().wait()
+
+    assert serve(connection, leave()) == ["closed"]
+    assert connection.sent == [b"first"]
+
+
+def test_a_stream_that_raises_is_closed_and_raises() -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"first"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        serve(Connection(), broken())
+
+
+def test_interleaved_items_come_as_they_come() -> None:
+    async def count(numbers: list[int], turn: float) -> AsyncIterator[int]:
+        for number in numbers:
+            await asyncio.sleep(turn)
+            yield number
+
+    async def run() -> list[tuple[int, int]]:
+        return [item async for item in interleave([count([1, 2], 0.2), count([], 0), count([5, 6, 7], 0.01)])]
+
+    assert asyncio.run(run()) == [(2, 5), (2, 6), (2, 7), (0, 1), (0, 2)]
+
+
+# ---------------------------------------------------------------------- the app
+
+
+def test_served_names(tmp_path: Path) -> None:
+    assert served_model_name("zoo:llama-tiny") == "zoo:llama-tiny"
+    assert served_model_name("owner/name") == "owner/name"
+    assert served_model_name(str(tmp_path)) == tmp_path.name
+
+
+def test_an_app_around_a_ready_engine_leaves_no_thread_behind(phase: str) -> None:
+    package = find_phase(phase)
+    engine = package.build_engine(package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32"))
+    app = create_app(engine, model_name="mine")
+    before = {thread.name for thread in threading.enumerate()}
+    with TestClient(app) as client:
+        assert "engine" in {thread.name for thread in threading.enumerate()}
+        body = {"model": "mine", "prompt": "Once", "max_tokens": 3, "stream": False}
+        assert client.post("/v1/completions", json=body).json()["model"] == "mine"
+    assert "engine" not in {thread.name for thread in threading.enumerate()} - before
