@@ -1,0 +1,1 @@
+"""Measuring servers over HTTP: workloads, a load generator, comparisons, peers and plots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers import peer_targets
 from benchmarks.results import Run
-from benchmarks.servers import Options, Setup, Target, phase_target
+from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
@@ -160,8 +161,6 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         options={"model": options.model_name} if options.model_name else {},
         url=options.server,
     )
-    from benchmarks.servers import ForeignServer
-
     with ForeignServer(target) as server:
         model = server.model
     writer = PromptWriter(open_checkpoint(options.tokenizer or model).tokenizer())
@@ -252,4 +251,6 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
 
 
 if __name__ == "__main__":
+    # Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,7 +1,7 @@
 """`make demo`: watch a server write, then see what every phase makes of the same work.
 
-Everything goes over HTTP, as any client's would. First the latest phase serves the bundled model to a few clients at
-once; then every phase in turn serves a model of a more usual size to the clients of the `mixed` workload.
+Everything goes over HTTP, as any client's would. First the latest phase serves the bundled model to a few clients
+at once; then every phase in turn serves a model of a more usual size to the clients of the `mixed` workload.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def race(phases: Sequence[str], console: Console) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--phases", help="module names with commas (all)")
     arguments = parser.parse_args()
     phases = arguments.phases.split(",") if arguments.phases else phase_names()

@@ -119,9 +119,10 @@ def _draw_cdf(group: Group, _theme: Theme) -> Figure:
         ):
             xs, ys = distribution(values)
             axes.step(xs, ys, where="post", color=server.colour, linestyle=server.dash, label=server.label)
+    ttft.set_xscale("log")
+    itl.set_xscale("symlog", linthresh=1.0)  # tokens that came together have no gap: 0 has a place, too
+    itl.set_xlim(left=0.0)
     for axes, title in ((ttft, "time to first token, ms"), (itl, "gap between two tokens, ms")):
-        axes.set_xscale("symlog", linthresh=1.0)  # tokens that came together have no gap: 0 has a place, too
-        axes.set_xlim(left=0.0)
         axes.set_xlabel(title)
         axes.axhline(0.99, color=GREY, linewidth=0.8, linestyle=":")
     ttft.set_ylabel("share at or below")
@@ -210,8 +211,10 @@ def _gantt_caption(group: Group) -> str:
     unknown = [server.label for server in group.servers if not server.typical.engine_steps]
     caption = (
         "One line a request, in the order they were sent. Grey is time in the queue, orange the prompt, blue the "
-        "answer. In static batching blue bars begin together and nobody new begins until the longest has ended."
+        "answer."
     )
+    if group.servers[0].typical.server.order == 4:
+        caption += " In phase 4 blue bars begin together, and nobody new begins until the longest has ended."
     if unknown:
         caption += f" {', '.join(unknown)}: grey is queue and prompt together, the server does not tell."
     return caption

@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--die-after", type=int)
     parser.add_argument("--exit-at-once", type=int)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--deaf", type=int, help="1: SIGTERM is not heard")
     options, _ = parser.parse_known_args()
     if options.exit_at_once is not None:
         print("error: --frobnicate is not possible here", file=sys.stderr)
@@ -237,7 +238,7 @@ def main() -> None:
         port = server.sockets[0].getsockname()[1]
         print(f"ready: fake at http://127.0.0.1:{port}", file=sys.stderr, flush=True)
         stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(15, stop.set)
+        asyncio.get_running_loop().add_signal_handler(15, (lambda: None) if options.deaf else stop.set)
         await stop.wait()
 
     asyncio.run(serve())

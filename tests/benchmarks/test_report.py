@@ -85,9 +85,11 @@ def test_only_failures_is_still_a_table() -> None:
 
 def test_every_line_reads_a_run() -> None:
     run = make_run()
+    run.workload.rate = 10.0
     assert all(isinstance(line.value(run), float) for line in LINES)
     bare = make_run(steps=False)
     assert [line.title for line in LINES if line.value(bare) is None] == [
+        "arrivals / s",
         "engine steps",
         "mean batch",
         "wasted work",

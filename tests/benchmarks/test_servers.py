@@ -108,17 +108,7 @@ def test_a_server_that_never_answers_is_stopped() -> None:
 
 
 def test_a_server_deaf_to_sigterm_is_killed() -> None:
-    code = (
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); import runpy, sys; sys.argv = ['x']; "
-    )
-    # The script's own handler is what stops it: without one it goes on.
-    code += f"m = runpy.run_path({str(FAKE)!r}); import asyncio; asyncio.unix_events; "
-    code += "asyncio.AbstractEventLoop.add_signal_handler = asyncio.unix_events._UnixSelectorEventLoop"
-    code += ".add_signal_handler = lambda *a: None; m['main']()"
-    server = RunningServer(
-        Target("deaf", 4, None, {}, program=(sys.executable, "-c", code)), stop_timeout_s=0.5
-    )
-    with server:
+    with RunningServer(fake_target(deaf=1), stop_timeout_s=0.5) as server:
         assert server.exit_code is None
     assert server.exit_code == -9
 

@@ -143,10 +143,9 @@ class ServerProcess:
         return connection
 
     def counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = self.client.get("/telemetry", params={"since_step": 2**40}).json()[
-            "counters"
-        ]
-        return counters
+        """The engine's counters since the test began."""
+        now = self.client.get("/telemetry", params={"since_step": 2**40}).json()["counters"]
+        return {name: count - self.counted.get(name, 0) for name, count in now.items()}
 
     def queue_room(self) -> int:
         room: int = self.client.get("/telemetry", params={"since_step": 2**40}).json()["queue_room"]

@@ -322,7 +322,8 @@ def test_a_second_signal_ends_it_now(mortal: ServerProcess) -> None:
     eventually(lambda: mortal.client.get("/health").status_code == 503)
     mortal.signal()
     assert mortal.wait() == 1
-    assert isinstance(batch.exception(HANG_S), httpx.HTTPError)
+    # The client sees its connection end, or the HTTP server's last word.
+    assert batch.exception(HANG_S) is not None or batch.result().status_code == 500
 
 
 def test_a_signal_while_a_stalled_reader_is_connected(mortal: ServerProcess) -> None:
