@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -24,7 +25,11 @@ class PhasePackage(Protocol):
 
 def phase_names() -> list[str]:
     """The registered phases' module names, lowest number first."""
-    return sorted(entry.value for entry in entry_points(group=GROUP))
+    return sorted((entry.value for entry in entry_points(group=GROUP)), key=_phase_number)
+
+
+def _phase_number(module: str) -> int:
+    return int("".join(itertools.takewhile(str.isdigit, module.removeprefix("phase"))) or 0)
 
 
 def find_phase(name: str) -> PhasePackage:
