@@ -37,6 +37,7 @@ from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
 from common.server.schemas import (
     Completion,
+    CompletionEvent,
     CompletionRequest,
     ErrorResponse,
     Health,
@@ -83,9 +84,8 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.worker.start()
         yield
-        await (
-            server.worker.stop()
-        )  # not in a `finally`: who is cancelled here is in a hurry, and a pass may be long
+        # Not in a `finally`: who cancels this is in a hurry, and a pass may be long.
+        await server.worker.stop()
 
     app = FastAPI(
         title=f"infer: {engine.phase.title.lower()}",
@@ -436,7 +436,23 @@ _ANSWERS: dict[str, tuple[type[BaseModel], str]] = {
 }
 
 _STREAM = {
-    "schema": {"type": "string"},
+    "itemSchema": {  # what each event is, once parsed
+        "type": "object",
+        "required": ["event", "data"],
+        "properties": {
+            "event": {"enum": ["token", "done", "error", "usage"]},
+            "data": {
+                "type": "string",
+                "contentMediaType": "application/json",
+                "contentSchema": {
+                    "anyOf": [
+                        {"$ref": "#/components/schemas/CompletionEvent"},
+                        {"$ref": "#/components/schemas/ErrorResponse"},
+                    ]
+                },
+            },
+        },
+    },
     "description": "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. "
     "`done` or `error`: exactly one for each choice, its last. `usage`: last of all, if asked for.",
     "example": 'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
@@ -468,6 +484,7 @@ def openapi_document(app: FastAPI, server: CompletionServer) -> dict[str, Any]:
         operation = next(iter(document["paths"][path].values()))
         content = {"application/json": reference(model)}
         if path == "/v1/completions":
+            reference(CompletionEvent)
             content["text/event-stream"] = _STREAM
             operation["requestBody"] = {
                 "required": True,
@@ -481,7 +498,19 @@ def openapi_document(app: FastAPI, server: CompletionServer) -> dict[str, Any]:
                 **({"headers": _RETRY_AFTER} if status == 503 else {}),
             }
         operation["responses"] = responses
-    schemas["CompletionRequest"]["properties"]["model"]["const"] = server.model_name
+    _add_limits(schemas["CompletionRequest"]["properties"], server)
     document["components"] = {"schemas": schemas}
     app.openapi_schema = document
     return document
+
+
+def _add_limits(properties: dict[str, Any], server: CompletionServer) -> None:
+    """What this server's model and options make of a request's fields."""
+    engine = server.engine
+    properties["model"]["const"] = server.model_name
+    properties["max_tokens"]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
+    _, tokens, _, token_lists = properties["prompt"]["oneOf"]
+    stop_tokens = properties["stop_token_ids"]["anyOf"][0]
+    for array in (tokens, token_lists["items"], stop_tokens):
+        array["items"]["maximum"] = engine.runner.model.config.vocab_size - 1
+        array["maxItems"] = min(engine.max_seq_len - 1, array.get("maxItems", engine.max_seq_len))

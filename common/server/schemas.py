@@ -129,10 +129,18 @@ class CompletionRequest(BaseModel):
     # A label that the request's log line carries: that is all a server without accounts can do with it.
     user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
     # Not implemented: refused unless neutral (see `_refuse_unimplemented`).
-    echo: bool | None = Field(default=False, description="only false: the prompt is not sent back")
+    echo: bool | None = Field(
+        default=False,
+        description="only false: the prompt is not sent back",
+        json_schema_extra={"enum": [False, None]},
+    )
     best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
-    suffix: str | None = Field(default=None, description="only null: text is not inserted")
-    logit_bias: dict[str, Any] | None = Field(default=None, description="only {}: tokens are not biased")
+    suffix: str | None = Field(
+        default=None, description="only null: text is not inserted", json_schema_extra={"enum": [None]}
+    )
+    logit_bias: dict[str, Any] | None = Field(
+        default=None, description="only {}: tokens are not biased", json_schema_extra={"maxProperties": 0}
+    )
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -315,6 +323,29 @@ class Completion(BaseModel):
         description="the engine's reason of choice 0"
     )
     usage: Usage
+
+
+class ChunkChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionEvent(BaseModel):
+    """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk, and more."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[ChunkChoice] = Field(max_length=1, description="empty in a `usage` event")
+    token: str | None = Field(default=None, description="`token`: the text that this token let out")
+    token_id: int | None = Field(default=None, description="`token`")
+    finish_reason: Literal["eos", "stop", "length", "cancelled"] | None = Field(
+        default=None, description="`done`: the engine's reason"
+    )
+    usage: Usage | None = Field(default=None, description="`done`, `usage`, and `token` if asked for")
 
 
 class ModelCard(BaseModel):

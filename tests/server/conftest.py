@@ -10,7 +10,22 @@ from tests.server.support import ServerProcess
 
 PHASES = [
     "phase4_static",
+    "phase5_continuous",
+    "phase6_paged",
+    "phase7_chunked",
 ]
+
+#: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.
+EVERY_PHASE = {"test_completions"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "phase" in item.fixturenames:
+            later = item.callspec.params["phase"] != PHASES[0]
+            if later and item.module.__name__.rpartition(".")[2] not in EVERY_PHASE:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", params=PHASES)
@@ -49,6 +64,7 @@ def gated(shared_gated: ServerProcess) -> Iterator[ServerProcess]:
     """A server whose forward passes the test holds and breaks, and which must be well again at its end."""
     shared_gated.begin_test()
     yield shared_gated
+    shared_gated.order("heal")
     shared_gated.order("open")
     assert shared_gated.complete(max_tokens=1)["usage"]["completion_tokens"] == 1
 

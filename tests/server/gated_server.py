@@ -1,8 +1,8 @@
 """A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
 
-It is the ordinary server (`common.server.cli`), with hooks on the model. Lines on stdin are orders: `hold`, `open`,
-and what the next pass does: `fail`, `die`, `nan`. On stdout it says `held` when a pass waits, and echoes each order
-once it is in force.
+It is the ordinary server (`common.server.cli`), with hooks on the model. Lines on stdin are orders: `hold` and
+`open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`. On stdout it says `held` when
+a pass waits, and echoes each order once it is in force.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECRET = "the-secret-inside-the-server"
 
 gate = threading.Event()
 gate.set()
-next_pass: list[str] = []
+broken = ""
 
 
 def say(line: str) -> None:
@@ -31,6 +31,7 @@ def say(line: str) -> None:
 
 
 def obey() -> None:
+    global broken
     for line in sys.stdin:
         order = line.strip()
         if order == "hold":
@@ -38,7 +39,7 @@ def obey() -> None:
         elif order == "open":
             gate.set()
         else:
-            next_pass.append(order)
+            broken = "" if order == "heal" else order
         say(order)
 
 
@@ -46,19 +47,14 @@ def before_pass(*_: object) -> None:
     if not gate.is_set():
         say("held")
         gate.wait()
-    if next_pass[:1] == ["fail"]:
-        next_pass.pop()
+    if broken == "fail":
         raise RuntimeError(SECRET)
-    if next_pass[:1] == ["die"]:
-        next_pass.pop()
+    if broken == "die":
         raise torch.AcceleratorError(SECRET)
 
 
 def after_pass(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
-    if next_pass[:1] == ["nan"]:
-        next_pass.pop()
-        return torch.full_like(logits, torch.nan)
-    return logits
+    return torch.full_like(logits, torch.nan) if broken == "nan" else logits
 
 
 def main() -> None:
@@ -82,9 +78,9 @@ def main() -> None:
     cli.bind = bind_with_small_buffers
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
-    options, config = cli.read_options(gated, sys.argv[2:])  # type: ignore[arg-type]  # a phase but in name
+    options, config = cli.read_options(gated, sys.argv[2:])
     cli.configure_logging(options.log_level)
-    sys.exit(cli.serve(gated, options, config))  # type: ignore[arg-type]
+    sys.exit(cli.serve(gated, options, config))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_a_wrong_value_in_the_environment(fail: Fail, monkeypatch: pytest.Monkey
     [
         (["--model", "no/such/model/anywhere"], "no/such/model/anywhere"),
         (["--model", "zoo:no-such"], "zoo:no-such"),
-        (["--model", "dummy:no-such"], "dummy:no-such"),
+        (["--model", "dummy:no-such"], "'no-such'"),
         (["--max-seq-len", "1000000"], "--max-seq-len 1000000"),
         (["--host", "203.0.113.7"], "--host 203.0.113.7"),
         (["--max-batch-size", "100000000"], "--max-batch-size"),

@@ -287,11 +287,10 @@ def test_penalties_and_filters_reach_the_sampler(server: ServerProcess) -> None:
         {"temperature": 2.0, "seed": 1},
     ):
         assert server.complete(max_tokens=40, ignore_eos=True, **fields)["choices"][0]["text"] != plain
-    for fields in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        again = server.complete(max_tokens=40, ignore_eos=True, temperature=2.0, **fields)["choices"][0][
-            "text"
-        ]
-        assert again == plain, f"{fields} leaves only the likeliest token"
+    for name, value in (("top_k", 1), ("top_p", 1e-6), ("min_p", 1.0)):
+        filters = {"temperature": 2.0, name: value}
+        again = server.complete(max_tokens=40, ignore_eos=True, **filters)["choices"][0]["text"]
+        assert again == plain, f"{name} {value} leaves only the likeliest token"
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -342,10 +341,11 @@ def test_each_architecture_over_http(phase: str, model: str) -> None:
     server = ServerProcess(phase, "--model", model, "--max-seq-len", "512")
     try:
         assert server.model == model
-        fields = {"prompt": ["Once upon a time, " * 20, "The"], "max_tokens": 24}
-        answer, events = server.complete(**fields), server.events(**fields)
+        prompts = ["Once upon a time, " * 20, "The"]
+        answer = server.complete(prompt=prompts, max_tokens=24)
+        events = server.events(prompt=prompts, max_tokens=24)
         assert texts(events) == {c["index"]: c["text"] for c in answer["choices"]}
-        alone = [server.complete(prompt=p, max_tokens=24)["choices"][0]["text"] for p in fields["prompt"]]
+        alone = [server.complete(prompt=p, max_tokens=24)["choices"][0]["text"] for p in prompts]
         assert alone == [c["text"] for c in answer["choices"]], "a neighbour changed an answer"
     finally:
         server.close()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -42,6 +43,10 @@ def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Resp
     return batch
 
 
+def are_done(crowd: list[Future[Any]], count: int) -> bool:
+    return sum(each.done() for each in crowd) >= count
+
+
 def post(server: ServerProcess, **fields: Any) -> httpx.Response:
     return httpx.post(
         f"{server.url}/v1/completions", json=server.body(**({"stream": False} | fields)), timeout=HANG_S
@@ -70,7 +75,7 @@ def test_overload_is_refused_exactly_and_costs_no_memory(gated: ServerProcess) -
     for _ in range(4):
         batch = hold_a_full_batch(gated)
         crowd = in_background(QUEUE + 10, lambda _: post(gated))
-        eventually(lambda crowd=crowd: sum(each.done() for each in crowd) >= 10)
+        eventually(partial(are_done, crowd, 10))
         refused = [each.result() for each in crowd if each.done()]
         assert len(refused) == 10, "the queue's places were all taken, and no more than that"
         for response in refused:
@@ -209,10 +214,12 @@ def test_a_pass_that_raises_fails_its_requests_and_no_others(gated: ServerProces
     gated.order("fail")
     response = gated.post()
     assert_error(response, 500, None, "internal_error")
+    gated.order("heal")
     with gated.streaming(max_tokens=2000, ignore_eos=True, n=2) as events:
         first = [next(events) for _ in range(4)]
         gated.order("fail")
         rest = list(events)
+    gated.order("heal")
     assert {name for name, _ in first} == {"token"}
     errors = [data for name, data in rest if name != "token"]
     assert [name for name, _ in rest if name != "token"] == ["error"] * 2
@@ -243,6 +250,7 @@ def test_an_error_event_of_a_single_choice_holds_the_error_alone(gated: ServerPr
 def test_logits_that_are_not_numbers(gated: ServerProcess) -> None:
     gated.order("nan")
     assert_error(gated.post(), 500, None, "nan_logits")
+    gated.order("heal")
     assert gated.complete()["usage"]["completion_tokens"] > 0
 
 

@@ -130,4 +130,5 @@ def test_a_failure_in_a_stream_is_an_exception(gated: ServerProcess) -> None:
         gated.order("fail")
         with pytest.raises(openai.APIError, match="the server failed"):
             list(stream)
+        gated.order("heal")
         assert client.completions.create(model=gated.model, prompt=PROMPT, max_tokens=2).choices[0].text

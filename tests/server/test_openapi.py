@@ -28,7 +28,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def small(phase: str) -> Iterator[ServerProcess]:
     """Answers are short, however many tokens the fuzzer asks for."""
-    process = ServerProcess(phase, "--max-seq-len", "48", "--max-waiting-requests", "32")
+    process = ServerProcess(phase, "--max-seq-len", "192", "--max-waiting-requests", "64")
     yield process
     process.close()
 
@@ -46,6 +46,11 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
     assert request["additionalProperties"] is False
     assert request["required"] == ["model", "prompt"]
     assert request["properties"]["model"]["const"] == server.model
+    assert request["properties"]["max_tokens"]["anyOf"][0]["maximum"] == 1023
+    event = responses["200"]["content"]["text/event-stream"]["itemSchema"]["properties"]
+    assert event["event"]["enum"] == ["token", "done", "error", "usage"]
+    for schema in event["data"]["contentSchema"]["anyOf"]:
+        assert schema["$ref"].rpartition("/")[2] in document["components"]["schemas"]
 
 
 def fuzz(server: ServerProcess, folder: Path, examples: int, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,9 +21,11 @@ from common.errors import (
     ShuttingDownError,
 )
 from common.phases import find_phase
+from common.request import SamplingParams
 from common.server.app import create_app, served_model_name
 from common.server.errors import ApiError, from_exception
 from common.server.sse import EventStream, interleave
+from common.worker import EngineWorker
 
 # ---------------------------------------------------------------------- errors
 
@@ -163,3 +166,38 @@ def test_an_app_around_a_ready_engine_leaves_no_thread_behind(phase: str) -> Non
         body = {"model": "mine", "prompt": "Once", "max_tokens": 3, "stream": False}
         assert client.post("/v1/completions", json=body).json()["model"] == "mine"
     assert "engine" not in {thread.name for thread in threading.enumerate()} - before
+
+
+def test_draining_waits_for_requests_that_are_still_being_tokenized(phase: str) -> None:
+    """They were admitted, so they are answered; once the time is over, they are refused instead."""
+    package = find_phase(phase)
+
+    async def run(*, in_time: bool) -> tuple[bool, list[str]]:
+        engine = package.build_engine(package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32"))
+        worker = EngineWorker(engine)
+        worker.start()
+        room = worker.queue_room()
+        request = engine.create_request("Once", SamplingParams(max_new_tokens=2), "late")
+        earlier = contextlib.ExitStack()
+        earlier.enter_context(worker.admit(1))  # of no use in the end: its request was refused
+        with worker.admit(1) as admission:
+            draining = asyncio.create_task(worker.drain(30 if in_time else 0))
+            earlier.close()
+            await asyncio.sleep(0.1)
+            assert not draining.done()
+            if in_time:
+                (stream,) = admission.submit([request])
+                outputs: list[str] = [output.finish_reason or "token" async for output in stream]
+            else:
+                with pytest.raises(ShuttingDownError):
+                    admission.submit([request])
+                outputs = []
+        done = await asyncio.wait_for(draining, 30)
+        assert in_time or worker.queue_room() == room
+        await worker.stop()
+        return done, outputs
+
+    done, outputs = asyncio.run(run(in_time=True))
+    assert done
+    assert outputs[-1] in ("length", "eos")
+    assert asyncio.run(run(in_time=False)) == (False, [])
