@@ -1,0 +1,1 @@
+"""The HTTP server: routes, wire formats, errors, and the command line."""

@@ -24,8 +24,6 @@ import orjson
 import torch
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -35,18 +33,8 @@ from common.errors import EngineDeadError, ShuttingDownError
 from common.request import Request as EngineRequest
 from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
-from common.server.schemas import (
-    Completion,
-    CompletionEvent,
-    CompletionRequest,
-    ErrorResponse,
-    Health,
-    Limits,
-    ModelList,
-    TelemetrySnapshot,
-    Version,
-    parse_completion_request,
-)
+from common.server.openapi import openapi_document
+from common.server.schemas import MAX_BODY_BYTES, CompletionRequest, Limits, parse_completion_request
 from common.server.sse import (
     OPENAI_FINISH_REASONS,
     Answer,
@@ -60,8 +48,6 @@ from common.server.sse import (
 from common.worker import EngineWorker, RequestStream
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 2 * 1024 * 1024
 
 router = APIRouter()
 
@@ -104,7 +90,7 @@ def create_app(
     )
     app.state.server = server
     app.include_router(router)
-    app.openapi = lambda: openapi_document(app, server)  # type: ignore[method-assign]  # FastAPI's way to extend it
+    app.openapi = lambda: openapi_document(app, engine, server.model_name)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app
 
 
@@ -409,108 +395,3 @@ async def answer_nobody(_: Request, __: Exception) -> Response:
 async def answer_unexpected_error(request: Request, _: Exception) -> Response:
     """The HTTP server logs the traceback; the client is told that there was one."""
     return await answer_api_error(request, internal_error())
-
-
-# ---------------------------------------------------------------------- the OpenAPI page
-
-_ERRORS: dict[str, dict[int, str]] = {
-    "/v1/completions": {
-        400: "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist",
-        413: f"The body is over {MAX_BODY_BYTES} bytes",
-        422: "A value out of range, an unknown field, another model's name, a prompt too long for the server",
-        500: "A failure of the server",
-        503: "The queue is full, the server is shutting down, or its engine is dead",
-    },
-    "/v1/models": {},
-    "/health": {503: "The server is shutting down, or its engine is dead"},
-    "/version": {},
-    "/telemetry": {400: "since_step is not an integer", 422: "since_step is out of range"},
-}
-
-_ANSWERS: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (Completion, "The choices, complete, or an event stream of their tokens"),
-    "/v1/models": (ModelList, "The served model"),
-    "/health": (Health, "Requests are taken"),
-    "/version": (Version, "What runs here"),
-    "/telemetry": (TelemetrySnapshot, "Counters and steps"),
-}
-
-_STREAM = {
-    "itemSchema": {  # what each event is, once parsed
-        "type": "object",
-        "required": ["event", "data"],
-        "properties": {
-            "event": {"enum": ["token", "done", "error", "usage"]},
-            "data": {
-                "type": "string",
-                "contentMediaType": "application/json",
-                "contentSchema": {
-                    "anyOf": [
-                        {"$ref": "#/components/schemas/CompletionEvent"},
-                        {"$ref": "#/components/schemas/ErrorResponse"},
-                    ]
-                },
-            },
-        },
-    },
-    "description": "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. "
-    "`done` or `error`: exactly one for each choice, its last. `usage`: last of all, if asked for.",
-    "example": 'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
-    '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":null}],"token":"Hello","token_id":9906}\n\n'
-    'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
-    '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
-    '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}\n\n',
-}
-
-_RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
-
-
-def openapi_document(app: FastAPI, server: CompletionServer) -> dict[str, Any]:
-    """The OpenAPI document: what FastAPI knows of the routes, and bodies that they read and write themselves."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    document = get_openapi(
-        title=app.title, summary=app.summary, version=app.version, routes=app.routes, openapi_version="3.1.0"
-    )
-    schemas: dict[str, Any] = {}
-
-    def reference(model: type[BaseModel]) -> dict[str, Any]:
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas.update(schema.pop("$defs", {}))
-        schemas[model.__name__] = schema
-        return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-
-    for path, (model, description) in _ANSWERS.items():
-        operation = next(iter(document["paths"][path].values()))
-        content = {"application/json": reference(model)}
-        if path == "/v1/completions":
-            reference(CompletionEvent)
-            content["text/event-stream"] = _STREAM
-            operation["requestBody"] = {
-                "required": True,
-                "content": {"application/json": reference(CompletionRequest)},
-            }
-        responses: dict[str, Any] = {"200": {"description": description, "content": content}}
-        for status, reason in _ERRORS[path].items():
-            responses[str(status)] = {
-                "description": reason,
-                "content": {"application/json": reference(ErrorResponse)},
-                **({"headers": _RETRY_AFTER} if status == 503 else {}),
-            }
-        operation["responses"] = responses
-    _add_limits(schemas["CompletionRequest"]["properties"], server)
-    document["components"] = {"schemas": schemas}
-    app.openapi_schema = document
-    return document
-
-
-def _add_limits(properties: dict[str, Any], server: CompletionServer) -> None:
-    """What this server's model and options make of a request's fields."""
-    engine = server.engine
-    properties["model"]["const"] = server.model_name
-    properties["max_tokens"]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
-    _, tokens, _, token_lists = properties["prompt"]["oneOf"]
-    stop_tokens = properties["stop_token_ids"]["anyOf"][0]
-    for array in (tokens, token_lists["items"], stop_tokens):
-        array["items"]["maximum"] = engine.runner.model.config.vocab_size - 1
-        array["maxItems"] = min(engine.max_seq_len - 1, array.get("maxItems", engine.max_seq_len))

@@ -15,6 +15,7 @@ from common.request import SamplingParams
 from common.server.errors import ApiError, shorten
 
 DEFAULT_MAX_TOKENS = 128
+MAX_BODY_BYTES = 2 * 1024 * 1024
 
 # ---------------------------------------------------------------------- prompt and stop: told apart at a glance
 
