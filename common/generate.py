@@ -32,11 +32,6 @@ class SingleSequenceCache(KVPool):
         self._lengths[0] = 0
         return True
 
-    def release(self, request: Request) -> None:
-        if request.slot is not None:
-            self._free(request.slot)
-            request.slot = None
-
     def _free(self, slot: int) -> None:
         del self._lengths[slot]
 

@@ -107,9 +107,11 @@ class KVPool(ABC):
         All or nothing: on False nothing has changed.
         """
 
-    @abstractmethod
     def release(self, request: Request) -> None:
         """Take back all that `request` holds; a request that holds nothing is left alone."""
+        if request.slot is not None:
+            self._free(request.slot)
+            request.slot = None
 
     @abstractmethod
     def capacity(self, slot: int) -> int:

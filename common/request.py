@@ -47,7 +47,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
-            raise ValueError(f"stop is a tuple of strings: write ({self.stop!r},)")  # else each letter would stop
+            raise ValueError(
+                f"stop is a tuple of strings: write ({self.stop!r},)"
+            )  # else each letter would stop
         in_range = {
             "temperature": 0.0 <= self.temperature < math.inf,
             "top_p": 0.0 < self.top_p <= 1.0,

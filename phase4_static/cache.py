@@ -56,11 +56,6 @@ class StaticKVCache(KVPool):
         self._most_new = max(self._most_new, request.params.max_new_tokens)
         return True
 
-    def release(self, request: Request) -> None:
-        if request.slot is not None:
-            self._free(request.slot)
-            request.slot = None
-
     def _free(self, slot: int) -> None:
         del self._lengths[slot]
         if not self._lengths:  # the batch has left: so does its memory

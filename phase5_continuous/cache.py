@@ -63,11 +63,6 @@ class SlottedKVCache(KVPool):
             request.slot = self.allocate_slot()
         return True
 
-    def release(self, request: Request) -> None:
-        if request.slot is not None:
-            self.free_slot(request.slot)
-            request.slot = None
-
     def _free(self, slot: int) -> None:
         self.free_slot(slot)
 

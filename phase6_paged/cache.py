@@ -92,11 +92,6 @@ class PagedKVCachePool(KVPool):
         self.grow(request.slot, tokens)
         return True
 
-    def release(self, request: Request) -> None:
-        if request.slot is not None:
-            self.free_slot(request.slot)
-            request.slot = None
-
     def _free(self, slot: int) -> None:
         self.free_slot(slot)
 
