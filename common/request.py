@@ -28,6 +28,7 @@ class SamplingParams:
 
     Raises:
         ValueError: a value is out of its range; the message begins with the field's name.
+        TypeError: `stop` is a single string.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -46,10 +47,8 @@ class SamplingParams:
     min_tokens: int = 0  # neither EOS nor a stop token can be sampled before this many tokens
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ValueError(
-                f"stop is a tuple of strings: write ({self.stop!r},)"
-            )  # else each letter would stop
+        if isinstance(self.stop, str):  # each of its letters would stop the request
+            raise TypeError(f"stop is a tuple of strings: write ({self.stop!r},)")
         in_range = {
             "temperature": 0.0 <= self.temperature < math.inf,
             "top_p": 0.0 < self.top_p <= 1.0,

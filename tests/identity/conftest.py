@@ -48,14 +48,23 @@ VARIANTS = [
     Variant("phase6_paged", {"block_size": 1}),
     Variant("phase6_paged", {"block_size": 64, "num_blocks": 12}),
     Variant("phase7_chunked", {"prefill_chunk_size": 16}),
-    Variant("phase7_chunked", {"prefill_chunk_size": 7, "max_prefill_chunks_per_step": None, "block_size": 4}),
+    Variant(
+        "phase7_chunked", {"prefill_chunk_size": 7, "max_prefill_chunks_per_step": None, "block_size": 4}
+    ),
     Variant("phase7_chunked", {"prefill_chunk_size": 1, "max_prefill_chunks_per_step": 3}),
     Variant("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 16, "num_blocks": 48}),
     Variant("phase7_chunked", {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7}),
     Variant("phase7_chunked", {"use_chunked_prefill": False}),
 ]
 
-MODELS = ["zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny", "random:llama", "random:qwen3", "random:gemma3"]
+MODELS = [
+    "zoo:llama-tiny",
+    "zoo:qwen3-tiny",
+    "zoo:gemma3-tiny",
+    "random:llama",
+    "random:qwen3",
+    "random:gemma3",
+]
 
 
 @pytest.fixture(params=VARIANTS, ids=str)
@@ -117,7 +126,7 @@ class recorded_logits:
 
 
 def random_model(architecture: str) -> CausalLM:
-    """Random weights, large enough that logits are not flat: confident predictions hide mask errors, these do not."""
+    """Random weights, large enough that logits are not flat: confident predictions hide mask errors."""
     trained = open_checkpoint(f"zoo:{architecture}-tiny").config
     layers = trained.layers
     if architecture == "llama":

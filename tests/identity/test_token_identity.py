@@ -123,9 +123,7 @@ def test_random_traffic(subject: Subject, variant: Variant, data: st.DataObject)
     arrivals = data.draw(
         st.lists(
             st.builds(
-                lambda step, length, seed, new: Arrival(
-                    step, prompt_of(subject, length, seed), greedy(new)
-                ),
+                lambda step, length, seed, new: Arrival(step, prompt_of(subject, length, seed), greedy(new)),
                 step=st.integers(0, 30),
                 length=st.one_of(st.integers(1, 20), st.integers(1, 300)),
                 seed=st.integers(0, 5),
