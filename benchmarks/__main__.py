@@ -109,8 +109,16 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "--option",
         action="append",
         default=[],
-        metavar="PHASE:NAME=VALUE",
+        metavar="PHASE:NAME[=VALUE]",
         help="start a phase (or all) with a further option, such as 6:num-blocks=512; may be repeated",
+    )
+    group.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="PHASE:NAME[=VALUE][,...]",
+        help="one more column: a phase with these options, such as 7:prefill-chunk-size=64; may be repeated. "
+        "With variants, only the phases in --phases are measured beside them",
     )
     command.set_defaults(command=_compare)
 
@@ -143,11 +151,14 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         dtype=options.dtype,
         extra=parse_options(options.option),
     )
-    names = options.phases.split(",") if options.phases else phase_names() if options.phases is None else []
+    variants = [parse_variant(text) for text in options.variant]
+    everything = () if variants or options.phases is not None else phase_names()
+    names = options.phases.split(",") if options.phases else everything
     targets = [phase_target(name.strip(), setup) for name in names]
+    targets += [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
     targets += [target for name in options.peer for target in peer_targets(name, setup)]
     if not targets:
-        raise ValueError("nothing to compare: name --phases or a --peer")
+        raise ValueError("nothing to compare: name --phases, a --variant or a --peer")
     checkpoint = open_checkpoint(options.model)
     repeats = options.repeats or (1 if options.quick else 3)
     return _measure(options, console, targets, PromptWriter(checkpoint.tokenizer()), options.model, repeats)
@@ -242,12 +253,34 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
     """
     found: dict[str, Options] = {}
     for text in given:
-        phase, colon, option = text.partition(":")
-        name, equals, value = option.partition("=")
-        if not (colon and equals and phase and name):
+        phase, _, option = text.partition(":")
+        if not (phase and option):
             raise ValueError(f"--option {text}: expected PHASE:NAME=VALUE, such as 6:num-blocks=512")
-        found.setdefault(phase, {})[name.lstrip("-")] = value
+        found.setdefault(phase, {}).update(_option(option))
     return found
+
+
+def parse_variant(text: str) -> tuple[str, Options]:
+    """`7:prefill-chunk-size=64,no-mixed-batches` as a phase and its options.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    phase, _, options = text.partition(":")
+    if not (phase and options):
+        raise ValueError(f"--variant {text}: expected PHASE:NAME=VALUE, such as 7:prefill-chunk-size=64")
+    variant: Options = {}
+    for option in options.split(","):
+        variant.update(_option(option))
+    return phase, variant
+
+
+def _option(text: str) -> Options:
+    name, equals, value = text.partition("=")
+    name = name.strip().lstrip("-")
+    if not name or (equals and not value):
+        raise ValueError(f"{text!r} is no option: expected NAME=VALUE, or NAME for a flag")
+    return {name: value}
 
 
 if __name__ == "__main__":

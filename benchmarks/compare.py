@@ -109,6 +109,7 @@ def run_once(
         order=target.order,
         model=comparison.model,
         options=None if target.url else dict(target.options),
+        variant=dict(target.variant),
     )
     run = blank_run(workload, info, calibration, comparison.measurement, repeat=repeat)
     server = open_server(target)

@@ -1,6 +1,7 @@
 """The closing table: medians over repeats, the best of each line in bold.
 
-Beside a value stands its ratio: a phase's to the phase before, a peer's to the last phase.
+Beside a value stands its ratio: a phase's to the phase before, a variant's to the first column of its phase, a
+peer's to the last phase.
 """
 
 from __future__ import annotations
@@ -152,11 +153,14 @@ def _cells(line: Line, values: Sequence[Value], bases: Sequence[int | None]) -> 
 
 def bases_of(columns: Sequence[Sequence[Run]]) -> list[int | None]:
     """Which column each column's ratios refer to; None for the first phase, and where there is no phase."""
-    phases = [index for index, repeats in enumerate(columns) if repeats[0].server.order < FIRST_PEER]
+    first_of: dict[int, int] = {}  # phase -> its first column
     bases: list[int | None] = []
-    for index in range(len(columns)):
-        before = [phase for phase in phases if phase < index]
-        bases.append(before[-1] if before else None)
+    for index, repeats in enumerate(columns):
+        phase = int(repeats[0].server.order)
+        before = [column for number, column in first_of.items() if number < phase]
+        bases.append(first_of.get(phase, max(before, default=None)))
+        if phase < FIRST_PEER:
+            first_of.setdefault(phase, index)
     return bases
 
 
@@ -165,7 +169,7 @@ def _notes(runs: Sequence[Run]) -> str:
     shares = [run.generator.cpu_share for run in runs if run.generator is not None]
     said = [
         f"median of {repeats} runs" if repeats > 1 else "one run",
-        "× the phase before (a peer: × the last phase)",
+        "× the phase before (a variant: × its phase's first column; a peer: × the last phase)",
     ]
     if shares:
         said.append(f"load generator: {max(shares):.0%} of a core at most")

@@ -222,6 +222,7 @@ class ServerInfo(_Model):
         label: its column in a table, such as `phase 5`.
         order: where that column stands; phases by their number, peers after them.
         options: what it was started with; None: we did not start it.
+        variant: those of its options that set it apart from other columns of the same phase, in a sweep.
         version: what it says of itself at /version.
         log: the last lines it printed, where something went wrong.
     """
@@ -230,6 +231,7 @@ class ServerInfo(_Model):
     order: float
     model: str
     options: dict[str, str] | None = None
+    variant: dict[str, str] = Field(default_factory=dict)
     version: dict[str, Any] | None = None
     exit_code: int | None = None
     log: list[str] = Field(default_factory=list)

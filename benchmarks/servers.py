@@ -25,7 +25,7 @@ LOG_LINES = 200
 _URL = re.compile(r"http://[\w.\-]+:[1-9]\d*")
 _PHASE_NUMBER = re.compile(r"phase(\d+)_")
 
-Options = dict[str, str]
+Options = dict[str, str]  # long options without their dashes; a flag's value is empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class Target:
         label: its column in tables and plots.
         order: where that column stands.
         module: run as `python -m module`; None for a program of its own.
-        options: long options without their dashes.
+        options: what it is started with.
+        variant: those of its options that set it apart from other columns of the same phase, in a sweep.
         program: what is run where there is no module.
         url: a server that runs already; nothing is started then.
     """
@@ -93,13 +94,16 @@ class Target:
     order: float
     module: str | None
     options: Options
+    variant: Options = field(default_factory=dict)
     program: tuple[str, ...] = ()
     url: str = ""
 
     @property
     def command(self) -> list[str]:
         program = [sys.executable, "-m", self.module] if self.module else list(self.program)
-        return program + [part for name, value in self.options.items() for part in (f"--{name}", value)]
+        for name, value in self.options.items():
+            program += [f"--{name}", value] if value else [f"--{name}"]
+        return program
 
 
 def find_phase_module(name: str) -> str:
@@ -129,8 +133,17 @@ def _phase_number(module: str) -> str:
     return match[1] if match else ""
 
 
-def phase_target(name: str, setup: Setup) -> Target:
+VARIANT_STEP = 0.001  # between the columns of one phase's variants
+
+
+def phase_target(name: str, setup: Setup, variant: Options | None = None, place: int = 0) -> Target:
     """How to start a phase so that it can be compared with the others.
+
+    Args:
+        name: number, word or module.
+        setup: what all servers have in common.
+        variant: options that make this one column of a sweep.
+        place: which column of the sweep, from 1; 0 without a variant.
 
     Raises:
         StartupError: there is no such phase.
@@ -150,7 +163,10 @@ def phase_target(name: str, setup: Setup) -> Target:
     options |= PHASE_OPTIONS[own](setup)
     for key in ("all", str(number)):
         options |= setup.extra.get(key, {})
-    return Target(label=f"phase {number}", order=number, module=module, options=options)
+    variant = variant or {}
+    label = ", ".join((f"phase {number}", *(f"{k}={v}" if v else k for k, v in variant.items())))
+    order = number + place * VARIANT_STEP
+    return Target(label, order, module, options | variant, variant)
 
 
 # ---------------------------------------------------------------------------------------------- processes

@@ -38,6 +38,7 @@ def define_env(env: Any) -> None:
         results.ledger,
         results.plots,
         results.results_table,
+        results.sweep_table,
         samples.event_stream,
         samples.zoo_samples,
     ):

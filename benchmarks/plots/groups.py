@@ -67,7 +67,8 @@ def load_groups(folder: Path) -> list[Group]:
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
     workload and model was measured several times, the comparison with the most servers is drawn, of those the
-    latest. Results in different subfolders (`h200`) are of different machines and make groups of their own.
+    latest. Results in different subfolders (`h200`) are of different machines and make groups of their own. Sweeps
+    over a phase's options are tables of the site, not figures.
     """
     comparisons: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted({path.parent for path in folder.rglob("*.json")}):
@@ -78,7 +79,10 @@ def load_groups(folder: Path) -> list[Group]:
                 name = f"{prefix}{run.workload.name}-{slug(run.server.model)}{quick}"
                 comparisons[name][run.comparison].append(run)
     groups = []
-    for name, found in sorted(comparisons.items()):
+    for name, all_found in sorted(comparisons.items()):
+        found = {key: runs for key, runs in all_found.items() if not any(run.server.variant for run in runs)}
+        if not found:
+            continue
         best = max(found, key=lambda comparison: (len(columns_of(found[comparison])), comparison))
         groups.append(Group(name, _servers(found[best])))
     return groups

@@ -34,6 +34,19 @@ HEADLINES = (
 )
 
 
+SWEEP_LINES = (
+    "output tokens / s",
+    "TTFT p50",
+    "TTFT p99",
+    "ITL p50",
+    "ITL p99",
+    "longest stall",
+    "engine steps",
+    "mean batch",
+    "preemptions",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Runs that may be compared: one workload and model, measured together on one machine."""
@@ -53,6 +66,11 @@ class Group:
     def repeats(self) -> int:
         return max(run.repeat for run in self.runs)
 
+    @property
+    def swept(self) -> set[str]:
+        """Options in which columns of one phase differ; empty for a plain comparison."""
+        return {name for run in self.runs for name in run.server.variant}
+
 
 @functools.cache
 def groups(results: Path = RESULTS) -> tuple[Group, ...]:
@@ -71,8 +89,8 @@ def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
     kept: dict[tuple[str, str], Group] = {}
     for group in groups(results):
         run = group.first
-        fits = run.workload.name == workload and not run.workload.quick and set(labels) <= set(group.labels)
-        if fits:
+        fits = run.workload.name == workload and set(labels) <= set(group.labels)
+        if fits and not run.workload.quick and not group.swept:
             kept.setdefault((group.folder, run.server.model), group)
     return [kept[key] for key in sorted(kept)]
 
@@ -99,6 +117,15 @@ def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
         return missing(workload, labels)
     lines = [line for line in LINES if line.title in HEADLINES]
     return "\n".join(f"{_setup(group)}\n\n{_table(group, lines)}" for group in found)
+
+
+def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
+    """One line for each setting of the newest sweep over exactly these options; a sentence where there is none."""
+    for group in groups(results):
+        if group.first.workload.name == workload and group.swept == set(options):
+            lines = [line for line in LINES if line.title in SWEEP_LINES]
+            return f"{_setup(group)}\n\n{_turned_table(group, lines)}"
+    return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
 
 
 def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
@@ -227,6 +254,21 @@ def _table(group: Group, lines: Sequence[Line]) -> str:
                 text += f" ×{value / before:.2f}"
             cells.append(text)
         rows.append(f"| {line.title} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _turned_table(group: Group, lines: Sequence[Line]) -> str:
+    """A line for each server: the way to read one number over many settings."""
+    shown = [(line, values) for line in lines if any(values := _values(group, line))]
+    rows = [f"| | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
+    for place, label in enumerate(group.labels):
+        cells = []
+        for line, values in shown:
+            value = values[place]
+            text = "–" if value is None else line.show(value)
+            best = value is not None and value == best_of(values, line.better)
+            cells.append(f"**{text}**" if best else text)
+        rows.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 

@@ -194,6 +194,9 @@ def test_run_measures_any_server(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["compare", "--phases", "", "--workload", "mixed"], "nothing to compare"),
         (["compare", "--peer", "nobody"], "nobody"),
         (["compare", "--option", "num-blocks=4"], "PHASE:NAME=VALUE"),
+        (["compare", "--variant", "7"], "PHASE:NAME=VALUE"),
+        (["compare", "--variant", "7:prefill-chunk-size="], "NAME=VALUE"),
+        (["compare", "--variant", "99:seed=1"], "99"),
         (["compare", "--model", "dummy:nothing"], "nothing"),
         (["run", "--server", "http://127.0.0.1:1"], "names no model"),
         (["plots", "--results", "/nowhere/at/all"], "no such folder"),
@@ -218,3 +221,10 @@ def test_options_are_parsed() -> None:
         "6": {"num-blocks": "512", "block-size": "4"},
         "all": {"dtype": "float32"},
     }
+
+
+def test_variants_are_parsed() -> None:
+    assert command_line.parse_variant("7:prefill-chunk-size=64,--no-mixed-batches") == (
+        "7",
+        {"prefill-chunk-size": "64", "no-mixed-batches": ""},
+    )

@@ -155,6 +155,19 @@ def test_quick_runs_and_other_machines_are_groups_of_their_own(tmp_path: Path) -
     ]
 
 
+def test_sweeps_are_not_drawn(tmp_path: Path) -> None:
+    swept, plain = "20260202-000000", "20260101-000000"
+    for place, label in enumerate(("phase 7, a", "phase 7, b"), 1):
+        run = make_run(label, 7 + place / 1000, comparison=swept)
+        run.server.variant = {"block-size": label[-1]}
+        save(tmp_path, run)
+    save(tmp_path, make_run("phase 6", 6, comparison=swept))
+    assert load_groups(tmp_path) == []
+    save(tmp_path, make_run("phase 6", 6, comparison=plain))
+    (group,) = load_groups(tmp_path)
+    assert group.first.comparison == plain
+
+
 def test_runs_that_failed_are_not_drawn(tmp_path: Path) -> None:
     failed = make_run("phase 5", 5)
     failed.status = "incomplete"

@@ -103,3 +103,20 @@ def test_seconds() -> None:
     assert format_seconds(0.01234) == "12.3 ms"
     assert format_seconds(0.9999) == "1.00 s"
     assert format_seconds(12.5) == "12.50 s"
+
+
+def test_variants_are_compared_with_the_first_column_of_their_phase() -> None:
+    runs = [
+        make_run("phase 7, b", 7.002),
+        make_run("phase 6", 6),
+        make_run("phase 7, a", 7.001),
+        make_run("generate()", 100.0),
+    ]
+    columns = columns_of(runs)
+    assert [column[0].server.label for column in columns] == [
+        "phase 6",
+        "phase 7, a",
+        "phase 7, b",
+        "generate()",
+    ]
+    assert bases_of(columns) == [None, 0, 1, 1]

@@ -81,6 +81,24 @@ def test_options_are_added_for_one_phase_or_for_all() -> None:
     assert six.command[six.command.index("--num-blocks") + 1] == "512"
 
 
+@pytest.mark.usefixtures("phases")
+def test_a_variant_is_a_column_of_its_own() -> None:
+    setup = Setup(extra={"7": {"prefill-chunk-size": "32"}})
+    plain = phase_target("7", setup)
+    variants = [
+        phase_target("7", setup, {"prefill-chunk-size": "64"}, 1),
+        phase_target("7", setup, {"no-mixed-batches": ""}, 2),
+    ]
+    assert [target.label for target in variants] == [
+        "phase 7, prefill-chunk-size=64",
+        "phase 7, no-mixed-batches",
+    ]
+    assert plain.order < variants[0].order < variants[1].order < 8
+    assert [target.options["prefill-chunk-size"] for target in (plain, *variants)] == ["32", "64", "32"]
+    assert (plain.variant, variants[1].variant) == ({}, {"no-mixed-batches": ""})
+    assert variants[1].command[-1] == "--no-mixed-batches"
+
+
 def test_a_server_is_started_asked_and_stopped() -> None:
     with RunningServer(fake_target()) as server:
         assert server.url.startswith("http://127.0.0.1:")

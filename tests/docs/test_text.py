@@ -226,6 +226,24 @@ def check(*options: str) -> str:
     return done.stdout
 
 
+def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
+    a_run("phase 4", 4).save(tmp_path)
+    a_run("phase 5", 5, ttft=0.5).save(tmp_path)
+    for place, ttft in ((1, 3.0), (2, 2.0)):
+        run = a_run(f"phase 5, seats={place}", 5 + place / 1000, ttft=ttft)
+        run.comparison, run.server.variant = "20990101-000000", {"seats": str(place)}
+        run.save(tmp_path)
+    table = results.sweep_table("continuous_batching", "seats", results=tmp_path)
+    lines = table.splitlines()
+    column = next(line for line in lines if "TTFT p99" in line).split(" | ").index("TTFT p99")
+    assert [line.split(" | ")[column] for line in lines if "seats=" in line] == ["3.00 s", "**2.00 s**"]
+    assert "has been measured yet" in results.sweep_table("continuous_batching", "others", results=tmp_path)
+    # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
+    plain = results.results_table("continuous_batching", "phase 5", results=tmp_path)
+    assert "seats" not in plain
+    assert "phase 4" in plain
+
+
 def test_there_are_exercises() -> None:
     for name in NAMES:
         assert (EXERCISES / f"{name}.py").is_file()
