@@ -36,6 +36,7 @@ from common.server.errors import shorten
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "INFER_"
+NONE = "none"  # how an option that may have no value says so
 STALL_TIMEOUT_S = 60  # a client that takes nothing of its answer for so long is gone
 
 
@@ -128,6 +129,8 @@ def settings_for(package: PhasePackage) -> type[BaseSettings]:
                 cli_implicit_flags=True,
                 cli_exit_on_error=False,
                 cli_hide_none_type=True,
+                cli_parse_none_str=NONE,
+                env_parse_none_str=NONE,
                 cli_avoid_json=True,
             ),
         },
@@ -152,7 +155,8 @@ def explain_invalid(error: ValidationError) -> UsageError:
     first = error.errors(include_url=False)[0]
     field = str(first["loc"][0]) if first["loc"] else "options"
     source = f" (or {ENV_PREFIX}{field.upper()})"
-    return UsageError(f"{flag_of(field)}{source}: {first['msg']}, not {shorten(repr(first['input']), 100)}")
+    given = NONE if first["input"] is None else first["input"]
+    return UsageError(f"{flag_of(field)}{source}: {first['msg']}, not {shorten(repr(given), 100)}")
 
 
 def flag_of(field: str) -> str:

@@ -188,6 +188,15 @@ def test_booleans_have_a_no_form(phase: str) -> None:
         assert config.caching is value  # type: ignore[attr-defined]
 
 
+def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = find_phase("phase7_chunked")
+    name = "max_prefill_chunks_per_step"
+    assert getattr(cli.read_options(package, [])[1], name) == 1
+    assert getattr(cli.read_options(package, ["--max-prefill-chunks-per-step", "none"])[1], name) is None
+    monkeypatch.setenv("INFER_MAX_PREFILL_CHUNKS_PER_STEP", "none")
+    assert getattr(cli.read_options(package, [])[1], name) is None
+
+
 def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:
     folder = zoo_copy(tmp_path)
     server = ServerProcess(phase, "--model", str(folder), "--max-seq-len", "64")
