@@ -13,6 +13,10 @@ a prompt of 2000 arrives while A and B decode         steps ──>
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
 from common.engine import Clock
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk, StepPlan
@@ -36,10 +40,21 @@ class ChunkedScheduler(PagedScheduler):
         )
 
     def prefill_requests(self, max_chunks: int | None) -> list[Request]:
-        """Whose prompts advance: those that have begun, oldest first, then newcomers; at most `max_chunks`."""
+        """Whose prompts advance: those that have begun, oldest first, then newcomers, as far as chunks go."""
         prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
         prefilling.sort(key=lambda r: (r.prefill_progress == 0, r.arrival))
-        return prefilling[:max_chunks]
+        return self.fitting(prefilling, max_chunks)
+
+    def fitting(self, requests: Sequence[Request], max_chunks: int | None) -> list[Request]:
+        """The first of `requests`, as many as have their next chunks within the tokens of `max_chunks` full ones.
+
+        Short prompts share a chunk's room: one step each would leave most of it empty, and have them queue for
+        nothing. Nobody overtakes: where one does not fit, those behind it wait, too.
+        """
+        room = math.inf if max_chunks is None else max_chunks * self.chunk_size
+        chunks = map(self.next_chunk, requests)
+        totals = accumulate(chunk.end - chunk.start for chunk in chunks)
+        return [r for r, tokens in zip(requests, totals, strict=True) if tokens <= room]
 
     def next_chunk(self, request: Request) -> PrefillChunk:
         start = request.prefill_progress

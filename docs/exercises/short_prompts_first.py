@@ -14,4 +14,4 @@ class ShortPromptsFirst(Scheduler):
 
     def prefill_requests(self, max_chunks: int | None) -> list[Request]:
         everyone = super().prefill_requests(None)
-        return everyone[:max_chunks]  # in another order
+        return self.fitting(everyone, max_chunks)  # in another order

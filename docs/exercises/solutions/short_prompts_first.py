@@ -10,4 +10,4 @@ class ShortPromptsFirst(Scheduler):
     def prefill_requests(self, max_chunks: int | None) -> list[Request]:
         everyone = super().prefill_requests(None)
         everyone.sort(key=lambda r: (len(r.token_ids) - r.prefill_progress, r.arrival))
-        return everyone[:max_chunks]
+        return self.fitting(everyone, max_chunks)
