@@ -1,6 +1,6 @@
 """The paged decode kernel against other ways to the same attention, on a GPU.
 
-`python -m benchmarks.attention_kernel [--contexts 256 1024 4096 16384] [--batches 1 8 32 128] [--json FILE]`
+`python -m benchmarks.attention_kernel [--contexts 256 1024 4096 16384] [--batches 1 8 32 128] [--out FOLDER]`
 
 One layer's decode step: one query per sequence, keys and values in shuffled blocks. To read every visible key and
 value once is the least that any of them can do, so each time is also given as a rate of those bytes, and as a share
@@ -19,7 +19,6 @@ repetition.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.environment import describe_environment
+from benchmarks.tables import Cell, MeasuredTable
 from kernels.attention import AttentionLayout, attention, paged_attention_reference, varlen_attention
 from kernels.dispatch import HAS_TRITON
 
@@ -258,6 +257,47 @@ def print_table(rows: list[dict[str, Any]], shape: Shape, console: Console) -> N
     console.print(table)
 
 
+def as_table(rows: list[dict[str, Any]], shape: Shape, copy_rate: float) -> MeasuredTable:
+    """Everything measured, a line for each contender."""
+    window = "none" if shape.window is None else str(shape.window)
+    cells: list[list[Cell]] = [
+        [
+            row["batch"],
+            row["context"],
+            row["contender"],
+            None if row["seconds"] is None else row["seconds"] * 1e6,
+            None if row["bytes_per_s"] is None else row["bytes_per_s"] / 1e9,
+            row["share_of_copy"],
+            row["difference"],
+            row["reason"] or "",
+        ]
+        for row in rows
+    ]
+    return MeasuredTable(
+        name="attention_kernel",
+        title="attention of one decode step",
+        setup={
+            "heads": f"{shape.heads} over {shape.heads_kv} of keys and values",
+            "head_dim": str(shape.head_dim),
+            "block size": str(shape.block_size),
+            "window": window,
+            "in": str(shape.dtype).removeprefix("torch."),
+            "a copy moves": f"{copy_rate / 1e9:.0f} GB/s",
+        },
+        columns=[
+            "batch",
+            "context",
+            "attention",
+            "µs",
+            "GB/s",
+            "share of a copy",
+            "difference",
+            "not measured",
+        ],
+        rows=cells,
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -270,7 +310,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--block-size", type=int, default=16)
     options.add_argument("--window", type=int, help="sliding window in columns (none)")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    options.add_argument("--json", type=Path, default=Path("benchmarks/results/attention_kernel.json"))
+    options.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     return options
 
 
@@ -300,22 +340,8 @@ def main(arguments: list[str] | None = None) -> None:
                 console.print(f"batch {batch}, context {context} done")
                 torch.cuda.empty_cache()
     print_table(rows, shape, console)
-    record = {
-        "environment": describe_environment(),
-        "shape": {
-            "heads": shape.heads,
-            "kv_heads": shape.heads_kv,
-            "head_dim": shape.head_dim,
-            "block_size": shape.block_size,
-            "window": shape.window,
-            "dtype": options.dtype,
-        },
-        "copy_bytes_per_s": copy_rate,
-        "rows": rows,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written to {options.json}")
+    path = as_table(rows, shape, copy_rate).save(options.out)
+    console.print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ turns, so that a machine that slows down slows both.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.tables import Cell, MeasuredTable
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     arguments = parser.parse_args()
 
     checkpoint = open_checkpoint(arguments.model)
@@ -107,10 +107,7 @@ def main() -> None:
     twin = transformers_twin(model, arguments.model.removeprefix("dummy:"))
     tokenizer = checkpoint.tokenizer()
 
-    table = Table(
-        "batch", "ours, ms", "transformers, ms", "ratio", title=f"one decode step, {arguments.model}"
-    )
-    rows = []
+    rows: list[list[Cell]] = []
     for batch in arguments.batch:
 
         def ours(new: int, batch: int = batch) -> list[list[int]]:
@@ -121,29 +118,29 @@ def main() -> None:
 
         ours(SHORT), theirs(SHORT)  # warm
         pairs = [(step_time_s(ours), step_time_s(theirs)) for _ in range(arguments.repeats)]
-        row = {
-            "batch": batch,
-            "ours_s": statistics.median(a for a, _ in pairs),
-            "transformers_s": statistics.median(b for _, b in pairs),
-            "ratio": statistics.median(a / b for a, b in pairs),
-        }
-        rows.append(row)
-        table.add_row(
-            str(batch),
-            f"{row['ours_s'] * 1e3:.1f}",
-            f"{row['transformers_s'] * 1e3:.1f}",
-            f"{row['ratio']:.2f}",
+        rows.append(
+            [
+                batch,
+                statistics.median(a for a, _ in pairs) * 1e3,
+                statistics.median(b for _, b in pairs) * 1e3,
+                statistics.median(a / b for a, b in pairs),
+            ]
         )
-    Console().print(table)
-    if arguments.json:
-        record = {
-            "model": arguments.model,
-            "dtype": arguments.dtype,
-            "threads": torch.get_num_threads(),
-            "rows": rows,
-        }
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
+    table = MeasuredTable(
+        name="decode_step",
+        title="one decode step",
+        setup={
+            "": f"{arguments.model} in {arguments.dtype}",
+            "after prompts of": f"{PROMPT_TOKENS} tokens",
+            "median of": f"{arguments.repeats} pairs",
+            "threads": str(torch.get_num_threads()),
+        },
+        columns=["batch", f"{arguments.phase}, ms", "transformers, ms", "ratio"],
+        rows=rows,
+    )
+    console = Console()
+    table.print(console)
+    console.print(f"written to {table.save(arguments.out)}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA = 1
+TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
 DIGITS = 5  # times are kept to 10 µs: finer than any clock that two processes share is good for
 
 Status = Literal["ok", "incomplete", "failed"]
@@ -277,14 +278,19 @@ class Run(_Model):
         return path
 
 
-def load_runs(folder: Path, *, below: bool = True) -> list[Run]:
-    """Every run in a folder (and `below` it), in the order of their files' names.
+def run_folders(results: Path) -> list[Path]:
+    """The folder of results and those below it, as far as they hold runs; measured tables lie elsewhere."""
+    return sorted({path.parent for path in results.rglob("*.json")} - set(results.rglob(TABLES)))
+
+
+def load_runs(folder: Path) -> list[Run]:
+    """Every run in a folder, in the order of their files' names.
 
     Raises:
         ValueError: a file is not a run; the message names it.
     """
     runs = []
-    for path in sorted(folder.rglob("*.json") if below else folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         try:
             runs.append(Run.model_validate_json(path.read_bytes()))
         except ValueError as error:

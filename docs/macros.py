@@ -37,6 +37,7 @@ def define_env(env: Any) -> None:
         results.headline,
         results.ledger,
         results.plots,
+        results.measured_table,
         results.results_table,
         results.sweep_table,
         samples.event_stream,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
 from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of
-from benchmarks.results import RequestRecord, Run, load_runs, slug
+from benchmarks.results import RequestRecord, Run, load_runs, run_folders, slug
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ def load_groups(folder: Path) -> list[Group]:
     over a phase's options are tables of the site, not figures.
     """
     comparisons: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for path in sorted({path.parent for path in folder.rglob("*.json")}):
+    for path in run_folders(folder):
         prefix = "-".join((*path.relative_to(folder).parts, ""))
-        for run in load_runs(path, below=False):
+        for run in load_runs(path):
             if run.status == "ok":
                 quick = "-quick" if run.workload.quick else ""
                 name = f"{prefix}{run.workload.name}-{slug(run.server.model)}{quick}"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
-from benchmarks.results import Run, load_runs
+from benchmarks.results import Run, load_runs, run_folders
+from benchmarks.tables import load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,8 +77,8 @@ class Group:
 def groups(results: Path = RESULTS) -> tuple[Group, ...]:
     """All comparisons below the folder of results, newest first."""
     found: dict[tuple[str, str, str, str], list[Run]] = defaultdict(list)
-    for folder in sorted({path.parent for path in results.rglob("*.json")}):
-        for run in load_runs(folder, below=False):
+    for folder in run_folders(results):
+        for run in load_runs(folder):
             name = "/".join(folder.relative_to(results).parts)
             found[run.comparison, run.workload.name, run.server.model, name].append(run)
     ordered = sorted(found.items(), key=lambda item: item[0], reverse=True)
@@ -126,6 +127,14 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
             lines = [line for line in LINES if line.title in SWEEP_LINES]
             return f"{_setup(group)}\n\n{_turned_table(group, lines)}"
     return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
+
+
+def measured_table(name: str, results: Path = RESULTS) -> str:
+    """What a program that measures in one process found last; a sentence where it has not been run."""
+    for table in load_tables(results):
+        if table.name == name:
+            return table.markdown()
+    return f"Not measured yet: `.venv/bin/python -m benchmarks.{name}` does it.\n"
 
 
 def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
@@ -180,8 +189,8 @@ def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
 
 def ledger(results: Path = RESULTS) -> str:
     """Every comparison with its setup and all its lines, newest first."""
-    found = groups(results)
-    if not found:
+    found, tables = groups(results), load_tables(results)
+    if not found and not tables:
         return (
             "The results folder is empty: nothing has been measured in this checkout. "
             "[Benchmarks](benchmarks.md) says how to measure.\n"
@@ -196,6 +205,7 @@ def ledger(results: Path = RESULTS) -> str:
             f"## {run.started_at[:10]}: {run.workload.name}{quick}, {run.server.model}{where}\n\n"
             f"{_setup(group)}\n\n{_table(group, LINES)}\n{_losses(group)}{_remarks(group)}"
         )
+    parts += [f"## {table.started_at[:10]}: {table.name}\n\n{table.markdown()}" for table in tables]
     return "\n".join(parts)
 
 

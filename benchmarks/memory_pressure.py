@@ -1,0 +1,162 @@
+"""One burst of requests on less and less KV memory: what preemption costs, and that it costs nothing but time.
+
+`python -m benchmarks.memory_pressure [--model dummy:llama-60m] [--requests 24]`
+
+The pool shrinks from room for everybody to room for the longest request alone, the smallest that is legal. Every
+request's tokens are compared with those it got from the largest pool. In float32, since in a type with fewer digits
+rounding depends on who shares a pass, and a flipped token would be nobody's fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.tables import MeasuredTable
+from common.models.layers import CausalLM
+from common.models.registry import load_model, open_checkpoint
+from common.phases import find_phase
+from common.request import SamplingParams
+from common.text import Tokenizer
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = (32, 256)
+NEW_TOKENS = (32, 96)
+SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the memory that holds everybody at once
+
+Order = tuple[list[int], int]  # prompt, new tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One pool size: its burst's seconds, steps and preemptions, and the tokens of every request."""
+
+    seconds: float
+    steps: int
+    preemptions: int
+    token_ids: list[list[int]]
+
+
+def draw_orders(count: int, vocab_size: int, seed: int = 0) -> list[Order]:
+    rng = random.Random(seed)
+    return [
+        ([rng.randrange(vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS))], rng.randint(*NEW_TOKENS))
+        for _ in range(count)
+    ]
+
+
+def blocks_of(order: Order) -> int:
+    prompt, new_tokens = order
+    return -(-(len(prompt) + new_tokens) // BLOCK_SIZE)
+
+
+def pool_sizes(orders: list[Order]) -> list[int]:
+    """Blocks, from enough for all orders down to the largest one alone."""
+    ample = sum(map(blocks_of, orders))
+    smallest = max(map(blocks_of, orders))
+    return [*(size for share in SHARES if (size := round(ample * share)) > smallest), smallest]
+
+
+def serve(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order], num_blocks: int) -> Outcome:
+    package = find_phase(phase)
+    config = package.Config(
+        max_batch_size=len(orders),
+        max_seq_len=max(len(prompt) + new for prompt, new in orders),
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+    )
+    engine = package.build_engine(config, model=model, tokenizer=tokenizer)
+    requests = [
+        engine.create_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True))
+        for prompt, new in orders
+    ]
+    for request in requests:
+        engine.add_request(request)
+    steps = 0
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+        steps += 1
+    seconds = time.perf_counter() - started
+    unfinished = [request.request_id for request in requests if request.finish_reason != "length"]
+    if unfinished:
+        raise RuntimeError(f"{num_blocks} blocks: {', '.join(unfinished)} did not finish")
+    return Outcome(seconds, steps, engine.scheduler.preemptions, [r.token_ids for r in requests])
+
+
+def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]) -> MeasuredTable:
+    """A row for each pool size."""
+    new_tokens = sum(new for _, new in orders)
+    serve(phase, model, tokenizer, orders[:2], pool_sizes(orders)[0])  # warm
+    rows: list[list[int | float | str | None]] = []
+    first: Outcome | None = None
+    for num_blocks in pool_sizes(orders):
+        outcome = serve(phase, model, tokenizer, orders, num_blocks)
+        first = first or outcome
+        same = sum(a == b for a, b in zip(outcome.token_ids, first.token_ids, strict=True))
+        rate, of_first = (new_tokens / each.seconds for each in (outcome, first))
+        rows.append(
+            [
+                num_blocks,
+                num_blocks * BLOCK_SIZE,
+                rate,
+                rate / of_first,
+                outcome.steps,
+                outcome.preemptions,
+                f"{same} of {len(orders)}",
+            ]
+        )
+    return MeasuredTable(
+        name="memory_pressure",
+        title=f"{len(orders)} requests at once on less and less memory",
+        setup={
+            "phase": phase,
+            "prompts of": f"{PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens",
+            "answers of": f"{NEW_TOKENS[0]}-{NEW_TOKENS[1]}",
+        },
+        columns=[
+            "blocks",
+            "tokens of memory",
+            "output tokens / s",
+            "× the largest pool",
+            "steps",
+            "preemptions",
+            "same tokens",
+        ],
+        rows=rows,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="dummy:llama-60m")
+    parser.add_argument("--phase", default="phase6_paged", help="one with blocks (phase6_paged)")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
+    options = parser.parse_args()
+
+    checkpoint = open_checkpoint(options.model)
+    model = load_model(
+        checkpoint,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_positions=PROMPT_TOKENS[1] + NEW_TOKENS[1],
+    )
+    orders = draw_orders(options.requests, model.config.vocab_size)
+    table = measure(options.phase, model, checkpoint.tokenizer(), orders)
+    table.setup = {"": f"{options.model} in float32", **table.setup}
+    console = Console()
+    table.print(console)
+    console.print(f"written to {table.save(options.out)}")
+
+
+if __name__ == "__main__":
+    main()

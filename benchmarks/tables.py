@@ -1,0 +1,96 @@
+"""What a measurement in one process leaves behind: a table with its setup, where no server and no client are timed.
+
+These files lie in a folder `tables` beside the runs of servers, and pages show them by name.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.environment import describe_environment
+from benchmarks.results import TABLES
+
+Cell = int | float | str | None
+
+
+class MeasuredTable(BaseModel):
+    """One measurement.
+
+    Attributes:
+        name: the program's, and the file's.
+        title: what the rows are about.
+        setup: what was measured with what, for a reader.
+        columns: headings, with units.
+        rows: a cell for each column; None where nothing was measured.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    title: str
+    setup: dict[str, str] = Field(default_factory=dict)
+    started_at: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    environment: dict[str, Any] = Field(default_factory=describe_environment)
+    columns: list[str]
+    rows: list[list[Cell]]
+
+    def save(self, results: Path) -> Path:
+        """Write the file below a folder of results and return its path."""
+        path = results / TABLES / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def print(self, console: Console) -> None:
+        table = Table(*self.columns, title=self.title)
+        for row in self.rows:
+            table.add_row(*map(show, row))
+        console.print(table)
+
+    def markdown(self) -> str:
+        """A sentence on the setup, and the table."""
+        machine = self.environment.get("gpu") or (
+            f"{self.environment.get('cpu', 'unknown CPU')}, {self.environment.get('cores')} cores"
+        )
+        torch = self.environment.get("packages", {}).get("torch")
+        facts = [f"**{self.title}** on {machine}", *(f"{name} {value}" for name, value in self.setup.items())]
+        facts += [f"torch {torch}"] if torch else []
+        facts += [f"revision `{self.environment['git']}`"] if self.environment.get("git") else []
+        facts += [self.started_at[:10]]
+        rows = [
+            self.columns,
+            ["---:"] * len(self.columns),
+            *([show(cell) for cell in row] for row in self.rows),
+        ]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        return f"{', '.join(facts)}.\n\n" + "\n".join(lines) + "\n"
+
+
+def show(cell: Cell) -> str:
+    """Three digits of what is not whole."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
+    return str(cell)
+
+
+def load_tables(results: Path) -> list[MeasuredTable]:
+    """Every table below a folder of results, newest first.
+
+    Raises:
+        ValueError: a file is not a table; the message names it.
+    """
+    tables = []
+    for path in sorted(results.rglob(f"{TABLES}/*.json")):
+        try:
+            tables.append(MeasuredTable.model_validate_json(path.read_bytes()))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a measured table: {error}") from None
+    return sorted(tables, key=lambda table: table.started_at, reverse=True)

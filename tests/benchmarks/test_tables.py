@@ -1,0 +1,107 @@
+"""Tables of what is measured in one process: kept whole, found again, and no obstacle to the runs beside them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import memory_pressure
+from benchmarks.attention_kernel import Shape, as_table
+from benchmarks.plots.groups import load_groups
+from benchmarks.tables import MeasuredTable, load_tables, show
+from common.models.registry import load_model, open_checkpoint
+from docs.building import results as pages
+from tests.benchmarks.conftest import make_run
+
+
+def a_table(name: str = "decode_step", started_at: str = "2026-01-02T03:04:05+00:00") -> MeasuredTable:
+    return MeasuredTable(
+        name=name,
+        title="one step",
+        setup={"batch": "8"},
+        started_at=started_at,
+        environment={"cpu": "A Processor", "cores": 2, "git": "0123456789ab", "packages": {"torch": "2.13"}},
+        columns=["blocks", "ms", "note"],
+        rows=[[16, 12.345, "same"], [8, None, ""]],
+    )
+
+
+def test_a_table_is_found_again_as_it_was(tmp_path: Path) -> None:
+    table = a_table()
+    path = table.save(tmp_path / "h200")
+    assert path == tmp_path / "h200" / "tables" / "decode_step.json"
+    assert load_tables(tmp_path) == [table]
+    a_table("memory_pressure", "2026-02-02T00:00:00+00:00").save(tmp_path)
+    assert [each.name for each in load_tables(tmp_path)] == ["memory_pressure", "decode_step"]
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json"):
+        load_tables(tmp_path)
+
+
+def test_runs_and_tables_lie_side_by_side(tmp_path: Path) -> None:
+    make_run().save(tmp_path)
+    a_table().save(tmp_path)
+    assert [group.name for group in load_groups(tmp_path)] == ["mixed-llama-tiny"]
+    ledger = pages.ledger(tmp_path)
+    assert "1 runs in 1 comparisons" in ledger
+    assert "2026-01-02: decode_step" in ledger
+    assert pages.measured_table("decode_step", tmp_path) == a_table().markdown()
+    assert "python -m benchmarks.memory_pressure" in pages.measured_table("memory_pressure", tmp_path)
+
+
+def test_a_page_shows_setup_and_rows() -> None:
+    text = a_table().markdown()
+    assert "A Processor, 2 cores" in text
+    assert "batch 8" in text
+    assert "revision `0123456789ab`" in text
+    assert "| 16 | 12.3 | same |" in text
+    assert "| 8 | – |  |" in text
+    printed = io.StringIO()
+    a_table().print(Console(file=printed, width=100))
+    assert "12.3" in printed.getvalue()
+
+
+def test_numbers_are_shown_with_three_digits() -> None:
+    assert [show(cell) for cell in (1234.5, 0.12345, 7, None, "x")] == ["1,234", "0.123", "7", "–", "x"]
+
+
+def test_less_memory_gives_the_same_tokens_and_more_preemptions() -> None:
+    checkpoint = open_checkpoint("zoo:llama-tiny")
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=512)
+    orders = [
+        (prompt[:40], min(new, 40)) for prompt, new in memory_pressure.draw_orders(6, model.config.vocab_size)
+    ]
+    table = memory_pressure.measure("phase6_paged", model, checkpoint.tokenizer(), orders)
+    blocks, preemptions, same = (
+        [row[table.columns.index(name)] for row in table.rows]
+        for name in ("blocks", "preemptions", "same tokens")
+    )
+    assert blocks == sorted(blocks, reverse=True)
+    assert blocks[0] == sum(map(memory_pressure.blocks_of, orders))
+    assert blocks[-1] == max(map(memory_pressure.blocks_of, orders))
+    assert preemptions[0] == 0
+    assert any(preemptions)
+    assert set(same) == {"6 of 6"}
+
+
+def test_the_kernels_rows_keep_why_something_was_not_measured() -> None:
+    rows = [
+        {"batch": 1, "context": 256, "contender": "ours", "seconds": 1e-5, "bytes_per_s": 2e12}
+        | {"share_of_copy": 0.5, "difference": None, "reason": None},
+        {"batch": 1, "context": 256, "contender": "theirs", "seconds": None, "bytes_per_s": None}
+        | {"share_of_copy": None, "difference": None, "reason": "needs FlashAttention 3"},
+    ]
+    table = as_table(rows, Shape(4, 2, 16, 4, torch.float32, 5), 4e12)
+    assert table.setup["window"] == "5"
+    assert [row[3:] for row in table.rows] == [
+        [10.0, 2000.0, 0.5, None, ""],
+        [None, None, None, None, "needs FlashAttention 3"],
+    ]
