@@ -65,13 +65,13 @@ def pool_sizes(orders: list[Order]) -> list[int]:
 
 def serve(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order], num_blocks: int) -> Outcome:
     package = find_phase(phase)
-    config = package.Config(
-        max_batch_size=len(orders),
-        max_seq_len=max(len(prompt) + new for prompt, new in orders),
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-    )
-    engine = package.build_engine(config, model=model, tokenizer=tokenizer)
+    options: dict[str, int] = {  # of a phase that is known by name only
+        "max_batch_size": len(orders),
+        "max_seq_len": max(len(prompt) + new for prompt, new in orders),
+        "block_size": BLOCK_SIZE,
+        "num_blocks": num_blocks,
+    }
+    engine = package.build_engine(package.Config(**options), model=model, tokenizer=tokenizer)
     requests = [
         engine.create_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True))
         for prompt, new in orders

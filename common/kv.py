@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from common.request import Request
-from kernels.attention import AttentionLayout, attention
+from kernels.attention import AttentionLayout, Workspace, attention
 
 
 class KVCapacityError(ValueError):
@@ -91,6 +91,7 @@ class KVPool(ABC):
     def __init__(self, shape: KVShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device
+        self.workspace = Workspace()
         self._lengths: dict[int, int] = {}  # slot -> columns that hold a token
 
     # ------------------------------------------------------------------ bookkeeping
@@ -210,6 +211,7 @@ class KVView:
             block_size=size,
             query_lengths=lengths,
             kv_lengths=tuple(span.end for span in spans),
+            workspace=pool.workspace,
         )
 
     def _check(self) -> None:

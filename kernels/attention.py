@@ -31,6 +31,34 @@ from kernels.dispatch import use_triton
 from kernels.paged_attention import paged_attention_triton
 
 
+class Workspace:
+    """Memory that keys and values are gathered into, kept from layer to layer and from pass to pass.
+
+    With an allocation each, the operating system would hand out and clear the same tens of megabytes over and over.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def gather(self, rows: Tensor, *stores: Tensor) -> Tensor:
+        """The given rows of every store, [len(stores), rows, width]; good until the next call.
+
+        Args:
+            rows: [rows] int64.
+            stores: [any, width] each, alike in width, type and device.
+        """
+        first = stores[0]
+        size = len(stores) * len(rows) * first.shape[1]
+        held = self._held
+        if held is None or held.numel() < size or held.dtype != first.dtype or held.device != first.device:
+            held = first.new_empty(size + size // 4)  # more than asked: sequences grow by a column a step
+            self._held = held
+        gathered = held[:size].view(len(stores), len(rows), first.shape[1])
+        for store, out in zip(stores, gathered, strict=True):
+            torch.index_select(store, 0, rows, out=out)
+        return gathered
+
+
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """Index tensors for the leading sequences that have one query each: B of them."""
@@ -80,12 +108,14 @@ class AttentionLayout:
         block_size: columns in a block.
         query_lengths: queries of each sequence in this pass, B of them, each >= 1.
         kv_lengths: columns of each sequence once this pass has written its own, B of them.
+        workspace: one that passes share; each has its own if none is given.
     """
 
     block_table: Tensor
     block_size: int
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
+    workspace: Workspace = field(default_factory=Workspace)
     # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
     _decode_groups: dict[int | None, _DecodeGroup] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[_PrefillSegment]] = field(default_factory=dict, init=False)
@@ -205,45 +235,41 @@ def paged_attention_reference(
     """
     heads_kv, head_dim = k_store.shape[-2:]
     k_flat, v_flat = k_store.view(-1, heads_kv * head_dim), v_store.view(-1, heads_kv * head_dim)
-    singles = layout.num_single
-    if singles == q.shape[0]:
-        return _decode(q, k_flat, v_flat, layout.decode_group(window), heads_kv, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    singles = layout.num_single
     if singles:
         group = layout.decode_group(window)
-        out[:singles] = _decode(q[:singles], k_flat, v_flat, group, heads_kv, scale)
-    for segment in layout.prefill_segments(window):
-        out[segment.queries] = _prefill(q[segment.queries], k_flat, v_flat, segment, heads_kv, scale)
+        gathered = layout.workspace.gather(group.rows, k_flat, v_flat)
+        out[:singles] = _decode(q[:singles], gathered, group, heads_kv, scale)
+    if singles < q.shape[0]:
+        for segment in layout.prefill_segments(window):
+            gathered = layout.workspace.gather(segment.rows, k_flat, v_flat)
+            out[segment.queries] = _prefill(q[segment.queries], gathered, segment, heads_kv, scale)
     return out
 
 
-def _decode(
-    q: Tensor, k_flat: Tensor, v_flat: Tensor, group: _DecodeGroup, heads_kv: int, scale: float
-) -> Tensor:
+def _decode(q: Tensor, gathered: Tensor, group: _DecodeGroup, heads_kv: int, scale: float) -> Tensor:
     """One query a sequence, all sequences in one call: [B, Hq, D] -> [B, Hq, D].
 
-    The query heads that share a KV head become the rows of one small matrix, so keys are read once per KV head.
+    Keys and values: [2, B * width, Hkv * D]. The query heads that share a KV head become the rows of one small
+    matrix, so keys are read once per KV head.
     """
     batch, heads, head_dim = q.shape
-    k = k_flat.index_select(0, group.rows).view(batch, group.width, heads_kv, head_dim).transpose(1, 2)
-    v = v_flat.index_select(0, group.rows).view(batch, group.width, heads_kv, head_dim).transpose(1, 2)
+    k, v = gathered.view(2, batch, group.width, heads_kv, head_dim).transpose(2, 3)
     folded = q.reshape(batch, heads_kv, heads // heads_kv, head_dim)
     out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
     return out.reshape(batch, heads, head_dim)
 
 
-def _prefill(
-    q: Tensor, k_flat: Tensor, v_flat: Tensor, segment: _PrefillSegment, heads_kv: int, scale: float
-) -> Tensor:
-    """One sequence's queries: [Tq, Hq, D] -> [Tq, Hq, D].
+def _prefill(q: Tensor, gathered: Tensor, segment: _PrefillSegment, heads_kv: int, scale: float) -> Tensor:
+    """One sequence's queries: [Tq, Hq, D] -> [Tq, Hq, D]. Its keys and values: [2, columns, Hkv * D].
 
     KV heads take the place of the batch, and the query heads of a group share their keys through a dimension of
     stride 0: grouped queries without a copy.
     """
     length, heads, head_dim = q.shape
     group = heads // heads_kv
-    k = k_flat.index_select(0, segment.rows).view(-1, heads_kv, head_dim)
-    v = v_flat.index_select(0, segment.rows).view(-1, heads_kv, head_dim)
+    k, v = gathered.view(2, -1, heads_kv, head_dim)
     shared = (heads_kv, group, k.shape[0], head_dim)
     out = F.scaled_dot_product_attention(
         q.reshape(length, heads_kv, group, head_dim).permute(1, 2, 0, 3),

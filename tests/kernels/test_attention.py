@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.attention
-from kernels.attention import AttentionLayout, attention, paged_attention_reference, varlen_attention
+from kernels.attention import (
+    AttentionLayout,
+    Workspace,
+    attention,
+    paged_attention_reference,
+    varlen_attention,
+)
 
 SCALE = 0.3
 WINDOWS = (None, 1, 2, 5, 16, 1000)
@@ -342,3 +348,37 @@ def test_cuda_passes_follow_the_rule_and_decode_in_place(
     assert launched == ([singles] if singles else [])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=tolerance, atol=tolerance)
+
+
+def test_a_workspace_keeps_its_memory_and_grows() -> None:
+    workspace = Workspace()
+    stores = torch.arange(24.0).view(12, 2), -torch.arange(24.0).view(12, 2)
+    first = workspace.gather(torch.tensor([3, 1]), *stores)
+    assert first.tolist() == [[[6.0, 7.0], [2.0, 3.0]], [[-6.0, -7.0], [-2.0, -3.0]]]
+    again = workspace.gather(torch.tensor([0]), *stores)
+    assert again.data_ptr() == first.data_ptr()
+    assert again.tolist() == [[[0.0, 1.0]], [[-0.0, -1.0]]]
+    rows = torch.arange(12)
+    torch.testing.assert_close(workspace.gather(rows, *stores), torch.stack(stores))
+    halves = [store.bfloat16() for store in stores]
+    assert workspace.gather(rows, *halves).dtype == torch.bfloat16
+
+
+def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
+    torch.manual_seed(0)
+    layout = AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9))
+    q = torch.randn(6, 4, 8)
+    stores = [torch.randn(2, 16, 2, 8) for _ in range(4)]
+    together = [
+        paged_attention_reference(q, k, v, layout, scale=1.0, window=window)
+        for window in (None, 3)
+        for k, v in (stores[:2], stores[2:])
+    ]
+    apart = [
+        paged_attention_reference(
+            q, k, v, AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9)), scale=1.0, window=window
+        )
+        for window in (None, 3)
+        for k, v in (stores[:2], stores[2:])
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

@@ -110,9 +110,9 @@ def test_a_decode_pass_gathers_through_the_table_and_reads_no_other_block(
     rows: list[Tensor] = []
     original = kernels.attention._decode
 
-    def decode(q: Tensor, k: Tensor, v: Tensor, group: Any, *rest: Any) -> Tensor:
+    def decode(q: Tensor, gathered: Tensor, group: Any, *rest: Any) -> Tensor:
         rows.append(group.rows)
-        return original(q, k, v, group, *rest)
+        return original(q, gathered, group, *rest)
 
     monkeypatch.setattr(kernels.attention, "_decode", decode)
     engine = build("phase6_paged", llama, block_size=4, num_blocks=40)
