@@ -23,7 +23,7 @@ from tests.phase6_paged.support import assert_asks_no_pool
 def test_defaults() -> None:
     config = Config()
     assert config.use_chunked_prefill
-    assert (config.prefill_chunk_size, config.max_prefill_chunks_per_step) == (512, 1)
+    assert (config.prefill_chunk_size, config.max_prefill_chunks_per_step) == (256, 1)
     assert config.mixed_batches
     assert config.kv_cache_backend == "paged"
 
@@ -41,7 +41,7 @@ def test_sizes_are_at_least_one(name: str, value: int) -> None:
     ("options", "reason"),
     [
         (
-            {"use_chunked_prefill": False, "prefill_chunk_size": 256},
+            {"use_chunked_prefill": False, "prefill_chunk_size": 128},
             "prefill_chunk_size has no meaning without use_chunked_prefill: leave one of them out",
         ),
         (

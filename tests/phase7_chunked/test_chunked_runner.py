@@ -76,6 +76,7 @@ def test_a_prompt_of_2048_among_six_who_decode(
         model,
         max_seq_len=2304,
         max_batch_size=8,
+        prefill_chunk_size=512,
         mixed_batches=mixed,
         **backend,
     )
