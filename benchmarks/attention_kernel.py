@@ -10,7 +10,7 @@ repetition.
 | contender | what it does |
 | --- | --- |
 | paged kernel | ours: walks the block table, copies nothing |
-| gather + SDPA | ours, elsewhere than on CUDA: copies the visible rows, then `scaled_dot_product_attention` |
+| gather + torch | ours, elsewhere than on CUDA: copies the visible rows, then plain products and softmax |
 | gather + varlen_attn | copies the visible rows, then FlashAttention's varlen kernel |
 | varlen_attn, paged | the same kernel on the block table itself; needs FlashAttention 3 |
 | flex_attention | compiled, on rows that were copied beforehand: its time is without the gather |
@@ -107,7 +107,7 @@ def paged_kernel(step: Step) -> Attend:
     )
 
 
-def gather_sdpa(step: Step) -> Attend:
+def gather_torch(step: Step) -> Attend:
     shape = step.shape
     return lambda: paged_attention_reference(
         step.q, step.k_store, step.v_store, step.layout, scale=shape.scale, window=shape.window
@@ -167,7 +167,7 @@ def flex(step: Step) -> Attend:
 
 CONTENDERS: dict[str, Callable[[Step], Attend]] = {
     "paged kernel": paged_kernel,
-    "gather + SDPA": gather_sdpa,
+    "gather + torch": gather_torch,
     "gather + varlen_attn": gather_varlen,
     "varlen_attn, paged": paged_varlen,
     "flex_attention": flex,

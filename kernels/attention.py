@@ -24,11 +24,14 @@ import itertools
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import use_triton
 from kernels.paged_attention import paged_attention_triton
+
+# Queries of one sequence whose scores are computed at a time: few enough for a processor's cache, and most of what
+# lies above a prompt's diagonal is never computed.
+QUERY_BLOCK = 64
 
 
 class Workspace:
@@ -41,21 +44,26 @@ class Workspace:
         self._held: Tensor | None = None
 
     def gather(self, rows: Tensor, *stores: Tensor) -> Tensor:
-        """The given rows of every store, [len(stores), rows, width]; good until the next call.
+        """The given rows of every store, head by head: [len(stores), heads, rows, head_dim], until the next call.
+
+        A head's keys are one matrix this way, read from its first number to its last. As they lie in the store,
+        with the other heads' in between, products with them take a CPU several times as long.
 
         Args:
             rows: [rows] int64.
-            stores: [any, width] each, alike in width, type and device.
+            stores: [any, heads, head_dim] each, alike in shape, type and device.
         """
         first = stores[0]
-        size = len(stores) * len(rows) * first.shape[1]
+        heads, head_dim = first.shape[1:]
+        size = len(stores) * heads * len(rows) * head_dim
         held = self._held
         if held is None or held.numel() < size or held.dtype != first.dtype or held.device != first.device:
             held = first.new_empty(size + size // 4)  # more than asked: sequences grow by a column a step
             self._held = held
-        gathered = held[:size].view(len(stores), len(rows), first.shape[1])
+        gathered = held[:size].view(len(stores), heads, len(rows), head_dim)
         for store, out in zip(stores, gathered, strict=True):
-            torch.index_select(store, 0, rows, out=out)
+            for head in range(heads):
+                torch.index_select(store[:, head], 0, rows, out=out[head])
         return gathered
 
 
@@ -65,17 +73,24 @@ class _DecodeGroup:
 
     rows: Tensor  # [B * width] rows of the flat store, padded to the widest sequence
     width: int
-    mask: Tensor | None  # [B, 1, 1, width] bool, True = visible; None: all are
+    hidden: Tensor | None  # [B, 1, width] bool, True = not to be seen; None: all are seen
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryBlock:
+    """Some neighbouring queries of one sequence."""
+
+    queries: slice  # rows of the pass
+    columns: slice  # of the sequence's gathered ones: from the first that any of the queries sees to the last
+    hidden: Tensor  # [queries, the last so many columns] bool, True = not to be seen; all before are seen
 
 
 @dataclass(frozen=True, slots=True)
 class _PrefillSegment:
-    """Index tensors for one sequence with several queries."""
+    """One sequence with several queries."""
 
-    queries: slice  # its rows of the pass
     rows: Tensor  # [columns] rows of the flat store
-    causal: bool  # all its columns are queries of this pass: plain causal attention
-    mask: Tensor | None  # [queries, columns] bool; None where `causal` says it all
+    blocks: tuple[_QueryBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +175,11 @@ class AttentionLayout:
         if self._rest is None:
             count = self.num_single
             self._rest = AttentionLayout(
-                self.block_table[count:], self.block_size, self.query_lengths[count:], self.kv_lengths[count:]
+                self.block_table[count:],
+                self.block_size,
+                self.query_lengths[count:],
+                self.kv_lengths[count:],
+                self.workspace,
             )
         return self._rest
 
@@ -189,40 +208,60 @@ class AttentionLayout:
         kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
         first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
-        mask = None if min(visible) == width else (columns < kv)[:, None, None, :]
-        # A mask hides what lies past a short sequence's end, but not if it is NaN: read its last column instead.
+        hidden = None if min(visible) == width else (columns >= kv).unsqueeze(1)
+        # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
         columns = torch.minimum(columns, kv - 1)
         rows = self.block_table[:count].gather(1, columns // self.block_size) * self.block_size
         rows += columns % self.block_size
-        return _DecodeGroup(rows=rows.flatten(), width=width, mask=mask)
+        return _DecodeGroup(rows=rows.flatten(), width=width, hidden=hidden)
 
     def _build_prefill_segments(self, window: int | None) -> list[_PrefillSegment]:
         segments: list[_PrefillSegment] = []
         count = self.num_single
-        first_query = count
+        row = count
         for i in range(count, len(self.query_lengths)):
             queries, end = self.query_lengths[i], self.kv_lengths[i]
             start = end - queries
-            first = 0 if window is None else max(0, start - window + 1)
+            first = _first_seen(start, window)
             columns = torch.arange(first, end, device=self.device)
             rows = self.block_table[i, columns // self.block_size] * self.block_size
             rows = rows + columns % self.block_size
-            causal = start == 0 and (window is None or end <= window)
-            mask: Tensor | None = None
-            if not causal:
-                distance = torch.arange(start, end, device=self.device).unsqueeze(1) - columns  # p - c
-                mask = distance >= 0
-                if window is not None:
-                    mask &= distance < window
-            segments.append(_PrefillSegment(slice(first_query, first_query + queries), rows, causal, mask))
-            first_query += queries
+            blocks = tuple(
+                self._query_block(at, min(at + QUERY_BLOCK, end), window, row - start, first)
+                for at in range(start, end, QUERY_BLOCK)
+            )
+            segments.append(_PrefillSegment(rows, blocks))
+            row += queries
         return segments
+
+    def _query_block(
+        self, start: int, end: int, window: int | None, row_of_0: int, first_column: int
+    ) -> _QueryBlock:
+        """The queries at positions `start` to `end`, in a pass where position 0 would be row `row_of_0`."""
+        seen_from = _first_seen(start, window)
+        # What came before these queries is seen by all of them, unless a window leaves it behind.
+        left_behind = window is not None and end - seen_from > window
+        columns = torch.arange(seen_from if left_behind else start, end, device=self.device)
+        distance = torch.arange(start, end, device=self.device).unsqueeze(1) - columns  # p - c
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        return _QueryBlock(
+            queries=slice(row_of_0 + start, row_of_0 + end),
+            columns=slice(seen_from - first_column, end - first_column),
+            hidden=hidden,
+        )
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first column that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def paged_attention_reference(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention by gathering keys and values through the block table and calling SDPA. Any device.
+    """Attention by gathering keys and values through the block table, and three operations. Any device.
 
     Args:
         q: [T, Hq, D], sequence after sequence.
@@ -233,53 +272,66 @@ def paged_attention_reference(
     Returns:
         [T, Hq, D].
     """
-    heads_kv, head_dim = k_store.shape[-2:]
-    k_flat, v_flat = k_store.view(-1, heads_kv * head_dim), v_store.view(-1, heads_kv * head_dim)
+    k_flat, v_flat = k_store.flatten(0, 1), v_store.flatten(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     singles = layout.num_single
     if singles:
         group = layout.decode_group(window)
         gathered = layout.workspace.gather(group.rows, k_flat, v_flat)
-        out[:singles] = _decode(q[:singles], gathered, group, heads_kv, scale)
+        out[:singles] = _decode(q[:singles], gathered, group, scale)
     if singles < q.shape[0]:
         for segment in layout.prefill_segments(window):
-            gathered = layout.workspace.gather(segment.rows, k_flat, v_flat)
-            out[segment.queries] = _prefill(q[segment.queries], gathered, segment, heads_kv, scale)
+            k, v = layout.workspace.gather(segment.rows, k_flat, v_flat)
+            for block in segment.blocks:
+                seen = block.columns
+                out[block.queries] = _prefill(q[block.queries], k[:, seen], v[:, seen], block.hidden, scale)
     return out
 
 
-def _decode(q: Tensor, gathered: Tensor, group: _DecodeGroup, heads_kv: int, scale: float) -> Tensor:
+def _decode(q: Tensor, gathered: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
     """One query a sequence, all sequences in one call: [B, Hq, D] -> [B, Hq, D].
 
-    Keys and values: [2, B * width, Hkv * D]. The query heads that share a KV head become the rows of one small
+    Keys and values: [2, Hkv, B * width, D]. The query heads that share a KV head become the rows of one small
     matrix, so keys are read once per KV head.
     """
     batch, heads, head_dim = q.shape
-    k, v = gathered.view(2, batch, group.width, heads_kv, head_dim).transpose(2, 3)
-    folded = q.reshape(batch, heads_kv, heads // heads_kv, head_dim)
-    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
-    return out.reshape(batch, heads, head_dim)
+    heads_kv = gathered.shape[1]
+    k, v = gathered.view(2, heads_kv * batch, group.width, head_dim)
+    folded = q.view(batch, heads_kv, heads // heads_kv, head_dim).transpose(0, 1)
+    return _weigh(folded, k, v, group.hidden, scale).transpose(0, 1).reshape(batch, heads, head_dim)
 
 
-def _prefill(q: Tensor, gathered: Tensor, segment: _PrefillSegment, heads_kv: int, scale: float) -> Tensor:
-    """One sequence's queries: [Tq, Hq, D] -> [Tq, Hq, D]. Its keys and values: [2, columns, Hkv * D].
+def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """Queries of one sequence: [Tq, Hq, D] -> [Tq, Hq, D]. Its keys and values: [Hkv, columns, D].
 
-    KV heads take the place of the batch, and the query heads of a group share their keys through a dimension of
-    stride 0: grouped queries without a copy.
+    All queries of all heads that share a KV head become the rows of one matrix.
     """
     length, heads, head_dim = q.shape
-    group = heads // heads_kv
-    k, v = gathered.view(2, -1, heads_kv, head_dim)
-    shared = (heads_kv, group, k.shape[0], head_dim)
-    out = F.scaled_dot_product_attention(
-        q.reshape(length, heads_kv, group, head_dim).permute(1, 2, 0, 3),
-        k.transpose(0, 1).unsqueeze(1).expand(shared),
-        v.transpose(0, 1).unsqueeze(1).expand(shared),
-        attn_mask=segment.mask,
-        is_causal=segment.causal,
-        scale=scale,
-    )
-    return out.permute(2, 0, 1, 3).reshape(length, heads, head_dim)
+    heads_kv = k.shape[0]
+    folded = q.view(length, heads_kv, heads // heads_kv, head_dim).permute(1, 2, 0, 3)
+    return _weigh(folded, k, v, hidden, scale).permute(2, 0, 1, 3).reshape(length, heads, head_dim)
+
+
+def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """softmax(q kᵀ · scale) v, in so many words.
+
+    Two plain products reach a CPU's bfloat16 instructions. The fused kernel of `scaled_dot_product_attention` does
+    not (torch 2.13): in bfloat16 it is no faster than in float32. Scores are rounded to the type of `q` in between.
+
+    Args:
+        q: [X, Y, Z, D], of which every N-th part meets one matrix of keys.
+        k, v: [N, S, D].
+        hidden: what not to see, to be broadcast to the last columns of [X, Y, Z, S].
+
+    Returns:
+        As `q`.
+    """
+    matrices, columns, head_dim = k.shape
+    rows = q.reshape(matrices, -1, head_dim)
+    scores = torch.baddbmm(q.new_empty(()), rows, k.transpose(1, 2), beta=0, alpha=scale)  # beta: add nothing
+    if hidden is not None:
+        scores.view(*q.shape[:3], columns)[..., -hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+    return torch.bmm(scores.softmax(-1), v).view(q.shape)
 
 
 def varlen_attention(

@@ -48,7 +48,7 @@ def test_gathered_keys_are_those_that_are_visible() -> None:
     got = torch.nn.functional.scaled_dot_product_attention(
         step.q.unsqueeze(2), k, v, scale=shape.scale, enable_gqa=True
     )
-    torch.testing.assert_close(got.squeeze(2), attention_kernel.gather_sdpa(step)())
+    torch.testing.assert_close(got.squeeze(2), attention_kernel.gather_torch(step)())
 
 
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,16 +352,34 @@ def test_cuda_passes_follow_the_rule_and_decode_in_place(
 
 def test_a_workspace_keeps_its_memory_and_grows() -> None:
     workspace = Workspace()
-    stores = torch.arange(24.0).view(12, 2), -torch.arange(24.0).view(12, 2)
-    first = workspace.gather(torch.tensor([3, 1]), *stores)
-    assert first.tolist() == [[[6.0, 7.0], [2.0, 3.0]], [[-6.0, -7.0], [-2.0, -3.0]]]
-    again = workspace.gather(torch.tensor([0]), *stores)
+    store = torch.arange(48.0).view(12, 2, 2)  # two heads
+    first = workspace.gather(torch.tensor([3, 1]), store, -store)
+    assert first.tolist() == [
+        [[[12, 13], [4, 5]], [[14, 15], [6, 7]]],
+        [[[-12, -13], [-4, -5]], [[-14, -15], [-6, -7]]],
+    ]
+    again = workspace.gather(torch.tensor([0]), store, -store)
     assert again.data_ptr() == first.data_ptr()
-    assert again.tolist() == [[[0.0, 1.0]], [[-0.0, -1.0]]]
+    assert again.tolist() == [[[[0, 1]], [[2, 3]]], [[[0, -1]], [[-2, -3]]]]
     rows = torch.arange(12)
-    torch.testing.assert_close(workspace.gather(rows, *stores), torch.stack(stores))
-    halves = [store.bfloat16() for store in stores]
-    assert workspace.gather(rows, *halves).dtype == torch.bfloat16
+    everything = workspace.gather(rows, store, -store)
+    torch.testing.assert_close(everything, torch.stack([store, -store]).transpose(1, 2))
+    assert workspace.gather(rows, store.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
+@pytest.mark.parametrize("query_block", [1, 4, 7])
+def test_queries_are_computed_in_blocks(
+    query_block: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.attention, "QUERY_BLOCK", query_block)
+    store = make([(1, 9), (21, 21), (8, 30), (5, 12)], block_size=4)
+    assert_follows_the_rule(store, window)
+    blocks = [block for segment in store.layout.prefill_segments(window) for block in segment.blocks]
+    assert sum(block.queries.stop - block.queries.start for block in blocks) == 21 + 8 + 5
+    assert max(block.queries.stop - block.queries.start for block in blocks) == query_block
+    if window is not None:  # no block reads what none of its queries sees
+        assert all(block.columns.stop - block.columns.start < query_block + window for block in blocks)
 
 
 def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
