@@ -83,15 +83,17 @@ class Step:
             for size in ((batch, shape.heads, shape.head_dim), store, store)
         )
         table = torch.randperm(batch * width, generator=generator, device=device).view(batch, width)
-        layout = AttentionLayout(table, shape.block_size, (1,) * batch, (context,) * batch)
+        layout = AttentionLayout(table, shape.block_size, (1,) * batch, (context,) * batch, shape.heads_kv)
         return cls(shape, q, k_store, v_store, layout)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the visible columns, [B, Hkv, columns, D]: these sequences are of one length."""
-        group = self.layout.decode_group(self.shape.window)
+        shape, group = self.shape, self.layout.decode_group(self.shape.window)
         batch = self.q.shape[0]
         k, v = (
-            store.flatten(0, 1)[group.rows].view(batch, group.width, *store.shape[2:]).transpose(1, 2)
+            store.view(-1, shape.head_dim)[group.rows]
+            .view(shape.heads_kv, batch, group.width, shape.head_dim)
+            .transpose(0, 1)
             for store in (self.k_store, self.v_store)
         )
         return k.contiguous(), v.contiguous()

@@ -211,6 +211,7 @@ class KVView:
             block_size=size,
             query_lengths=lengths,
             kv_lengths=tuple(span.end for span in spans),
+            heads_kv=pool.shape.num_kv_heads,
             workspace=pool.workspace,
         )
 
@@ -282,5 +283,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:  # noqa: ARG001
+def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:  # noqa: ARG001 - attend's arguments
     return torch.empty_like(q, memory_format=torch.contiguous_format)

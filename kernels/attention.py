@@ -44,26 +44,21 @@ class Workspace:
         self._held: Tensor | None = None
 
     def gather(self, rows: Tensor, *stores: Tensor) -> Tensor:
-        """The given rows of every store, head by head: [len(stores), heads, rows, head_dim], until the next call.
-
-        A head's keys are one matrix this way, read from its first number to its last. As they lie in the store,
-        with the other heads' in between, products with them take a CPU several times as long.
+        """The given rows of every store, [len(stores), rows, width]; good until the next call.
 
         Args:
             rows: [rows] int64.
-            stores: [any, heads, head_dim] each, alike in shape, type and device.
+            stores: [any, width] each, alike in width, type and device.
         """
         first = stores[0]
-        heads, head_dim = first.shape[1:]
-        size = len(stores) * heads * len(rows) * head_dim
+        size = len(stores) * len(rows) * first.shape[1]
         held = self._held
         if held is None or held.numel() < size or held.dtype != first.dtype or held.device != first.device:
             held = first.new_empty(size + size // 4)  # more than asked: sequences grow by a column a step
             self._held = held
-        gathered = held[:size].view(len(stores), heads, len(rows), head_dim)
+        gathered = held[:size].view(len(stores), len(rows), first.shape[1])
         for store, out in zip(stores, gathered, strict=True):
-            for head in range(heads):
-                torch.index_select(store[:, head], 0, rows, out=out[head])
+            torch.index_select(store, 0, rows, out=out)
         return gathered
 
 
@@ -71,7 +66,7 @@ class Workspace:
 class _DecodeGroup:
     """Index tensors for the leading sequences that have one query each: B of them."""
 
-    rows: Tensor  # [B * width] rows of the flat store, padded to the widest sequence
+    rows: Tensor  # [Hkv * B * width] as of `AttentionLayout.by_head`, padded to the widest sequence
     width: int
     hidden: Tensor | None  # [B, 1, width] bool, True = not to be seen; None: all are seen
 
@@ -89,7 +84,7 @@ class _QueryBlock:
 class _PrefillSegment:
     """One sequence with several queries."""
 
-    rows: Tensor  # [columns] rows of the flat store
+    rows: Tensor  # [Hkv * columns] as of `AttentionLayout.by_head`
     blocks: tuple[_QueryBlock, ...]
 
 
@@ -123,6 +118,7 @@ class AttentionLayout:
         block_size: columns in a block.
         query_lengths: queries of each sequence in this pass, B of them, each >= 1.
         kv_lengths: columns of each sequence once this pass has written its own, B of them.
+        heads_kv: heads of keys and values in the stores.
         workspace: one that passes share; each has its own if none is given.
     """
 
@@ -130,6 +126,7 @@ class AttentionLayout:
     block_size: int
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
+    heads_kv: int
     workspace: Workspace = field(default_factory=Workspace)
     # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
     _decode_groups: dict[int | None, _DecodeGroup] = field(default_factory=dict, init=False)
@@ -179,9 +176,19 @@ class AttentionLayout:
                 self.block_size,
                 self.query_lengths[count:],
                 self.kv_lengths[count:],
+                self.heads_kv,
                 self.workspace,
             )
         return self._rest
+
+    def by_head(self, rows: Tensor) -> Tensor:
+        """The rows of all heads at these rows of the store, head after head: [R] -> [Hkv * R].
+
+        A head's keys become one matrix this way, read from its first number to its last. As they lie in the store,
+        with the other heads' in between, products with them take a CPU several times as long.
+        """
+        heads = torch.arange(self.heads_kv, device=self.device)
+        return (rows * self.heads_kv + heads.unsqueeze(1)).flatten()
 
     def _build_paged(self) -> _PagedIndices:
         lengths = self.kv_lengths[: self.num_single]
@@ -213,7 +220,7 @@ class AttentionLayout:
         columns = torch.minimum(columns, kv - 1)
         rows = self.block_table[:count].gather(1, columns // self.block_size) * self.block_size
         rows += columns % self.block_size
-        return _DecodeGroup(rows=rows.flatten(), width=width, hidden=hidden)
+        return _DecodeGroup(self.by_head(rows.flatten()), width, hidden)
 
     def _build_prefill_segments(self, window: int | None) -> list[_PrefillSegment]:
         segments: list[_PrefillSegment] = []
@@ -230,7 +237,7 @@ class AttentionLayout:
                 self._query_block(at, min(at + QUERY_BLOCK, end), window, row - start, first)
                 for at in range(start, end, QUERY_BLOCK)
             )
-            segments.append(_PrefillSegment(rows, blocks))
+            segments.append(_PrefillSegment(self.by_head(rows), blocks))
             row += queries
         return segments
 
@@ -272,30 +279,32 @@ def paged_attention_reference(
     Returns:
         [T, Hq, D].
     """
-    k_flat, v_flat = k_store.flatten(0, 1), v_store.flatten(0, 1)
+    heads_kv, head_dim = k_store.shape[-2:]
+    assert heads_kv == layout.heads_kv
+    k_rows, v_rows = k_store.view(-1, head_dim), v_store.view(-1, head_dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     singles = layout.num_single
     if singles:
         group = layout.decode_group(window)
-        gathered = layout.workspace.gather(group.rows, k_flat, v_flat)
-        out[:singles] = _decode(q[:singles], gathered, group, scale)
+        gathered = layout.workspace.gather(group.rows, k_rows, v_rows)
+        out[:singles] = _decode(q[:singles], gathered, group, heads_kv, scale)
     if singles < q.shape[0]:
         for segment in layout.prefill_segments(window):
-            k, v = layout.workspace.gather(segment.rows, k_flat, v_flat)
+            gathered = layout.workspace.gather(segment.rows, k_rows, v_rows)
+            k, v = gathered.view(2, heads_kv, -1, head_dim)
             for block in segment.blocks:
                 seen = block.columns
                 out[block.queries] = _prefill(q[block.queries], k[:, seen], v[:, seen], block.hidden, scale)
     return out
 
 
-def _decode(q: Tensor, gathered: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
+def _decode(q: Tensor, gathered: Tensor, group: _DecodeGroup, heads_kv: int, scale: float) -> Tensor:
     """One query a sequence, all sequences in one call: [B, Hq, D] -> [B, Hq, D].
 
-    Keys and values: [2, Hkv, B * width, D]. The query heads that share a KV head become the rows of one small
+    Keys and values: [2, Hkv * B * width, D]. The query heads that share a KV head become the rows of one small
     matrix, so keys are read once per KV head.
     """
     batch, heads, head_dim = q.shape
-    heads_kv = gathered.shape[1]
     k, v = gathered.view(2, heads_kv * batch, group.width, head_dim)
     folded = q.view(batch, heads_kv, heads // heads_kv, head_dim).transpose(0, 1)
     return _weigh(folded, k, v, group.hidden, scale).transpose(0, 1).reshape(batch, heads, head_dim)
@@ -367,7 +376,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
     try:
         generator = torch.Generator(device).manual_seed(0)
         draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
-        layout = AttentionLayout(torch.tensor([[1], [0]], device=device), 16, (1, 5), (7, 9))
+        layout = AttentionLayout(torch.tensor([[1], [0]], device=device), 16, (1, 5), (7, 9), heads_kv=2)
         q, k, v = draw(6, 4, head_dim), draw(2, 16, 2, head_dim), draw(2, 16, 2, head_dim)
         for window in (None, 4):
             got = varlen_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)

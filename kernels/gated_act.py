@@ -60,7 +60,7 @@ def gated_act_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-    def _gated_act_kernel(  # type: ignore[no-untyped-def]
+    def _gated_act_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         gate_up_ptr, out_ptr, row_stride, size, activation: tl.constexpr, block: tl.constexpr
     ):
         """Program (t, b) computes columns b * block, … of row t. `size` is F."""

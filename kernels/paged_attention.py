@@ -103,7 +103,7 @@ def paged_decode_reference(
 if HAS_TRITON:
 
     @triton.jit
-    def _visible(length, window, num_splits, min_split, tile_columns):  # type: ignore[no-untyped-def]
+    def _visible(length, window, num_splits, min_split, tile_columns):  # type: ignore[no-untyped-def]  # Triton has no types
         """(first visible column, columns a split takes: whole tiles, the same for all splits of a sequence)."""
         first = tl.maximum(length - window, 0)
         tiles = tl.cdiv(length - first, tile_columns)
@@ -124,8 +124,8 @@ if HAS_TRITON:
         return tl.dot(rest, v, acc=tl.dot(rounded, v))
 
     # What changes from step to step must not be specialised on, or a serving engine keeps compiling.
-    @triton.jit(do_not_specialize=["window", "num_splits", "min_split", "table_stride"])  # type: ignore[untyped-decorator]
-    def _paged_attention_kernel(  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["window", "num_splits", "min_split", "table_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
+    def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         q_ptr,
         k_ptr,
         v_ptr,
@@ -207,8 +207,8 @@ if HAS_TRITON:
         if is_split:
             tl.store(log_sums_ptr + place, top + tl.log2(total), mask=rows < group)
 
-    @triton.jit(do_not_specialize=["window", "num_splits", "min_split"])  # type: ignore[untyped-decorator]
-    def _merge_splits_kernel(  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["window", "num_splits", "min_split"])  # type: ignore[untyped-decorator]  # Triton has no types
+    def _merge_splits_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         partial_ptr,
         log_sums_ptr,
         lengths_ptr,

@@ -120,7 +120,7 @@ if HAS_TRITON:
         return x * tl.rsqrt(mean_square + eps)[:, None] * (weight + offset)[None, :]
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-    def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         x_ptr,
         weight_ptr,
         out_ptr,
@@ -150,7 +150,7 @@ if HAS_TRITON:
         tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-    def _fused_add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+    def _fused_add_rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         x_ptr,
         residual_ptr,
         weight_ptr,

@@ -123,7 +123,7 @@ if HAS_TRITON:
         tl.store(target + half, (second * cos + first * sin).to(dtype), mask=mask)
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-    def _rope_kernel(  # type: ignore[no-untyped-def]
+    def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         q_ptr,
         k_ptr,
         cos_ptr,

@@ -13,7 +13,7 @@ from kernels.attention import AttentionLayout, attention
 @pytest.mark.parametrize(("start", "queries"), [(0, 5), (3, 4), (6, 1), (0, 1)])
 def test_attention_sees_what_the_rule_says(start: int, queries: int, window: int | None) -> None:
     columns = start + queries
-    layout = AttentionLayout(torch.tensor([[0]]), columns, (queries,), (columns,))
+    layout = AttentionLayout(torch.tensor([[0]]), columns, (queries,), (columns,), 1)
     q, k = torch.zeros(queries, 1, columns), torch.zeros(1, columns, 1, columns)
     v = torch.eye(columns)[
         None, :, None, :

@@ -115,6 +115,7 @@ def make(
         block_size=block_size,
         query_lengths=tuple(queries),
         kv_lengths=tuple(columns for _, columns in sequences),
+        heads_kv=heads[1],
     )
     q = torch.randn(sum(queries), heads[0], 8, generator=generator).to(device, dtype)
     return Store(layout, q, k.to(device, dtype), v.to(device, dtype), own)
@@ -352,19 +353,16 @@ def test_cuda_passes_follow_the_rule_and_decode_in_place(
 
 def test_a_workspace_keeps_its_memory_and_grows() -> None:
     workspace = Workspace()
-    store = torch.arange(48.0).view(12, 2, 2)  # two heads
-    first = workspace.gather(torch.tensor([3, 1]), store, -store)
-    assert first.tolist() == [
-        [[[12, 13], [4, 5]], [[14, 15], [6, 7]]],
-        [[[-12, -13], [-4, -5]], [[-14, -15], [-6, -7]]],
-    ]
-    again = workspace.gather(torch.tensor([0]), store, -store)
+    stores = torch.arange(24.0).view(12, 2), -torch.arange(24.0).view(12, 2)
+    first = workspace.gather(torch.tensor([3, 1]), *stores)
+    assert first.tolist() == [[[6.0, 7.0], [2.0, 3.0]], [[-6.0, -7.0], [-2.0, -3.0]]]
+    again = workspace.gather(torch.tensor([0]), *stores)
     assert again.data_ptr() == first.data_ptr()
-    assert again.tolist() == [[[[0, 1]], [[2, 3]]], [[[0, -1]], [[-2, -3]]]]
+    assert again.tolist() == [[[0.0, 1.0]], [[-0.0, -1.0]]]
     rows = torch.arange(12)
-    everything = workspace.gather(rows, store, -store)
-    torch.testing.assert_close(everything, torch.stack([store, -store]).transpose(1, 2))
-    assert workspace.gather(rows, store.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(workspace.gather(rows, *stores), torch.stack(stores))
+    halves = [store.bfloat16() for store in stores]
+    assert workspace.gather(rows, *halves).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
@@ -384,7 +382,7 @@ def test_queries_are_computed_in_blocks(
 
 def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
     torch.manual_seed(0)
-    layout = AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9))
+    layout = AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9), 2)
     q = torch.randn(6, 4, 8)
     stores = [torch.randn(2, 16, 2, 8) for _ in range(4)]
     together = [
@@ -394,7 +392,12 @@ def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
     ]
     apart = [
         paged_attention_reference(
-            q, k, v, AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9)), scale=1.0, window=window
+            q,
+            k,
+            v,
+            AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9), 2),
+            scale=1.0,
+            window=window,
         )
         for window in (None, 3)
         for k, v in (stores[:2], stores[2:])

@@ -607,7 +607,7 @@ import torch
 from kernels.attention import AttentionLayout, attention
 from kernels.paged_attention import paged_decode_reference
 store, table = torch.ones(2, 4, 1, 8), torch.tensor([[1]])
-out = attention(torch.ones(1, 2, 8), store, store, AttentionLayout(table, 4, (1,), (3,)), scale=1.0, window=None)
+out = attention(torch.ones(1, 2, 8), store, store, AttentionLayout(table, 4, (1,), (3,), 1), scale=1.0, window=None)
 assert torch.allclose(out, torch.ones(1, 2, 8))
 lengths = torch.tensor([3])
 assert torch.equal(paged_decode_reference(out, store, store, table, lengths, scale=1.0, window=None), out)

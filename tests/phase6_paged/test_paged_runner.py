@@ -125,8 +125,11 @@ def test_a_decode_pass_gathers_through_the_table_and_reads_no_other_block(
         engine.step()
         assert len(rows) == len(llama.config.layers)
         assert all(r is rows[0] for r in rows)
-        gathered = rows[0].view(3, -1)
-        for own, request in zip(gathered, requests, strict=True):
+        heads = llama.config.num_kv_heads
+        by_head = rows[0].view(heads, 3, -1)
+        for head in range(heads):
+            assert torch.equal(by_head[head], by_head[0] + head), "the same columns of every head"
+        for own, request in zip(by_head[0] // heads, requests, strict=True):
             assert request.slot is not None
             table = pool.block_table(request.slot)
             length = pool.get_seq_len(request.slot)
