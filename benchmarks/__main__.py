@@ -152,9 +152,11 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         extra=parse_options(options.option),
     )
     variants = [parse_variant(text) for text in options.variant]
-    everything = () if variants or options.phases is not None else phase_names()
-    names = options.phases.split(",") if options.phases else everything
-    targets = [phase_target(name.strip(), setup) for name in names]
+    if options.phases is None:
+        names = [] if variants else phase_names()
+    else:
+        names = [name.strip() for name in options.phases.split(",") if name]
+    targets = [phase_target(name, setup) for name in names]
     targets += [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
     targets += [target for name in options.peer for target in peer_targets(name, setup)]
     if not targets:

@@ -36,7 +36,8 @@ def transformers_twin(model: CausalLM, preset: str) -> Any:
 
     raw = dict(PRESETS[preset])
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
-    twin: Any = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()  # type: ignore[no-untyped-call]
+    build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
+    twin = build(config, dtype=model.dtype).eval()
     held = {h.name: h.parameter.data[h.row : h.row + h.rows] for h in model.held_tensors()}
     twin.load_state_dict(held, strict=False)
     twin.tie_weights()
@@ -130,7 +131,7 @@ def main() -> None:
         name="decode_step",
         title="one decode step",
         setup={
-            "": f"{arguments.model} in {arguments.dtype}",
+            "model": f"{arguments.model} in {arguments.dtype}",
             "after prompts of": f"{PROMPT_TOKENS} tokens",
             "median of": f"{arguments.repeats} pairs",
             "threads": str(torch.get_num_threads()),

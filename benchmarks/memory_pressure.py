@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.tables import MeasuredTable
+from benchmarks.tables import Cell, MeasuredTable
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase
@@ -29,6 +29,16 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = (32, 256)
 NEW_TOKENS = (32, 96)
 SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the memory that holds everybody at once
+
+COLUMNS = [
+    "blocks",
+    "tokens of memory",
+    "output tokens / s",
+    "× the largest pool",
+    "steps",
+    "preemptions",
+    "same tokens",
+]
 
 Order = tuple[list[int], int]  # prompt, new tokens
 
@@ -90,11 +100,11 @@ def serve(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]
     return Outcome(seconds, steps, engine.scheduler.preemptions, [r.token_ids for r in requests])
 
 
-def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]) -> MeasuredTable:
-    """A row for each pool size."""
+def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]) -> list[list[Cell]]:
+    """A row for each pool size, cells as in `COLUMNS`."""
     new_tokens = sum(new for _, new in orders)
     serve(phase, model, tokenizer, orders[:2], pool_sizes(orders)[0])  # warm
-    rows: list[list[int | float | str | None]] = []
+    rows: list[list[Cell]] = []
     first: Outcome | None = None
     for num_blocks in pool_sizes(orders):
         outcome = serve(phase, model, tokenizer, orders, num_blocks)
@@ -112,25 +122,7 @@ def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Orde
                 f"{same} of {len(orders)}",
             ]
         )
-    return MeasuredTable(
-        name="memory_pressure",
-        title=f"{len(orders)} requests at once on less and less memory",
-        setup={
-            "phase": phase,
-            "prompts of": f"{PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens",
-            "answers of": f"{NEW_TOKENS[0]}-{NEW_TOKENS[1]}",
-        },
-        columns=[
-            "blocks",
-            "tokens of memory",
-            "output tokens / s",
-            "× the largest pool",
-            "steps",
-            "preemptions",
-            "same tokens",
-        ],
-        rows=rows,
-    )
+    return rows
 
 
 def main() -> None:
@@ -151,8 +143,18 @@ def main() -> None:
         max_positions=PROMPT_TOKENS[1] + NEW_TOKENS[1],
     )
     orders = draw_orders(options.requests, model.config.vocab_size)
-    table = measure(options.phase, model, checkpoint.tokenizer(), orders)
-    table.setup = {"": f"{options.model} in float32", **table.setup}
+    table = MeasuredTable(
+        name="memory_pressure",
+        title=f"{len(orders)} requests at once on less and less memory",
+        setup={
+            "model": f"{options.model} in float32",
+            "phase": options.phase,
+            "prompts of": f"{PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens",
+            "answers of": f"{NEW_TOKENS[0]}-{NEW_TOKENS[1]}",
+        },
+        columns=COLUMNS,
+        rows=measure(options.phase, model, checkpoint.tokenizer(), orders),
+    )
     console = Console()
     table.print(console)
     console.print(f"written to {table.save(options.out)}")

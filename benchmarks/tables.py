@@ -53,24 +53,6 @@ class MeasuredTable(BaseModel):
             table.add_row(*map(show, row))
         console.print(table)
 
-    def markdown(self) -> str:
-        """A sentence on the setup, and the table."""
-        machine = self.environment.get("gpu") or (
-            f"{self.environment.get('cpu', 'unknown CPU')}, {self.environment.get('cores')} cores"
-        )
-        torch = self.environment.get("packages", {}).get("torch")
-        facts = [f"**{self.title}** on {machine}", *(f"{name} {value}" for name, value in self.setup.items())]
-        facts += [f"torch {torch}"] if torch else []
-        facts += [f"revision `{self.environment['git']}`"] if self.environment.get("git") else []
-        facts += [self.started_at[:10]]
-        rows = [
-            self.columns,
-            ["---:"] * len(self.columns),
-            *([show(cell) for cell in row] for row in self.rows),
-        ]
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        return f"{', '.join(facts)}.\n\n" + "\n".join(lines) + "\n"
-
 
 def show(cell: Cell) -> str:
     """Three digits of what is not whole."""

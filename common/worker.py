@@ -268,7 +268,7 @@ class EngineWorker:
             request = self._arrived.popleft()
             try:
                 if not self.engine.add_request(request):
-                    raise QueueFullError("the server is at capacity; try again shortly")  # noqa: TRY301
+                    raise QueueFullError("the server is at capacity; try again shortly")  # noqa: TRY301 - fails as others do
             except Exception as error:
                 outputs.append(fail(request, error))
             self._promised -= 1

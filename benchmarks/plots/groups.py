@@ -67,8 +67,8 @@ def load_groups(folder: Path) -> list[Group]:
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
     workload and model was measured several times, the comparison with the most servers is drawn, of those the
-    latest. Results in different subfolders (`h200`) are of different machines and make groups of their own. Sweeps
-    over a phase's options are tables of the site, not figures.
+    latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's options are
+    tables of the site, not figures.
     """
     comparisons: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for path in run_folders(folder):

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
 from benchmarks.results import Run, load_runs, run_folders
-from benchmarks.tables import load_tables
+from benchmarks.tables import MeasuredTable, load_tables, show
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,11 +131,11 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 
 
 def measured_table(name: str, results: Path = RESULTS) -> str:
-    """What a program that measures in one process found last; a sentence where it has not been run."""
-    for table in load_tables(results):
-        if table.name == name:
-            return table.markdown()
-    return f"Not measured yet: `.venv/bin/python -m benchmarks.{name}` does it.\n"
+    """What a program that measures in one process found, on each machine; a sentence where it has not been run."""
+    found = [table for table in load_tables(results) if table.name == name]
+    if not found:
+        return f"Not measured yet: `.venv/bin/python -m benchmarks.{name}` does it.\n"
+    return "\n".join(map(_measured, found))
 
 
 def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
@@ -158,7 +159,8 @@ def headline(workload: str, before: str, after: str, results: Path = RESULTS) ->
             if (value := ratio(title)) is not None
         ]
         if said:
-            sentences.append(f"- `{group.first.server.model}`, {_machine(group.first)}: {', '.join(said)}.")
+            run = group.first
+            sentences.append(f"- `{run.server.model}`, {_machine(run.environment)}: {', '.join(said)}.")
     if not sentences:
         return ""
     return f"{after.capitalize()} against {before}:\n\n" + "\n".join(sentences) + "\n"
@@ -205,34 +207,51 @@ def ledger(results: Path = RESULTS) -> str:
             f"## {run.started_at[:10]}: {run.workload.name}{quick}, {run.server.model}{where}\n\n"
             f"{_setup(group)}\n\n{_table(group, LINES)}\n{_losses(group)}{_remarks(group)}"
         )
-    parts += [f"## {table.started_at[:10]}: {table.name}\n\n{table.markdown()}" for table in tables]
+    parts += [f"## {table.started_at[:10]}: {table.name}\n\n{_measured(table)}" for table in tables]
     return "\n".join(parts)
 
 
 # ---------------------------------------------------------------------- parts
 
 
-def _machine(run: Run) -> str:
-    environment = run.environment
-    return (
-        environment.get("gpu") or f"{environment.get('cpu', 'unknown CPU')}, {environment.get('cores')} cores"
-    )
+def _machine(environment: dict[str, Any]) -> str:
+    cpu = f"{environment.get('cpu', 'unknown CPU')}, {environment.get('cores')} cores"
+    return environment.get("gpu") or cpu
+
+
+def _software(environment: dict[str, Any]) -> list[str]:
+    torch, git = environment.get("packages", {}).get("torch"), environment.get("git")
+    return [*([f"torch {torch}"] if torch else []), *([f"revision `{git}`"] if git else [])]
+
+
+def _measured(table: MeasuredTable) -> str:
+    """A sentence on the setup, and the table."""
+    facts = [
+        f"**{table.title}** on {_machine(table.environment)}",
+        *(f"{name} {value}" for name, value in table.setup.items()),
+        *_software(table.environment),
+        table.started_at[:10],
+    ]
+    rows = [
+        table.columns,
+        ["---:"] * len(table.columns),
+        *([show(cell) for cell in row] for row in table.rows),
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return f"{', '.join(facts)}.\n\n" + "\n".join(lines) + "\n"
 
 
 def _setup(group: Group) -> str:
     run = group.first
-    environment, version = run.environment, run.server.version or {}
-    packages = environment.get("packages", {})
     facts = [
-        f"**{run.server.model}** on {_machine(run)}",
-        str(version.get("dtype", "")),
+        f"**{run.server.model}** on {_machine(run.environment)}",
+        str((run.server.version or {}).get("dtype", "")),
         f"{run.workload.rate:.3g} requests a second" if run.workload.rate is not None else "",
         f"table's rate × {run.calibration.factor:.3g}" if run.workload.rate and run.calibration else "",
         f"median of {group.repeats} runs" if group.repeats > 1 else "one run",
         "quick" if run.workload.quick else "",
         f"seed {run.workload.seed}",
-        f"torch {packages['torch']}" if "torch" in packages else "",
-        f"revision `{environment['git']}`" if environment.get("git") else "",
+        *_software(run.environment),
         run.started_at[:10],
     ]
     return ", ".join(fact for fact in facts if fact) + "."
@@ -246,6 +265,12 @@ def _values(group: Group, line: Line) -> list[Value]:
     return [median_of(_complete(repeats), line) for repeats in columns_of(group.runs)]
 
 
+def _cell(line: Line, value: Value, best: Value) -> str:
+    if value is None:
+        return "–"
+    return f"**{line.show(value)}**" if value == best else line.show(value)
+
+
 def _table(group: Group, lines: Sequence[Line]) -> str:
     bases = bases_of(columns_of(group.runs))
     rows = [f"| | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
@@ -257,12 +282,8 @@ def _table(group: Group, lines: Sequence[Line]) -> str:
         cells = []
         for value, base in zip(values, bases, strict=True):
             before = None if base is None else values[base]
-            text = "–" if value is None else line.show(value)
-            if value is not None and value == best:
-                text = f"**{text}**"
-            if value is not None and before and line.better:
-                text += f" ×{value / before:.2f}"
-            cells.append(text)
+            compared = value is not None and before and line.better
+            cells.append(_cell(line, value, best) + (f" ×{value / before:.2f}" if compared else ""))
         rows.append(f"| {line.title} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
@@ -272,12 +293,7 @@ def _turned_table(group: Group, lines: Sequence[Line]) -> str:
     shown = [(line, values) for line in lines if any(values := _values(group, line))]
     rows = [f"| | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
     for place, label in enumerate(group.labels):
-        cells = []
-        for line, values in shown:
-            value = values[place]
-            text = "–" if value is None else line.show(value)
-            best = value is not None and value == best_of(values, line.better)
-            cells.append(f"**{text}**" if best else text)
+        cells = [_cell(line, values[place], best_of(values, line.better)) for line, values in shown]
         rows.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
