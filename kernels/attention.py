@@ -24,6 +24,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import use_triton
@@ -32,6 +33,10 @@ from kernels.paged_attention import paged_attention_triton
 # Queries of one sequence whose scores are computed at a time: few enough for a processor's cache, and most of what
 # lies above a prompt's diagonal is never computed.
 QUERY_BLOCK = 64
+
+# Products are of whole blocks of queries and of columns; what nobody needs is hidden or dropped. A CPU's bfloat16
+# product is compiled for every size it meets, which takes longer than the product: sizes must come again.
+COLUMN_BLOCK = 64
 
 
 class Workspace:
@@ -66,18 +71,18 @@ class Workspace:
 class _DecodeGroup:
     """Index tensors for the leading sequences that have one query each: B of them."""
 
-    rows: Tensor  # [Hkv * B * width] as of `AttentionLayout.by_head`, padded to the widest sequence
+    rows: Tensor  # [Hkv * B * width] as of `AttentionLayout.by_head`, padded to `width` columns
     width: int
     hidden: Tensor | None  # [B, 1, width] bool, True = not to be seen; None: all are seen
 
 
 @dataclass(frozen=True, slots=True)
 class _QueryBlock:
-    """Some neighbouring queries of one sequence."""
+    """Some neighbouring queries of one sequence: at most QUERY_BLOCK."""
 
     queries: slice  # rows of the pass
-    columns: slice  # of the sequence's gathered ones: from the first that any of the queries sees to the last
-    hidden: Tensor  # [queries, the last so many columns] bool, True = not to be seen; all before are seen
+    columns: slice  # of the sequence's gathered ones: whole blocks, with all that any of the queries sees
+    hidden: Tensor  # [QUERY_BLOCK, the last so many columns] bool, True = not to be seen; all before are seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +216,11 @@ class AttentionLayout:
         count = self.num_single
         lengths = self.kv_lengths[:count]
         visible = [length if window is None else min(length, window) for length in lengths]
-        width = max(visible)
+        width = _whole_blocks(max(visible))
         kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
         first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
-        hidden = None if min(visible) == width else (columns >= kv).unsqueeze(1)
+        hidden = None if min(visible) == width else (columns >= kv).unsqueeze(1)  # past a sequence's end
         # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
         columns = torch.minimum(columns, kv - 1)
         rows = self.block_table[:count].gather(1, columns // self.block_size) * self.block_size
@@ -229,8 +234,9 @@ class AttentionLayout:
         for i in range(count, len(self.query_lengths)):
             queries, end = self.query_lengths[i], self.kv_lengths[i]
             start = end - queries
-            first = _first_seen(start, window)
-            columns = torch.arange(first, end, device=self.device)
+            first = _first_read(start, window)
+            columns = torch.arange(first, first + _whole_blocks(end - first), device=self.device)
+            columns.clamp_(max=end - 1)  # past its end, a sequence reads its own last column
             rows = self.block_table[i, columns // self.block_size] * self.block_size
             rows = rows + columns % self.block_size
             blocks = tuple(
@@ -245,24 +251,31 @@ class AttentionLayout:
         self, start: int, end: int, window: int | None, row_of_0: int, first_column: int
     ) -> _QueryBlock:
         """The queries at positions `start` to `end`, in a pass where position 0 would be row `row_of_0`."""
-        seen_from = _first_seen(start, window)
+        first = _first_read(start, window)
+        last = first + _whole_blocks(end - first)
         # What came before these queries is seen by all of them, unless a window leaves it behind.
-        left_behind = window is not None and end - seen_from > window
-        columns = torch.arange(seen_from if left_behind else start, end, device=self.device)
-        distance = torch.arange(start, end, device=self.device).unsqueeze(1) - columns  # p - c
+        left_behind = window is not None and end - first > window
+        columns = torch.arange(first if left_behind else start, last, device=self.device)
+        positions = torch.arange(start, start + QUERY_BLOCK, device=self.device).clamp_(max=end - 1)
+        distance = positions.unsqueeze(1) - columns  # p - c
         hidden = distance < 0
         if window is not None:
             hidden |= distance >= window
         return _QueryBlock(
             queries=slice(row_of_0 + start, row_of_0 + end),
-            columns=slice(seen_from - first_column, end - first_column),
+            columns=slice(first - first_column, last - first_column),
             hidden=hidden,
         )
 
 
-def _first_seen(position: int, window: int | None) -> int:
-    """The first column that a query at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1)
+def _first_read(position: int, window: int | None) -> int:
+    """The block of columns in which the first lies that a query at `position` sees: where it begins."""
+    first_seen = 0 if window is None else max(0, position - window + 1)
+    return first_seen // COLUMN_BLOCK * COLUMN_BLOCK
+
+
+def _whole_blocks(columns: int) -> int:
+    return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
 
 
 def paged_attention_reference(
@@ -311,14 +324,17 @@ def _decode(q: Tensor, gathered: Tensor, group: _DecodeGroup, heads_kv: int, sca
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Queries of one sequence: [Tq, Hq, D] -> [Tq, Hq, D]. Its keys and values: [Hkv, columns, D].
+    """At most QUERY_BLOCK queries of one sequence: [Tq, Hq, D] -> [Tq, Hq, D].
 
-    All queries of all heads that share a KV head become the rows of one matrix.
+    Its keys and values: [Hkv, columns, D]. All queries of all heads that share a KV head become the rows of one
+    matrix.
     """
     length, heads, head_dim = q.shape
     heads_kv = k.shape[0]
-    folded = q.view(length, heads_kv, heads // heads_kv, head_dim).permute(1, 2, 0, 3)
-    return _weigh(folded, k, v, hidden, scale).permute(2, 0, 1, 3).reshape(length, heads, head_dim)
+    whole = F.pad(q, (0, 0, 0, 0, 0, QUERY_BLOCK - length))
+    folded = whole.view(QUERY_BLOCK, heads_kv, heads // heads_kv, head_dim).permute(1, 2, 0, 3)
+    out = _weigh(folded, k, v, hidden, scale).permute(2, 0, 1, 3)
+    return out[:length].reshape(length, heads, head_dim)
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> Tensor:

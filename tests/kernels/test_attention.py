@@ -366,18 +366,22 @@ def test_a_workspace_keeps_its_memory_and_grows() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
+@pytest.mark.parametrize("column_block", [1, 4, 5])
 @pytest.mark.parametrize("query_block", [1, 4, 7])
 def test_queries_are_computed_in_blocks(
-    query_block: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    query_block: int, column_block: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels.attention, "QUERY_BLOCK", query_block)
+    monkeypatch.setattr(kernels.attention, "COLUMN_BLOCK", column_block)
     store = make([(1, 9), (21, 21), (8, 30), (5, 12)], block_size=4)
     assert_follows_the_rule(store, window)
     blocks = [block for segment in store.layout.prefill_segments(window) for block in segment.blocks]
     assert sum(block.queries.stop - block.queries.start for block in blocks) == 21 + 8 + 5
     assert max(block.queries.stop - block.queries.start for block in blocks) == query_block
-    if window is not None:  # no block reads what none of its queries sees
-        assert all(block.columns.stop - block.columns.start < query_block + window for block in blocks)
+    widths = [block.columns.stop - block.columns.start for block in blocks]
+    assert all(width % column_block == 0 for width in widths)
+    if window is not None:  # no block reads what none of its queries sees, but for whole blocks' sake
+        assert max(widths) < query_block + window + 2 * column_block
 
 
 def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
