@@ -4,8 +4,8 @@ The flat pass needs nothing new. A chunk is tokens at positions `start` to `end`
 the columns before them, those of earlier chunks included.
 
 ```text
-  one pass     a b c d | C512 C513 … C1023          decode tokens of A, B, C', D, then a chunk of C
-  positions    9 4 7 31| 512  513  … 1023
+  one pass     a b c d | C256 C257 … C511           decode tokens of A, B, C', D, then a chunk of C
+  positions    9 4 7 31| 256  257  … 511
 ```
 """
 

@@ -1,13 +1,13 @@
 """Long prompts a chunk at a time (Agrawal et al. 2023, Sarathi): nobody's next token waits for all of it.
 
 ```text
-a prompt of 2000 arrives while A and B decode         steps ──>
+a prompt of 1000 arrives while A and B decode         steps ──>
   phase 6   A a a a ················ a a a             the prompt has a step to itself
             B b b b ················ b b b
-            C       └ 2000 at once ┘ c c c
+            C       └ 1000 at once ┘ c c c
   phase 7   A a a a  a   a   a   a   a a a             each step is a little longer, none is long
             B b b b  b   b   b   b   b b b
-            C       └512┘└512┘└512┘└464┘ c c
+            C       └256┘└256┘└256┘└232┘ c c
 ```
 """
 
@@ -40,7 +40,7 @@ class ChunkedScheduler(PagedScheduler):
         )
 
     def prefill_requests(self, max_chunks: int | None) -> list[Request]:
-        """Whose prompts advance: those that have begun, oldest first, then newcomers, as far as chunks go."""
+        """Whose prompts advance: those that have begun, oldest first, then newcomers, while there is room."""
         prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
         prefilling.sort(key=lambda r: (r.prefill_progress == 0, r.arrival))
         return self.fitting(prefilling, max_chunks)
