@@ -90,10 +90,12 @@ class Step:
         """Keys and values of the visible columns, [B, Hkv, columns, D]: these sequences are of one length."""
         shape, group = self.shape, self.layout.decode_group(self.shape.window)
         batch = self.q.shape[0]
+        context = self.layout.kv_lengths[0]
+        visible = context if shape.window is None else min(context, shape.window)
         k, v = (
             store.view(-1, shape.head_dim)[group.rows]
             .view(shape.heads_kv, batch, group.width, shape.head_dim)
-            .transpose(0, 1)
+            .transpose(0, 1)[:, :, :visible]  # behind them, what fills the last block
             for store in (self.k_store, self.v_store)
         )
         return k.contiguous(), v.contiguous()
