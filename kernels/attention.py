@@ -71,9 +71,9 @@ class Workspace:
 class _DecodeGroup:
     """Index tensors for the leading sequences that have one query each: B of them."""
 
-    rows: Tensor  # [Hkv * B * width] as of `AttentionLayout.by_head`, padded to `width` columns
+    rows: Tensor  # [Hkv * B * width] of the stores as [..., D], head after head
     width: int
-    hidden: Tensor | None  # [B, 1, width] bool, True = not to be seen; None: all are seen
+    hidden: Tensor  # [B, 1, width] bool, True = not to be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class _QueryBlock:
 class _PrefillSegment:
     """One sequence with several queries."""
 
-    rows: Tensor  # [Hkv * columns] as of `AttentionLayout.by_head`
+    rows: Tensor  # [Hkv * columns] of the stores as [..., D], head after head
     blocks: tuple[_QueryBlock, ...]
 
 
@@ -186,14 +186,16 @@ class AttentionLayout:
             )
         return self._rest
 
-    def by_head(self, rows: Tensor) -> Tensor:
-        """The rows of all heads at these rows of the store, head after head: [R] -> [Hkv * R].
+    def _rows(self, tables: Tensor, columns: Tensor) -> Tensor:
+        """Where these columns lie, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
 
-        A head's keys become one matrix this way, read from its first number to its last. As they lie in the store,
-        with the other heads' in between, products with them take a CPU several times as long.
+        Rows of a store seen as [blocks * block_size * Hkv, D]. A head's keys become one matrix this way, read from
+        its first number to its last. As they lie in the store, with the other heads' in between, products with them
+        take a CPU several times as long.
         """
+        rows = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
         heads = torch.arange(self.heads_kv, device=self.device)
-        return (rows * self.heads_kv + heads.unsqueeze(1)).flatten()
+        return (rows.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
 
     def _build_paged(self) -> _PagedIndices:
         lengths = self.kv_lengths[: self.num_single]
@@ -220,12 +222,10 @@ class AttentionLayout:
         kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
         first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
-        hidden = None if min(visible) == width else (columns >= kv).unsqueeze(1)  # past a sequence's end
+        hidden = (columns >= kv).unsqueeze(1)  # past a sequence's end
         # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
-        columns = torch.minimum(columns, kv - 1)
-        rows = self.block_table[:count].gather(1, columns // self.block_size) * self.block_size
-        rows += columns % self.block_size
-        return _DecodeGroup(self.by_head(rows.flatten()), width, hidden)
+        rows = self._rows(self.block_table[:count], torch.minimum(columns, kv - 1))
+        return _DecodeGroup(rows, width, hidden)
 
     def _build_prefill_segments(self, window: int | None) -> list[_PrefillSegment]:
         segments: list[_PrefillSegment] = []
@@ -237,13 +237,11 @@ class AttentionLayout:
             first = _first_read(start, window)
             columns = torch.arange(first, first + _whole_blocks(end - first), device=self.device)
             columns.clamp_(max=end - 1)  # past its end, a sequence reads its own last column
-            rows = self.block_table[i, columns // self.block_size] * self.block_size
-            rows = rows + columns % self.block_size
             blocks = tuple(
                 self._query_block(at, min(at + QUERY_BLOCK, end), window, row - start, first)
                 for at in range(start, end, QUERY_BLOCK)
             )
-            segments.append(_PrefillSegment(self.by_head(rows), blocks))
+            segments.append(_PrefillSegment(self._rows(self.block_table[i], columns), blocks))
             row += queries
         return segments
 
@@ -256,6 +254,7 @@ class AttentionLayout:
         # What came before these queries is seen by all of them, unless a window leaves it behind.
         left_behind = window is not None and end - first > window
         columns = torch.arange(first if left_behind else start, last, device=self.device)
+        # What fills the block behind the last query is to see something, or its softmax would divide by zero.
         positions = torch.arange(start, start + QUERY_BLOCK, device=self.device).clamp_(max=end - 1)
         distance = positions.unsqueeze(1) - columns  # p - c
         hidden = distance < 0
@@ -269,7 +268,7 @@ class AttentionLayout:
 
 
 def _first_read(position: int, window: int | None) -> int:
-    """The block of columns in which the first lies that a query at `position` sees: where it begins."""
+    """Where the block of columns begins in which the first one lies that a query at `position` sees."""
     first_seen = 0 if window is None else max(0, position - window + 1)
     return first_seen // COLUMN_BLOCK * COLUMN_BLOCK
 
@@ -337,7 +336,7 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> T
     return out[:length].reshape(length, heads, head_dim)
 
 
-def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
     """softmax(q kᵀ · scale) v, in so many words.
 
     Two plain products reach a CPU's bfloat16 instructions. The fused kernel of `scaled_dot_product_attention` does
@@ -354,8 +353,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float)
     matrices, columns, head_dim = k.shape
     rows = q.reshape(matrices, -1, head_dim)
     scores = torch.baddbmm(q.new_empty(()), rows, k.transpose(1, 2), beta=0, alpha=scale)  # beta: add nothing
-    if hidden is not None:
-        scores.view(*q.shape[:3], columns)[..., -hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+    scores.view(*q.shape[:3], columns)[..., -hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
     return torch.bmm(scores.softmax(-1), v).view(q.shape)
 
 

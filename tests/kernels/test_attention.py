@@ -365,6 +365,22 @@ def test_a_workspace_keeps_its_memory_and_grows() -> None:
     assert workspace.gather(rows, *halves).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window: int | None) -> None:
+    """A CPU compiles its bfloat16 products for every size: one size a step would cost more than the step."""
+    sizes = set()
+    for grown in range(kernels.attention.COLUMN_BLOCK):
+        layout = AttentionLayout(torch.arange(20).view(2, 10), 32, (1, 1), (100 + grown, 129 + grown), 2)
+        group = layout.decode_group(window)
+        sizes.add((group.width, len(group.rows), group.hidden.shape))
+    assert len(sizes) <= 2  # a block's edge is crossed once at most
+    for grown in range(130):
+        layout = AttentionLayout(torch.arange(20).view(1, 20), 32, (1 + grown,), (1 + grown,), 2)
+        for segment in layout.prefill_segments(window):
+            sizes |= {(b.columns.stop - b.columns.start, b.hidden.shape[0], ()) for b in segment.blocks}
+    assert len(sizes) <= 2 + 3  # prompts of 1 to 130: one, two or three blocks of columns
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
 @pytest.mark.parametrize("column_block", [1, 4, 5])
 @pytest.mark.parametrize("query_block", [1, 4, 7])
