@@ -56,10 +56,13 @@ class Shape:
     def scale(self) -> float:
         return 1 / math.sqrt(self.head_dim)
 
+    def visible(self, context: int) -> int:
+        """Columns that the last query sees."""
+        return context if self.window is None else min(context, self.window)
+
     def least_bytes(self, batch: int, context: int) -> int:
         """Every visible key and value once, every query and result once."""
-        visible = context if self.window is None else min(context, self.window)
-        rows = 2 * visible * self.heads_kv + 2 * self.heads
+        rows = 2 * self.visible(context) * self.heads_kv + 2 * self.heads
         return batch * rows * self.head_dim * self.dtype.itemsize
 
 
@@ -90,8 +93,7 @@ class Step:
         """Keys and values of the visible columns, [B, Hkv, columns, D]: these sequences are of one length."""
         shape, group = self.shape, self.layout.decode_group(self.shape.window)
         batch = self.q.shape[0]
-        context = self.layout.kv_lengths[0]
-        visible = context if shape.window is None else min(context, shape.window)
+        visible = shape.visible(self.layout.kv_lengths[0])
         k, v = (
             store.view(-1, shape.head_dim)[group.rows]
             .view(shape.heads_kv, batch, group.width, shape.head_dim)
