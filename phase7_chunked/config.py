@@ -17,11 +17,13 @@ class Config(PagedConfig):
     """
 
     use_chunked_prefill: bool = Field(default=True, description="without it this phase is phase 6")
-    prefill_chunk_size: int = Field(default=256, ge=1, description="tokens of one prompt computed in a step")
+    prefill_chunk_size: int = Field(
+        default=256, ge=1, description="most tokens of one prompt computed in a step"
+    )
     max_prefill_chunks_per_step: int | None = Field(
         default=1,
         ge=1,
-        description="full chunks that a step has room for, which short prompts share; none: all that are pending",
+        description="full chunks that a step has room for, dealt out in order; none: all that are pending",
     )
     mixed_batches: bool = Field(
         default=True,

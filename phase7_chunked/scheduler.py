@@ -13,9 +13,8 @@ a prompt of 1000 arrives while A and B decode         steps ──>
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import accumulate
+import sys
+from collections.abc import Iterable, Iterator
 
 from common.engine import Clock
 from common.request import Request, RequestState
@@ -30,32 +29,32 @@ class ChunkedScheduler(PagedScheduler):
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
         self.chunk_size = config.prefill_chunk_size
-        self.max_chunks = config.max_prefill_chunks_per_step
+        chunks = config.max_prefill_chunks_per_step
+        self.room = sys.maxsize if chunks is None else chunks * self.chunk_size
 
     def plan(self) -> StepPlan:
-        """A token for everyone who decodes, and the next chunk of as many prompts as a step may advance."""
+        """A token for everyone who decodes, and chunks of as many prompts as a step has room for."""
         return StepPlan(
             decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
-            prefill=tuple(self.next_chunk(r) for r in self.prefill_requests(self.max_chunks)),
+            prefill=tuple(self.chunks(self.prefill_requests())),
         )
 
-    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
-        """Whose prompts advance: those that have begun, oldest first, then newcomers, while there is room."""
+    def prefill_requests(self) -> list[Request]:
+        """Whose prompts advance, in this order: those that have begun, oldest first, then newcomers."""
         prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
-        prefilling.sort(key=lambda r: (r.prefill_progress == 0, r.arrival))
-        return self.fitting(prefilling, max_chunks)
+        return sorted(prefilling, key=lambda r: (r.prefill_progress == 0, r.arrival))
 
-    def fitting(self, requests: Sequence[Request], max_chunks: int | None) -> list[Request]:
-        """The first of `requests`, as many as have their next chunks within the tokens of `max_chunks` full ones.
+    def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
+        """The next chunk of each, until the tokens of `max_prefill_chunks_per_step` full ones are dealt out.
 
-        Short prompts share a chunk's room: one step each would leave most of it empty, and have them queue for
-        nothing. Nobody overtakes: where one does not fit, those behind it wait, too.
+        Whoever has less left than a chunk leaves the rest to the next one, whose own chunk may be cut for it: a
+        step whose room is half empty would cost nearly the same.
         """
-        room = math.inf if max_chunks is None else max_chunks * self.chunk_size
-        chunks = map(self.next_chunk, requests)
-        totals = accumulate(chunk.end - chunk.start for chunk in chunks)
-        return [r for r, tokens in zip(requests, totals, strict=True) if tokens <= room]
-
-    def next_chunk(self, request: Request) -> PrefillChunk:
-        start = request.prefill_progress
-        return PrefillChunk(request, start, min(start + self.chunk_size, len(request.token_ids)))
+        room = self.room
+        for request in requests:
+            start = request.prefill_progress
+            tokens = min(self.chunk_size, room, len(request.token_ids) - start)
+            if tokens == 0:
+                return
+            yield PrefillChunk(request, start, start + tokens)
+            room -= tokens

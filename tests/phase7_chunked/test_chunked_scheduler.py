@@ -15,6 +15,7 @@ from tests.engine_helpers import CPU, Clock
 from tests.phase6_paged.support import SMALLEST, assert_consistent, request
 
 CHUNK = 4
+DECODE = RequestState.DECODE
 
 
 class Bench:
@@ -76,7 +77,7 @@ def test_a_prompt_advances_a_chunk_a_step_and_then_decodes() -> None:
     assert own.state is RequestState.PREFILL
     assert bench.step() == ([], [("r0", 4, 8)])
     assert bench.step() == ([], [("r0", 8, 10)])
-    assert own.state is RequestState.DECODE
+    assert own.state is DECODE
     assert bench.step() == (["r0"], [])
 
 
@@ -122,26 +123,26 @@ def test_short_prompts_share_a_chunks_room() -> None:
 
 def test_a_long_prompts_rest_leaves_room_for_the_next_one() -> None:
     bench = Bench()
-    bench.add(6, 2, 9, 1)
+    bench.add(6, 1, 9, 1)
     assert bench.step()[1] == [("r0", 0, 4)]
-    assert bench.step()[1] == [("r0", 4, 6), ("r1", 0, 2)]
-    # The last one would fit beside each of these chunks, and does not overtake whom it came after.
-    assert bench.step()[1] == [("r2", 0, 4)]
-    assert bench.step()[1] == [("r2", 4, 8)]
-    assert bench.step()[1] == [("r2", 8, 9), ("r3", 0, 1)]
+    assert bench.step()[1] == [("r0", 4, 6), ("r1", 0, 1), ("r2", 0, 1)]
+    # The last one would fit beside it whole, and does not overtake whom it came after.
+    assert bench.step()[1] == [("r2", 1, 5)]
+    assert bench.step()[1] == [("r2", 5, 9)]
+    assert bench.step()[1] == [("r3", 0, 1)]
 
 
 def test_those_who_have_begun_go_on_before_newcomers_begin() -> None:
     bench = Bench(chunks=2)
     first, second, _, fourth = bench.add(6, 20, 6, 6)
     assert [c[0] for c in bench.step()[1]] == ["r0", "r1"]
-    assert bench.step()[1] == [("r0", 4, 6), ("r1", 4, 8)]
-    assert bench.step() == (["r0"], [("r1", 8, 12), ("r2", 0, 4)])
+    assert bench.step()[1] == [("r0", 4, 6), ("r1", 4, 8), ("r2", 0, 2)]
     # Even a newcomer that arrived earlier waits for those who have begun.
     fourth.arrival = -1
-    assert bench.step()[1] == [("r1", 12, 16), ("r2", 4, 6)]
-    assert bench.step()[1] == [("r1", 16, 20), ("r3", 0, 4)]
-    assert first.state is second.state is RequestState.DECODE
+    assert bench.step() == (["r0"], [("r1", 8, 12), ("r2", 2, 6)])
+    assert bench.step()[1] == [("r1", 12, 16), ("r3", 0, 4)]
+    assert bench.step()[1] == [("r3", 4, 6), ("r1", 16, 20)]
+    assert first.state is second.state is DECODE
 
 
 def test_those_who_have_begun_go_on_oldest_first() -> None:
@@ -149,8 +150,7 @@ def test_those_who_have_begun_go_on_oldest_first() -> None:
     bench.add(12, 12, 12)
     bench.step()
     bench.scheduler._active.reverse()
-    assert [r.request_id for r in bench.scheduler.prefill_requests(2)] == ["r0", "r1"]
-    assert [r.request_id for r in bench.scheduler.prefill_requests(None)] == ["r0", "r1", "r2"]
+    assert bench.step()[1] == [("r0", 4, 8), ("r1", 4, 8), ("r2", 4, 8)]
 
 
 def test_one_who_arrives_between_chunks_joins_the_next_pass() -> None:
@@ -175,13 +175,16 @@ def test_nobody_is_in_both_parts_of_a_plan() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, None])
-def test_a_steps_work_is_bounded(chunks: int | None) -> None:
+def test_a_steps_work_is_bounded_and_its_room_is_used(chunks: int | None) -> None:
     bench = Bench(chunks=chunks, size=6)
-    bench.add(30, 2, 17, 9, 1, 25)
+    requests = bench.add(30, 2, 17, 9, 1, 25)
     for _ in range(30):
+        left = sum(
+            min(CHUNK, len(r.token_ids) - r.prefill_progress) for r in requests if r.state is not DECODE
+        )
         plan = bench.plan()
         most = CHUNK * (chunks if chunks is not None else 6)
-        assert sum(chunk.end - chunk.start for chunk in plan.prefill) <= most
+        assert sum(chunk.end - chunk.start for chunk in plan.prefill) == min(most, left)
         assert all(1 <= chunk.end - chunk.start <= CHUNK for chunk in plan.prefill)
         bench.step()
 
@@ -270,7 +273,7 @@ def test_one_who_is_preempted_while_it_decodes_prefills_all_it_has_in_chunks() -
     assert total > 3
     old.finish("length")
     chunks = []
-    while young.state is not RequestState.DECODE:
+    while young.state is not DECODE:
         chunks += bench.step()[1]
     assert chunks == [("r1", s, min(s + CHUNK, total)) for s in range(0, total, CHUNK)]
 
