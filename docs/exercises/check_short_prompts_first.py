@@ -33,7 +33,8 @@ def test_the_fewest_tokens_left_go_first() -> None:
             if chunk.is_last:
                 chunk.request.start_decode()
     assert order == [
-        *(("short", 60), ("late", 60)),
-        *(("middle", 100), ("middle", 50)),
-        *(("long", 100), ("long", 100), ("long", 100)),
+        *(("short", 60), ("late", 40)),
+        *(("late", 20), ("middle", 80)),
+        *(("middle", 70), ("long", 30)),
+        *(("long", 100), ("long", 100), ("long", 70)),
     ]
