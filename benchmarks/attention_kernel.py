@@ -32,7 +32,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.tables import Cell, MeasuredTable
-from kernels.attention import AttentionLayout, attention, paged_attention_reference, varlen_attention
+from kernels.attention import attention, paged_attention_reference, varlen_attention
+from kernels.attention_layout import AttentionLayout
 from kernels.dispatch import HAS_TRITON
 
 COPY_BYTES = 1 << 30  # enough to outweigh any cache

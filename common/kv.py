@@ -18,7 +18,8 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from common.request import Request
-from kernels.attention import AttentionLayout, Workspace, attention
+from kernels.attention import attention
+from kernels.attention_layout import AttentionLayout, Workspace
 
 
 class KVCapacityError(ValueError):

@@ -46,7 +46,7 @@ class PassRow:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """Rows that go through the model together. Rows of one token should come first (see `kernels.attention`).
+    """Rows that go through the model together. Rows of one token should come first (see `AttentionLayout`).
 
     `splittable`: after a failure each row may be tried alone, so that only the guilty fail.
     """

@@ -1,6 +1,6 @@
 """What all kernels share: the choice between Triton and torch, and the device a launch goes to.
 
-A kernel module holds three things side by side: a reference in plain torch, a Triton kernel with its
+A module with a kernel holds three things side by side: a reference in plain torch, a Triton kernel with its
 launcher, and one public function that calls one or the other. The reference is not only there to be read: it
 is the code that runs wherever Triton does not, and what the kernel is tested against.
 """

@@ -12,8 +12,8 @@ from phase6_paged.config import Config as PagedConfig
 class Config(PagedConfig):
     """Phase 6's options, and how much of a prompt one step computes.
 
-    A step's work is bounded by `prefill_chunk_size` × `max_prefill_chunks_per_step` tokens and one for everybody
-    who decodes.
+    A step's work is bounded by `prefill_chunk_size` × `max_prefill_chunks_per_step` tokens (with none, a chunk for
+    every seat) and one for everybody who decodes.
     """
 
     use_chunked_prefill: bool = Field(default=True, description="without it this phase is phase 6")
@@ -23,7 +23,7 @@ class Config(PagedConfig):
     max_prefill_chunks_per_step: int | None = Field(
         default=1,
         ge=1,
-        description="full chunks that a step has room for, dealt out in order; none: all that are pending",
+        description="prompt tokens in a step, in full chunks; none: a chunk of every pending prompt",
     )
     mixed_batches: bool = Field(
         default=True,

@@ -22,7 +22,7 @@ class ChunkedRunner(PagedRunner):
     """Phase 6's rows, in one pass instead of two."""
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        # Decode rows first: sequences with one query are computed together (see `kernels.attention`).
+        # Decode rows first: sequences with one query are computed together (see `AttentionLayout`).
         rows = (
             *(self.decode_row(request) for request in plan.decode),
             *(self.prefill_row(chunk) for chunk in plan.prefill),

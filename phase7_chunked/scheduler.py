@@ -29,8 +29,9 @@ class ChunkedScheduler(PagedScheduler):
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
         self.chunk_size = config.prefill_chunk_size
-        chunks = config.max_prefill_chunks_per_step
-        self.room = sys.maxsize if chunks is None else chunks * self.chunk_size
+        most = config.max_prefill_chunks_per_step
+        # Prompt tokens that a step has room for: without an end, every pending prompt gets its chunk.
+        self.prefill_tokens = sys.maxsize if most is None else most * self.chunk_size
 
     def plan(self) -> StepPlan:
         """A token for everyone who decodes, and chunks of as many prompts as a step has room for."""
@@ -47,14 +48,14 @@ class ChunkedScheduler(PagedScheduler):
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
         """The next chunk of each, until the tokens of `max_prefill_chunks_per_step` full ones are dealt out.
 
-        Whoever has less left than a chunk leaves the rest to the next one, whose own chunk may be cut for it: a
-        step whose room is half empty would cost nearly the same.
+        Where a prompt has less left than a chunk, the next one gets the rest of the room, and is cut to it: fewer
+        steps then carry the same prompts.
         """
-        room = self.room
+        room = self.prefill_tokens
         for request in requests:
+            if room == 0:
+                return
             start = request.prefill_progress
             tokens = min(self.chunk_size, room, len(request.token_ids) - start)
-            if tokens == 0:
-                return
             yield PrefillChunk(request, start, start + tokens)
             room -= tokens

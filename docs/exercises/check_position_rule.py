@@ -6,7 +6,8 @@ import pytest
 import torch
 from position_rule import visible
 
-from kernels.attention import AttentionLayout, attention
+from kernels.attention import attention
+from kernels.attention_layout import AttentionLayout
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 4])

@@ -19,7 +19,7 @@ from common.kv import KVCapacityError, Span, using_view
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
-from kernels.attention import AttentionLayout
+from kernels.attention_layout import AttentionLayout
 from tests.helpers import (
     ARCHITECTURES,
     ZOO_NAMES,

@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.attention
-from kernels.attention import (
-    AttentionLayout,
-    Workspace,
-    attention,
-    paged_attention_reference,
-    varlen_attention,
-)
+from kernels import attention_layout
+from kernels.attention import attention, paged_attention_reference, varlen_attention
+from kernels.attention_layout import AttentionLayout, Workspace
 
 SCALE = 0.3
 WINDOWS = (None, 1, 2, 5, 16, 1000)
@@ -336,7 +332,7 @@ def test_cuda_passes_follow_the_rule_and_decode_in_place(
     name: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is told what to take: the choice is the one that a server on this machine makes."""
-    store = make(PASSES[name], dtype=dtype, device="cuda")
+    store = make(PASSES[name], block_size=4, dtype=dtype, device="cuda")
     launch, launched = kernels.attention.paged_attention_triton, []
 
     def recording(*arguments: Any, **options: Any) -> Tensor:
@@ -368,17 +364,17 @@ def test_a_workspace_keeps_its_memory_and_grows() -> None:
 @pytest.mark.parametrize("window", [None, 40])
 def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window: int | None) -> None:
     """A CPU compiles its bfloat16 products for every size: one size a step would cost more than the step."""
-    sizes = set()
-    for grown in range(kernels.attention.COLUMN_BLOCK):
+    decode, prefill = set(), set()
+    for grown in range(attention_layout.COLUMN_BLOCK):
         layout = AttentionLayout(torch.arange(20).view(2, 10), 32, (1, 1), (100 + grown, 129 + grown), 2)
         group = layout.decode_group(window)
-        sizes.add((group.width, len(group.rows), group.hidden.shape))
-    assert len(sizes) <= 2  # a block's edge is crossed once at most
+        decode.add((group.width, len(group.rows), group.hidden.shape))
+    assert len(decode) <= 2  # a block's edge is crossed once at most
     for grown in range(130):
         layout = AttentionLayout(torch.arange(20).view(1, 20), 32, (1 + grown,), (1 + grown,), 2)
         for segment in layout.prefill_segments(window):
-            sizes |= {(b.columns.stop - b.columns.start, b.hidden.shape[0], ()) for b in segment.blocks}
-    assert len(sizes) <= 2 + 3  # prompts of 1 to 130: one, two or three blocks of columns
+            prefill |= {(b.columns.stop - b.columns.start, b.hidden.shape[0]) for b in segment.blocks}
+    assert len(prefill) <= 3  # prompts of 1 to 130: one, two or three blocks of columns
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
@@ -387,8 +383,8 @@ def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window:
 def test_queries_are_computed_in_blocks(
     query_block: int, column_block: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.attention, "QUERY_BLOCK", query_block)
-    monkeypatch.setattr(kernels.attention, "COLUMN_BLOCK", column_block)
+    monkeypatch.setattr(attention_layout, "QUERY_BLOCK", query_block)
+    monkeypatch.setattr(attention_layout, "COLUMN_BLOCK", column_block)
     store = make([(1, 9), (21, 21), (8, 30), (5, 12)], block_size=4)
     assert_follows_the_rule(store, window)
     blocks = [block for segment in store.layout.prefill_segments(window) for block in segment.blocks]

@@ -604,7 +604,8 @@ def test_attention_works_without_triton():
 import sys
 sys.modules["triton"] = None  # any import of it now fails
 import torch
-from kernels.attention import AttentionLayout, attention
+from kernels.attention import attention
+from kernels.attention_layout import AttentionLayout
 from kernels.paged_attention import paged_decode_reference
 store, table = torch.ones(2, 4, 1, 8), torch.tensor([[1]])
 out = attention(torch.ones(1, 2, 8), store, store, AttentionLayout(table, 4, (1,), (3,), 1), scale=1.0, window=None)

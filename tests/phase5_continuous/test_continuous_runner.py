@@ -11,7 +11,7 @@ import torch
 from common.kv import KVView
 from common.models.layers import CausalLM
 from common.request import SamplingParams
-from kernels.attention import AttentionLayout
+from kernels.attention_layout import AttentionLayout
 from tests.engine_helpers import (
     EOS,
     RememberingModel,

@@ -22,7 +22,7 @@ from common.kv import KVView
 from common.models.config import LayerConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.request import Request, SamplingParams
-from kernels.attention import AttentionLayout
+from kernels.attention_layout import AttentionLayout
 from phase6_paged.cache import PagedKVCachePool
 from tests.engine_helpers import (
     RememberingModel,

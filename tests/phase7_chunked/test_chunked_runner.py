@@ -188,8 +188,8 @@ def test_the_cache_holds_what_progress_says_after_every_step(
     assert_all_free(engine)
 
 
-def test_a_short_prompt_costs_nothing() -> None:
-    """Up to a chunk, the passes are those of phase 6."""
+def test_a_short_prompt_that_comes_alone_costs_nothing() -> None:
+    """Up to a chunk, with no other prompt beside it, the passes are those of phase 6."""
     traces = []
     for phase, options in (
         ("phase6_paged", {}),

@@ -1,0 +1,307 @@
+"""Where one forward pass finds its keys: the position rule as indices, built once and read by every layer.
+
+**The position rule.** Every sequence owns a logical row of columns 0, 1, 2, …; the token at position `p` is
+stored at column `p`; a query at position `p` sees the columns `c <= p`, and on a sliding-window layer only
+those with `p - c < window`. There is no other mask: causality, chunks, windows and padding are all this rule.
+
+```text
+                     columns   0 1 2 3 4 5 6 7
+  sequence A, decoding at 5    x x x x x Q . .       one query
+  sequence B, prompt of 3      Q                     queries at 0, 1, 2: each sees itself and what is before
+                               x Q
+                               x x Q
+```
+
+A sequence's columns live in blocks of the store, found through its row of the block table: column `c` is in
+block `table[c // block_size]` at offset `c % block_size`. A contiguous cache is the same thing with blocks as
+long as the longest sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Queries of one sequence whose scores are computed at a time: few enough for a processor's cache, and most of what
+# lies above a prompt's diagonal is never computed.
+QUERY_BLOCK = 64
+
+# Products are of whole blocks of queries and of columns; what nobody needs is hidden or dropped. A CPU's bfloat16
+# product is compiled for every size it meets, which takes longer than the product: sizes must come again.
+COLUMN_BLOCK = 64
+
+
+class Workspace:
+    """Memory that keys and values are gathered into, kept from layer to layer and from pass to pass.
+
+    With an allocation each, the operating system would hand out and clear the same tens of megabytes over and over.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def gather(self, rows: Tensor, *stores: Tensor) -> Tensor:
+        """The given rows of every store, [len(stores), rows, width]; good until the next call.
+
+        Args:
+            rows: [rows] int64.
+            stores: [any, width] each, alike in width, type and device.
+        """
+        first = stores[0]
+        size = len(stores) * len(rows) * first.shape[1]
+        held = self._held
+        if held is None or held.numel() < size or held.dtype != first.dtype or held.device != first.device:
+            held = first.new_empty(size + size // 4)  # more than asked: sequences grow by a column a step
+            self._held = held
+        gathered = held[:size].view(len(stores), len(rows), first.shape[1])
+        for store, out in zip(stores, gathered, strict=True):
+            torch.index_select(store, 0, rows, out=out)
+        return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """The leading sequences that have one query each, B of them, computed together.
+
+    Attributes:
+        rows: [Hkv * B * width] int64, rows of a store seen as [any, D], head after head.
+        width: columns that are read of each sequence: whole blocks.
+        hidden: [B, 1, width] bool, True: not to be seen.
+    """
+
+    rows: Tensor
+    width: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Some neighbouring queries of one sequence: at most QUERY_BLOCK.
+
+    Attributes:
+        queries: rows of the pass.
+        columns: of the sequence's gathered ones: whole blocks, with all that any of the queries sees.
+        hidden: [QUERY_BLOCK, the last so many columns] bool, True: not to be seen. All before those are seen.
+    """
+
+    queries: slice
+    columns: slice
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSegment:
+    """One sequence with several queries, computed block by block.
+
+    Attributes:
+        rows: [Hkv * columns] int64, rows of a store seen as [any, D], head after head.
+        blocks: its queries, in order.
+    """
+
+    rows: Tensor
+    blocks: tuple[QueryBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenIndices:
+    """All sequences' columns one after the other, the form in which varlen kernels take keys.
+
+    Attributes:
+        rows: [sum of kv_lengths] int64, rows of a store seen as [any, Hkv, D].
+        query_offsets: [B + 1] int32, where each sequence's queries begin, and their end.
+        kv_offsets: [B + 1] int32, where each sequence's rows begin, and their end.
+    """
+
+    rows: Tensor
+    query_offsets: Tensor
+    kv_offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedIndices:
+    """The leading sequences that have one query each, in the form in which the paged kernel takes them.
+
+    Attributes:
+        block_table: [B, N] int64.
+        lengths: [B] int32, columns of each sequence.
+        max_length: the largest of them, on the host.
+        total_length: their sum, on the host.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    max_length: int
+    total_length: int
+
+
+@dataclass(slots=True)
+class AttentionLayout:
+    """Where the keys of one forward pass lie. Built once a pass; every layer reads it.
+
+    Sequences with one query should come first: they are computed together, the others one by one.
+
+    Attributes:
+        block_table: [B, N] int64; entries past a sequence's last block are any valid block.
+        block_size: columns in a block.
+        query_lengths: queries of each sequence in this pass, B of them, each >= 1.
+        kv_lengths: columns of each sequence once this pass has written its own, B of them.
+        heads_kv: heads of keys and values in the stores.
+        workspace: one that passes share; each has its own if none is given.
+    """
+
+    block_table: Tensor
+    block_size: int
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    heads_kv: int
+    workspace: Workspace = field(default_factory=Workspace)
+    # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
+    _decode_groups: dict[int | None, DecodeGroup] = field(default_factory=dict, init=False)
+    _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
+    _varlen: VarlenIndices | None = field(default=None, init=False)
+    _paged: PagedIndices | None = field(default=None, init=False)
+    _rest: AttentionLayout | None = field(default=None, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stores and all index tensors are."""
+        return self.block_table.device
+
+    @property
+    def num_single(self) -> int:
+        """How many leading sequences have exactly one query."""
+        for i, length in enumerate(self.query_lengths):
+            if length != 1:
+                return i
+        return len(self.query_lengths)
+
+    def decode_group(self, window: int | None) -> DecodeGroup:
+        """For layers with this window; there must be a leading sequence of one query."""
+        if window not in self._decode_groups:
+            self._decode_groups[window] = self._build_decode_group(window)
+        return self._decode_groups[window]
+
+    def prefill_segments(self, window: int | None) -> list[PrefillSegment]:
+        """For layers with this window: every sequence behind the leading ones of one query."""
+        if window not in self._prefill_segments:
+            self._prefill_segments[window] = self._build_prefill_segments(window)
+        return self._prefill_segments[window]
+
+    def varlen(self) -> VarlenIndices:
+        """For every sequence of the layout, whatever its number of queries."""
+        if self._varlen is None:
+            self._varlen = self._build_varlen()
+        return self._varlen
+
+    def paged(self) -> PagedIndices:
+        """For the leading sequences of one query; there must be one."""
+        if self._paged is None:
+            self._paged = self._build_paged()
+        return self._paged
+
+    def after_singles(self) -> AttentionLayout:
+        """The layout of the sequences behind the leading ones of one query."""
+        if self._rest is None:
+            count = self.num_single
+            self._rest = AttentionLayout(
+                self.block_table[count:],
+                self.block_size,
+                self.query_lengths[count:],
+                self.kv_lengths[count:],
+                self.heads_kv,
+                self.workspace,
+            )
+        return self._rest
+
+    def _rows(self, tables: Tensor, columns: Tensor) -> Tensor:
+        """Where these columns lie, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
+
+        Rows of a store seen as [blocks * block_size * Hkv, D]. A head's keys become one matrix this way, read from
+        its first number to its last. As they lie in the store, with the other heads' in between, products with them
+        take a CPU several times as long.
+        """
+        rows = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
+        heads = torch.arange(self.heads_kv, device=self.device)
+        return (rows.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
+
+    def _build_paged(self) -> PagedIndices:
+        lengths = self.kv_lengths[: self.num_single]
+        on_host = torch.tensor(lengths, dtype=torch.int32)
+        on_device = on_host.to(self.device, non_blocking=True)  # a plain copy would wait for the device
+        return PagedIndices(self.block_table[: len(lengths)], on_device, max(lengths), sum(lengths))
+
+    def _build_varlen(self) -> VarlenIndices:
+        kv = torch.tensor(self.kv_lengths, device=self.device)
+        sequence = torch.repeat_interleave(kv)  # [sum of kv_lengths]: 0, 0, …, 1, 1, …
+        columns = torch.arange(sequence.shape[0], device=self.device) - (kv.cumsum(0) - kv)[sequence]
+        rows = self.block_table[sequence, columns // self.block_size] * self.block_size
+        offsets = [
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
+            for lengths in (self.query_lengths, self.kv_lengths)
+        ]
+        return VarlenIndices(rows + columns % self.block_size, *offsets)
+
+    def _build_decode_group(self, window: int | None) -> DecodeGroup:
+        count = self.num_single
+        lengths = self.kv_lengths[:count]
+        visible = [length if window is None else min(length, window) for length in lengths]
+        width = _whole_blocks(max(visible))
+        kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
+        first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
+        columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
+        hidden = (columns >= kv).unsqueeze(1)  # past a sequence's end
+        # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
+        rows = self._rows(self.block_table[:count], torch.minimum(columns, kv - 1))
+        return DecodeGroup(rows, width, hidden)
+
+    def _build_prefill_segments(self, window: int | None) -> list[PrefillSegment]:
+        segments: list[PrefillSegment] = []
+        count = self.num_single
+        row = count
+        for i in range(count, len(self.query_lengths)):
+            queries, end = self.query_lengths[i], self.kv_lengths[i]
+            start = end - queries
+            first = _first_read(start, window)
+            columns = torch.arange(first, first + _whole_blocks(end - first), device=self.device)
+            columns.clamp_(max=end - 1)  # past its end, a sequence reads its own last column
+            blocks = tuple(
+                self._query_block(at, min(at + QUERY_BLOCK, end), window, row - start, first)
+                for at in range(start, end, QUERY_BLOCK)
+            )
+            segments.append(PrefillSegment(self._rows(self.block_table[i], columns), blocks))
+            row += queries
+        return segments
+
+    def _query_block(
+        self, start: int, end: int, window: int | None, row_of_0: int, first_column: int
+    ) -> QueryBlock:
+        """The queries at positions `start` to `end`, in a pass where position 0 would be row `row_of_0`."""
+        first = _first_read(start, window)
+        last = first + _whole_blocks(end - first)
+        # What came before these queries is seen by all of them, unless a window leaves it behind.
+        left_behind = window is not None and end - first > window
+        columns = torch.arange(first if left_behind else start, last, device=self.device)
+        # What fills the block behind the last query is to see something, or its softmax would divide by zero.
+        positions = torch.arange(start, start + QUERY_BLOCK, device=self.device).clamp_(max=end - 1)
+        distance = positions.unsqueeze(1) - columns  # p - c
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        return QueryBlock(
+            queries=slice(row_of_0 + start, row_of_0 + end),
+            columns=slice(first - first_column, last - first_column),
+            hidden=hidden,
+        )
+
+
+def _first_read(position: int, window: int | None) -> int:
+    """Where the block of columns begins in which the first one lies that a query at `position` sees."""
+    first_seen = 0 if window is None else max(0, position - window + 1)
+    return first_seen // COLUMN_BLOCK * COLUMN_BLOCK
+
+
+def _whole_blocks(columns: int) -> int:
+    return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
