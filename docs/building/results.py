@@ -139,11 +139,13 @@ def measured_table(name: str, results: Path = RESULTS) -> str:
 
 
 def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
-    """What a comparison says in a sentence for each model; nothing where nothing was measured."""
+    """What a comparison says in a sentence for each model, if it has three runs of both servers; else nothing."""
     lines = {line.title: line for line in LINES}
     sentences = []
     for group in chosen(workload, [before, after], results):
         columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
+        if min(len(columns[label]) for label in (before, after)) < 3:
+            continue
 
         def ratio(title: str, columns: dict[str, list[Run]] = columns) -> float | None:
             old, new = (median_of(columns[label], lines[title]) for label in (before, after))

@@ -226,6 +226,17 @@ def check(*options: str) -> str:
     return done.stdout
 
 
+def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
+    said = []
+    for repeat in (1, 2, 3, 4):
+        a_run("phase 4", 4, repeat=repeat).save(tmp_path)
+        a_run("phase 5", 5, repeat=repeat, status="failed" if repeat == 1 else "ok").save(tmp_path)
+        results.groups.cache_clear()
+        said.append(results.headline("continuous_batching", "phase 4", "phase 5", tmp_path))
+    assert said[:3] == ["", "", ""]
+    assert "throughput is" in said[3]
+
+
 def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     a_run("phase 4", 4).save(tmp_path)
     a_run("phase 5", 5, ttft=0.5).save(tmp_path)
