@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -179,11 +178,9 @@ def test_the_cache_holds_what_progress_says_after_every_step(
     for own in requests:
         n = own.num_prompt_tokens
         ends = chunk_ends[own.request_id]
-        assert ends[-1] == n
-        assert all(1 <= end - start <= 7 for start, end in pairwise([0, *ends]))
-        assert chunks is not None or ends == [*range(7, n, 7), n], (
-            "and none is cut where there is room for all"
-        )
+        assert 1 <= ends[0] <= min(7, n), "the first chunk may be cut to the room that others leave"
+        assert ends == [*range(ends[0], n, 7), n], "and no later one is: those who have begun come first"
+        assert chunks is not None or ends[0] == min(7, n), "nor is any where there is room for all"
     assert_streams(outputs, {r.request_id: continuation(r.prompt_token_ids, 8) for r in requests})
     assert_all_free(engine)
 

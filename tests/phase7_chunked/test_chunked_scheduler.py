@@ -145,11 +145,17 @@ def test_those_who_have_begun_go_on_before_newcomers_begin() -> None:
     assert first.state is second.state is DECODE
 
 
-def test_those_who_have_begun_go_on_oldest_first() -> None:
+@pytest.mark.parametrize("chunks", [1, 2, 3, None])
+def test_those_who_have_begun_go_on_oldest_first(chunks: int | None) -> None:
     bench = Bench(chunks=None)
-    bench.add(12, 12, 12)
+    requests = bench.add(12, 12, 12)
     bench.step()
     bench.scheduler._active.reverse()
+    assert bench.scheduler.prefill_requests() == requests
+    capped = Bench(chunks=chunks).scheduler
+    assert [(c.request, c.start, c.end) for c in capped.chunks(requests)] == [
+        (each, 4, 8) for each in requests[:chunks]
+    ]
     assert bench.step()[1] == [("r0", 4, 8), ("r1", 4, 8), ("r2", 4, 8)]
 
 
@@ -238,12 +244,12 @@ def test_the_whole_prompts_blocks_are_reserved_at_admission() -> None:
     assert [r.prefill_progress for r in requests] == [4, 0, 0]
     assert [r.slot is None for r in requests] == [False, False, True]
     assert bench.pool.free_token_capacity() == 40
-    for _ in range(6):
+    for step in range(7):
         bench.step()
-        assert requests[1].prefill_progress == 0
-        assert requests[2].slot is None, (
-            "80 % of 40: the second has not begun, and what it will need is not free"
+        assert requests[1].prefill_progress == (0 if step < 6 else 2), (
+            "what the first leaves of the last step"
         )
+        assert requests[2].slot is None, "80 % of 40: what the second will need is not free"
     assert bench.pool.allocator.num_allocated == 60
 
 
