@@ -130,15 +130,17 @@ class Runner(ABC):
         except Exception as error:
             _raise_if_fatal(error)
             self.telemetry.counters.failed_passes += 1
-            if forward_pass.splittable and len(forward_pass.rows) > 1:
-                logger.warning("a pass of %d sequences failed, trying each alone", len(forward_pass.rows))
-                for single in forward_pass.alone():
-                    self._launch_pass(single, launched)
-            else:
+            if not forward_pass.splittable or len(forward_pass.rows) == 1:
                 logger.exception("a forward pass failed")
-                launched.failed += [(row.request, error) for row in forward_pass.rows]
+                launched.failed += [(row.request, without_frames(error)) for row in forward_pass.rows]
+                return
+            logger.warning("a pass of %d sequences failed, trying each alone", len(forward_pass.rows))
         else:
             self._sample(requests, logits, launched)
+            return
+        # Outside the `except`, where the error's frames hold the failed pass's tensors: room that this needs.
+        for single in forward_pass.alone():
+            self._launch_pass(single, launched)
 
     def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
         """Choose a pass's tokens, all at once; if that raises, one by one, so that only the guilty fail."""
@@ -147,12 +149,14 @@ class Runner(ABC):
                 launched.sampled.append(SampledPass(requests, sample(logits, requests)))
         except Exception as error:
             _raise_if_fatal(error)
-            if len(requests) > 1:
-                for row, request in enumerate(requests):
-                    self._sample((request,), logits[row : row + 1], launched)
-            else:
+            if len(requests) == 1:
                 logger.exception("sampling failed")
-                launched.failed += [(request, error) for request in requests]
+                launched.failed.append((requests[0], without_frames(error)))
+                return
+        else:
+            return
+        for row, request in enumerate(requests):
+            self._sample((request,), logits[row : row + 1], launched)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
         """One trip through the model: addresses, logits, then the new lengths.
@@ -253,8 +257,21 @@ def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
 
 def fail(request: Request, error: Exception) -> StepOutput:
     """Move a request to FAILED and say so: its terminal output."""
-    request.fail(error)
+    request.fail(without_frames(error))
     return terminal_output(request)
+
+
+def without_frames(error: Exception) -> Exception:
+    """The same error, and those that led to it, without their tracebacks: log them first.
+
+    A traceback's frames keep a pass's tensors alive, and requests, outputs and completions keep their error.
+    """
+    chain: list[BaseException] = [error]
+    for link in chain:
+        link.__traceback__ = None
+        earlier = (link.__cause__, link.__context__)
+        chain += [each for each in earlier if each is not None and each not in chain]
+    return error
 
 
 def terminal_output(request: Request) -> StepOutput:

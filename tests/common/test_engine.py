@@ -7,6 +7,7 @@ changes its tokens, and a test can make any pass fail. Where numbers matter, a s
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -442,6 +443,63 @@ def test_an_exception_in_the_detokenizer_fails_one(phase: str, monkeypatch: pyte
         assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
     engine.step()
     assert_all_free(engine)
+
+
+class Witness:
+    """Stands for the tensors of a failed pass: something its frames hold."""
+
+
+@pytest.fixture
+def no_log_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest keeps the records of a test, and a record its traceback."""
+    monkeypatch.setattr(common.runner.logger, "disabled", True)
+
+
+@pytest.mark.usefixtures("no_log_records")
+def test_what_a_failed_pass_held_is_free_before_it_is_tried_again(phase: str) -> None:
+    """Or a pass that ran out of memory would run out of it again, and every error would keep its share."""
+    witnesses: list[weakref.ref[Witness]] = []
+    held_at_a_retry: list[int] = []
+
+    def before_pass(inputs: Any) -> None:
+        held_at_a_retry.append(sum(witness() is not None for witness in witnesses))
+        tensors = Witness()
+        witnesses.append(weakref.ref(tensors))
+        try:
+            raise KeyError("on the way")
+        except KeyError:
+            raise torch.OutOfMemoryError("no room") from None
+
+    engine = build(phase, RememberingModel(before_pass=before_pass))
+    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
+    outputs = run(engine)
+    errors = [end_of(outputs, request).error for request in requests]
+    assert all(isinstance(error, torch.OutOfMemoryError) for error in errors)
+    assert set(held_at_a_retry) == {0}
+    assert all(witness() is None for witness in witnesses)
+
+
+@pytest.mark.usefixtures("no_log_records")
+def test_errors_of_sampler_and_commit_hold_nothing(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    witnesses: list[weakref.ref[Witness]] = []
+    held_at_a_retry: list[int] = []
+
+    def failing(*_: Any) -> None:
+        held_at_a_retry.append(sum(witness() is not None for witness in witnesses))
+        tensors = Witness()
+        witnesses.append(weakref.ref(tensors))
+        raise RuntimeError("boom")
+
+    engine = build(phase)
+    for place in ("sample", "commit_token"):
+        with monkeypatch.context() as patch:
+            patch.setattr(common.runner, place, failing)
+            requests = [add(engine, text, greedy(5)) for text in ("one", "two")]
+            outputs = run(engine)
+        assert all(str(end_of(outputs, request).error) == "boom" for request in requests)
+    assert set(held_at_a_retry) == {0}
+    request = add(engine, "next", greedy(5))
+    assert tokens_of(run(engine), request) == continuation(b"next", 5)
 
 
 def test_an_exception_in_the_sampler_fails_one(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
