@@ -2,6 +2,7 @@
 
 ```text
 event loop                                engine thread
+                                          build the engine: load, warm up
   submit ──> inbox (under a lock) ──────> add_request ─┐
   cancel ──> inbox ─────────────────────> cancel       ├─> step ─> step ─> …
   streams <── one call_soon_threadsafe per step <──────┘
@@ -9,6 +10,11 @@ event loop                                engine thread
 
 The event loop never runs a forward pass, so it answers while one runs. An idle engine thread is blocked on a
 condition, not polling.
+
+**Nobody else computes.** libgomp, which shares out a CPU's matrix products, keeps a pool of workers for every
+thread that ever computed. With a second pool there are more workers than cores, and libgomp then puts them to sleep
+between the hundreds of parallel regions of a pass: a decode step takes twice as long. So the engine's thread builds
+the engine, too, and no other thread of the process calls an operation of torch that is worth sharing out.
 """
 
 from __future__ import annotations
@@ -17,7 +23,8 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
@@ -39,6 +46,7 @@ class RequestStream:
         self.request = request
         self._worker = worker
         self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self._received_tokens = 0
         self._ended = False
 
     def __aiter__(self) -> RequestStream:
@@ -52,15 +60,31 @@ class RequestStream:
         return output
 
     def put(self, output: StepOutput) -> None:
+        self._received_tokens = output.completion_tokens
         self._outputs.put_nowait(output)
 
+    def put_error(self, error: Exception) -> None:
+        """End the stream without the engine, which may be in the middle of a step."""
+        self.put(
+            StepOutput(
+                request_id=self.request.request_id,
+                token_id=None,
+                text_delta="",
+                finished=True,
+                finish_reason=None,
+                error=error,
+                prompt_tokens=self.request.num_prompt_tokens,
+                completion_tokens=self._received_tokens,
+            )
+        )
+
     def cancel(self) -> None:
-        """Nobody reads any more: give up the request's place or memory. Harmless once it is done."""
+        """Give up the request's place or memory; whoever still reads hears so. Harmless once it is done."""
         self._worker.cancel(self.request.request_id)
 
 
-class Admission:
-    """Places in the queue, promised to requests that are still being tokenized.
+class HeldPlaces:
+    """Places in the queue, held for requests that are still being tokenized.
 
     A context manager: places that no request was submitted for are given back at its end.
     """
@@ -69,42 +93,59 @@ class Admission:
         self._worker = worker
         self._count = count
 
-    def __enter__(self) -> Admission:
+    def __enter__(self) -> HeldPlaces:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._worker.close_admission(self._count)
+        self._worker.give_back_places(self._count)
         self._count = 0
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
         """Hand over as many requests as there are places: their streams, in order."""
         if len(requests) != self._count:
-            raise ValueError(f"{self._count} places were promised, for {len(requests)} requests")
+            raise ValueError(f"{self._count} places are held, for {len(requests)} requests")
         self._count = 0
         return self._worker.submit(requests)
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own. Its methods belong to the event loop's thread."""
+    """Builds an engine and runs it, in a thread of its own.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    `build` comes first; all other methods belong to the event loop's thread.
+
+    Args:
+        make_engine: called in the engine's thread.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._make_engine = make_engine
+        self._built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup = threading.Condition()
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
-        self._promised = 0  # places given out whose requests are not yet with the scheduler
+        self._held = 0  # places whose requests are not yet with the scheduler
         self._abort: Exception | None = None
         self._stopping = False
         # The event loop's own:
         self._streams: dict[str, RequestStream] = {}
-        self._admissions = 0  # open: places promised, requests still to be handed over
+        self._holders = 0  # of places whose requests are still to be handed over
         self._draining = False
         self._aborted: ShuttingDownError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def build(self) -> Engine:
+        """Start the thread and wait until it has built its engine. Raises what building raises."""
+        self._thread.start()
+        return self._built.result()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that was built."""
+        return self._built.result()
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -116,14 +157,15 @@ class EngineWorker:
         return self._draining
 
     def start(self) -> None:
-        """Begin to run; call it on the event loop that will read the streams."""
+        """Take requests from now on; call it on the event loop that will read the streams."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        if self._thread.ident is None:
+            self.build()
 
     # ------------------------------------------------------------------ requests (event loop)
 
-    def admit(self, count: int = 1) -> Admission:
-        """Promise places in the queue for `count` requests, all or none, before any work is done for them.
+    def hold_places(self, count: int = 1) -> HeldPlaces:
+        """Hold places in the queue for `count` requests, all or none, before any work is done for them.
 
         Raises:
             QueueFullError: there is no room for so many.
@@ -136,36 +178,36 @@ class EngineWorker:
         with self._wakeup:
             if self._queue_room() < count:
                 raise QueueFullError("the server is at capacity; try again shortly")
-            self._promised += count
-        self._admissions += 1
+            self._held += count
+        self._holders += 1
         self._idle.clear()
-        return Admission(self, count)
+        return HeldPlaces(self, count)
 
     def queue_room(self) -> int:
-        """How many more requests would be admitted now."""
+        """How many more requests would be taken now."""
         with self._wakeup:
             return self._queue_room()
 
     def _queue_room(self) -> int:
-        """Places neither taken nor promised. The lock is held."""
-        return self.engine.scheduler.queue_room() - self._promised
+        """Places neither taken nor held. The lock is held."""
+        return self.engine.scheduler.queue_room() - self._held
 
-    def close_admission(self, unused: int) -> None:
-        """An admission is over (`Admission` calls this): take back the places that it did not use."""
+    def give_back_places(self, unused: int) -> None:
+        """A holder of places is done (`HeldPlaces` calls this): take back those that it did not use."""
         with self._wakeup:
-            self._promised -= unused
-        self._admissions -= 1
+            self._held -= unused
+        self._holders -= 1
         self._mark_idle()
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Hand over requests whose places were promised (`Admission.submit` is the way to call this).
+        """Hand over requests whose places are held (`HeldPlaces.submit` is the way to call this).
 
         Raises:
             ShuttingDownError: the time to drain is over, or the worker was stopped; nothing new begins.
         """
         if self._aborted is not None:
             with self._wakeup:
-                self._promised -= len(requests)
+                self._held -= len(requests)
             raise self._aborted
         streams = [RequestStream(self, request) for request in requests]
         self._streams |= {stream.request.request_id: stream for stream in streams}
@@ -176,10 +218,9 @@ class EngineWorker:
         return streams
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nobody reads any more."""
-        if self._streams.pop(request_id, None) is None:
+        """End a request: its stream's last output comes with the next step."""
+        if request_id not in self._streams:
             return
-        self._mark_idle()
         with self._wakeup:
             self._cancelled.append(request_id)
             self._wakeup.notify()
@@ -187,7 +228,7 @@ class EngineWorker:
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None:  # cancelled meanwhile
+            if stream is None:  # failed without waiting for the step
                 continue
             stream.put(output)
             if output.finished:
@@ -195,54 +236,72 @@ class EngineWorker:
         self._mark_idle()
 
     def _mark_idle(self) -> None:
-        if not self._streams and not self._admissions:
+        if not self._streams and not self._holders:
             self._idle.set()
 
     # ------------------------------------------------------------------ ending (event loop)
 
     def stop_admitting(self) -> None:
-        """From now on `admit` refuses; what was accepted goes on."""
+        """From now on `hold_places` refuses; what was accepted goes on."""
         self._draining = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every accepted request is answered. False: some were not in time, and have been failed."""
         self.stop_admitting()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
-            self._aborted = ShuttingDownError("the server was shut down before this request was finished")
-            with self._wakeup:
-                self._abort = self._aborted
-                self._wakeup.notify()
-            await self._idle.wait()
+            self._abort_all(ShuttingDownError("the server was shut down before this request was finished"))
             return False
         return True
 
-    async def stop(self) -> None:
-        """End the thread after the step it is in. What is still unanswered is failed."""
+    async def stop(self, timeout_s: float | None = None) -> None:
+        """End the thread after the step it is in; what is still unanswered is failed at once.
+
+        Args:
+            timeout_s: how long to wait for that step; None: as long as it takes.
+        """
         self.stop_admitting()
-        self._aborted = ShuttingDownError(STOPPED)
         with self._wakeup:
             self._stopping = True
+        self._abort_all(ShuttingDownError(STOPPED))
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    def _abort_all(self, error: ShuttingDownError) -> None:
+        """Fail every stream now. The engine hears of it when its step ends, which may be long, or never."""
+        self._aborted = error
+        for stream in self._streams.values():
+            stream.put_error(error)
+        self._streams.clear()
+        self._mark_idle()
+        with self._wakeup:
+            self._abort = error
             self._wakeup.notify()
-        await asyncio.to_thread(self._thread.join)
 
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self) -> None:
+        try:
+            self._built.set_result(self._make_engine())
+        except BaseException as error:  # whoever waits for the engine raises it
+            self._built.set_exception(error)
+            return
         while True:
             with self._wakeup:
                 self._wait_for_work()
                 stopping = self._stopping
-                if stopping:
-                    self._abort = ShuttingDownError(STOPPED)
-                outputs = self._take_in()
-            if not stopping and self._is_due():
-                outputs += self._step()
-            if outputs:
-                self._hand_back(outputs)
+                refused = self._take_in()
+            self._hand_back(refused)  # before the step, which may be long
             if stopping:
                 return
+            if self._is_due():
+                self._hand_back(self._step())
 
     def _wait_for_work(self) -> None:
         """Block until there is news or the engine has something to do. The lock is held, and let go meanwhile."""
@@ -260,8 +319,8 @@ class EngineWorker:
     def _take_in(self) -> list[StepOutput]:
         """Carry the news to the engine; outputs of requests it did not take. The lock is held.
 
-        A place stays promised until its request is in the scheduler's queue, so that none is counted twice
-        and none is missed.
+        A place stays held until its request is in the scheduler's queue, so that none is counted twice and none
+        is missed.
         """
         outputs: list[StepOutput] = []
         while self._arrived:
@@ -271,7 +330,7 @@ class EngineWorker:
                     raise QueueFullError("the server is at capacity; try again shortly")  # noqa: TRY301 - fails as others do
             except Exception as error:
                 outputs.append(fail(request, error))
-            self._promised -= 1
+            self._held -= 1
         for request_id in self._cancelled:
             self.engine.cancel(request_id)
         self._cancelled.clear()
@@ -291,6 +350,8 @@ class EngineWorker:
             return self.engine.abort_all(self.engine.dead)
 
     def _hand_back(self, outputs: list[StepOutput]) -> None:
+        if not outputs:
+            return
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._deliver, outputs)

@@ -51,19 +51,31 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
+LAST_STEP_S = 5.0  # how long the end waits for a step whose clients have all been answered
+
 
 def create_app(
-    engine: Engine, *, model_name: str | None = None, ping_s: float = 15.0, send_timeout_s: float = 60.0
+    engine: Engine,
+    *,
+    worker: EngineWorker | None = None,
+    model_name: str | None = None,
+    ping_s: float = 15.0,
+    send_timeout_s: float = 60.0,
 ) -> FastAPI:
     """The app around an engine, which it owns from start-up to shutdown.
 
     Args:
         engine: of any phase.
+        worker: whose thread built the engine; by default a new one, which takes the engine as it is.
         model_name: what clients call the model; by default the name it was loaded by (a folder's last part).
         ping_s: seconds between comments in a quiet stream.
         send_timeout_s: a client that takes nothing of its stream for so long is dropped.
     """
-    server = CompletionServer(engine, model_name or served_model_name(engine.config.model))
+    server = CompletionServer(
+        engine,
+        worker or EngineWorker(lambda: engine),
+        model_name or served_model_name(engine.config.model),
+    )
     server.ping_s, server.send_timeout_s = ping_s, send_timeout_s
 
     @contextlib.asynccontextmanager
@@ -71,7 +83,7 @@ def create_app(
         server.worker.start()
         yield
         # Not in a `finally`: who cancels this is in a hurry, and a pass may be long.
-        await server.worker.stop()
+        await server.worker.stop(LAST_STEP_S)
 
     app = FastAPI(
         title=f"infer: {engine.phase.title.lower()}",
@@ -106,9 +118,9 @@ def served_model_name(model: str) -> str:
 class CompletionServer:
     """What the routes need: the engine, its worker, and the steps from a body to streams of outputs."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, worker: EngineWorker, model_name: str) -> None:
         self.engine = engine
-        self.worker = EngineWorker(engine)
+        self.worker = worker
         self.model_name = model_name
         self.created = int(time.time())
         self.limits = Limits(model=model_name, max_choices=engine.config.max_waiting_requests)
@@ -123,9 +135,9 @@ class CompletionServer:
             InvalidRequestError: nothing was submitted.
         """
         choices = len(completion.prompts) * completion.choices_per_prompt
-        with self.worker.admit(choices) as admission:
+        with self.worker.hold_places(choices) as places:
             requests = await asyncio.to_thread(self._make_requests, completion, answer_id)
-            return admission.submit(requests)
+            return places.submit(requests)
 
     def _make_requests(self, completion: CompletionRequest, answer_id: str) -> list[EngineRequest]:
         params = [completion.sampling_params(choice) for choice in range(completion.choices_per_prompt)]

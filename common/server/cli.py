@@ -1,7 +1,7 @@
 """`python -m phaseN_x`: a phase's options as flags and environment, and its server from start to end.
 
 ```text
-options ─> port taken ─> model loaded ─> ready ─> SIGTERM: draining, new requests 503 ─> idle or timeout ─> exit 0
+options ─> port taken ─> engine built ─> ready ─> SIGTERM: draining, new requests 503 ─> idle or timeout ─> exit 0
 exit 2       exit 1        exit 1                  second signal ────────────────────────────────────────> exit 1
 ```
 """
@@ -32,6 +32,7 @@ from common.errors import StartupError
 from common.phases import PhasePackage, find_phase
 from common.server.app import CompletionServer, create_app
 from common.server.errors import shorten
+from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,23 @@ def main(phase_name: str, argv: Sequence[str] | None = None) -> NoReturn:
         exit_with(f"error: {error}", 2)
     except StartupError as error:
         exit_with(f"error: {error}", 1)
-    except KeyboardInterrupt:  # while the model is being loaded
-        exit_with("interrupted", 130)
+    except KeyboardInterrupt:  # while the engine is being built
+        print("interrupted", file=sys.stderr)
+        exit_at_once(130)
 
 
 def exit_with(message: str, code: int) -> NoReturn:
     """Say one line, whatever line ends the message has."""
     print(" ".join(message.split()), file=sys.stderr)
     sys.exit(code)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End the process with the engine's thread in the middle of something. The interpreter's own way out would wait
+    for other threads, and end this one inside torch, which aborts."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 # ---------------------------------------------------------------------- options
@@ -181,9 +191,10 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     Raises:
         StartupError: the port is taken, or the engine cannot be built.
     """
+    worker = EngineWorker(lambda: package.build_engine(config))
     with bind(options.host, options.port) as listener:  # before the model, whose loading may take minutes
-        engine = package.build_engine(config)
-        app = create_app(engine, send_timeout_s=STALL_TIMEOUT_S)
+        engine = worker.build()
+        app = create_app(engine, worker=worker, send_timeout_s=STALL_TIMEOUT_S)
         completions: CompletionServer = app.state.server
         address = url_of(listener)
         server = Server(
@@ -201,9 +212,9 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
         )
         server.run(sockets=[listener])
     if server.force_exit:
-        # The engine's thread may be in the middle of a long pass, and the interpreter would wait for others.
-        logging.shutdown()
-        os._exit(1)
+        exit_at_once(1)
+    if worker.running:
+        exit_at_once(0)  # every client has its answer: nobody waits for this step
     return 0
 
 

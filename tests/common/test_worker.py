@@ -52,7 +52,7 @@ def with_worker(engine: Engine, scenario: Callable[[EngineWorker], Coroutine[Any
     """Run a scenario on an event loop with a started worker, and stop the worker whatever happens."""
 
     async def main() -> None:
-        worker = EngineWorker(engine)
+        worker = EngineWorker(lambda: engine)
         worker.start()
         try:
             await asyncio.wait_for(scenario(worker), TIMEOUT_S)
@@ -64,8 +64,8 @@ def with_worker(engine: Engine, scenario: Callable[[EngineWorker], Coroutine[Any
 
 
 def submit(worker: EngineWorker, prompt: str, params: SamplingParams) -> RequestStream:
-    with worker.admit() as admission:
-        return admission.submit([worker.engine.create_request(prompt, params)])[0]
+    with worker.hold_places() as places:
+        return places.submit([worker.engine.create_request(prompt, params)])[0]
 
 
 async def read(stream: RequestStream) -> list[StepOutput]:
@@ -184,10 +184,29 @@ def test_cancelled_while_running(phase: str) -> None:
     assert_all_free(engine)
 
 
+def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str) -> None:
+    gate = Gate()
+    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        running, waiting = submit(worker, "one", greedy(9)), submit(worker, "two", greedy(9))
+        readers = [asyncio.create_task(read(stream)) for stream in (running, waiting)]
+        await until(gate.reached.is_set)
+        running.cancel()
+        waiting.cancel()
+        gate.open.set()
+        for outputs in await asyncio.gather(*readers):
+            assert outputs[-1].finish_reason == "cancelled"
+        assert len(await read(submit(worker, "next", greedy(2)))) == 2
+        assert await worker.drain(TIMEOUT_S)
+
+    with_worker(engine, scenario)
+
+
 # ---------------------------------------------------------------------- places
 
 
-def test_places_are_promised_and_given_back(phase: str) -> None:
+def test_places_are_held_and_given_back(phase: str) -> None:
     gate = Gate()
     engine = build(
         phase,
@@ -200,23 +219,23 @@ def test_places_are_promised_and_given_back(phase: str) -> None:
     async def scenario(worker: EngineWorker) -> None:
         first = submit(worker, "one", greedy(2))
         await until(gate.reached.is_set)  # the only seat is taken, the queue is empty
-        with worker.admit(3):
+        with worker.hold_places(3):
             with pytest.raises(QueueFullError):
-                worker.admit(2)
-            with worker.admit(1), pytest.raises(QueueFullError):
-                worker.admit(1)
+                worker.hold_places(2)
+            with worker.hold_places(1), pytest.raises(QueueFullError):
+                worker.hold_places(1)
         requests = [engine.create_request(str(i), greedy(2)) for i in range(4)]
-        with worker.admit(4) as admission:  # all are back
-            with pytest.raises(ValueError, match="4 places were promised, for 3"):
-                admission.submit(requests[:3])
-            streams = admission.submit(requests)
+        with worker.hold_places(4) as places:  # all are back
+            with pytest.raises(ValueError, match="4 places are held, for 3"):
+                places.submit(requests[:3])
+            streams = places.submit(requests)
         with pytest.raises(QueueFullError):
-            worker.admit(1)  # in the inbox, not yet in the queue: counted all the same
+            worker.hold_places(1)  # in the inbox, not yet in the queue: counted all the same
         gate.open.set()
         for stream in [first, *streams]:
             assert (await read(stream))[-1].finish_reason == "length"
         await until(lambda: not engine.has_work)
-        with worker.admit(4):
+        with worker.hold_places(4):
             pass
 
     with_worker(engine, scenario)
@@ -234,8 +253,8 @@ def test_exactly_as_many_as_fit_are_accepted(phase: str) -> None:
     )
 
     async def scenario(worker: EngineWorker) -> None:
-        with worker.admit(2) as admission:
-            running = admission.submit([engine.create_request(str(i), greedy(2)) for i in range(2)])
+        with worker.hold_places(2) as places:
+            running = places.submit([engine.create_request(str(i), greedy(2)) for i in range(2)])
         await until(gate.reached.is_set)
         refused = 0
         streams: list[RequestStream] = []
@@ -254,7 +273,7 @@ def test_exactly_as_many_as_fit_are_accepted(phase: str) -> None:
 
 
 def test_every_promise_is_kept_under_load(phase: str) -> None:
-    """Clients that admit, wait, submit, withdraw and cancel at random: nobody who was promised a place is refused
+    """Clients that hold places, wait, submit, withdraw and cancel at random: nobody for whom one is held is refused
     by the engine, and in the end every place is free."""
     engine = build(phase, max_waiting_requests=5, max_batch_size=3, clock=time.monotonic)
     rng = random.Random(0)
@@ -266,17 +285,17 @@ def test_every_promise_is_kept_under_load(phase: str) -> None:
             await asyncio.sleep(rng.random() * 0.004)
             count = rng.randint(1, 2)
             try:
-                admission = worker.admit(count)
+                places = worker.hold_places(count)
             except QueueFullError:
                 refused += 1
                 continue
-            with admission:
+            with places:
                 await asyncio.sleep(rng.random() * 0.002)
                 if rng.random() < 0.2:
                     continue
                 prompts = [f"{number} {turn} {i}" for i in range(count)]
                 requests = [engine.create_request(p, greedy(rng.randint(1, 6))) for p in prompts]
-                streams = admission.submit(requests)
+                streams = places.submit(requests)
             for prompt, stream in zip(prompts, streams, strict=True):
                 if rng.random() < 0.2:
                     stream.cancel()
@@ -291,7 +310,7 @@ def test_every_promise_is_kept_under_load(phase: str) -> None:
         await asyncio.gather(*(client(worker, number) for number in range(16)))
         assert await worker.drain(TIMEOUT_S)
         # Those who were cancelled at once may still be in the inbox.
-        await until(lambda: worker._promised == 0)
+        await until(lambda: worker._held == 0)
         await until(lambda: not engine.has_work)
 
     with_worker(engine, scenario)
@@ -308,17 +327,76 @@ def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
     async def scenario(worker: EngineWorker) -> None:
         request = engine.create_request("a", greedy(1), "same")
         twin = engine.create_request("b", greedy(1), "same")
-        with worker.admit(2) as admission:
-            streams = admission.submit([request, twin])
+        with worker.hold_places(2) as places:
+            streams = places.submit([request, twin])
         await asyncio.sleep(0)
         outputs = await read(streams[1])  # the later stream has the id
         assert outputs[-1].finished
-        await until(lambda: worker._promised == 0)
+        await until(lambda: worker._held == 0)
+
+    with_worker(engine, scenario)
+
+
+def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = [Gate(), Gate()]
+    passes = iter(gates)
+    model = RememberingModel(before_pass=lambda inputs: next(passes)(inputs))
+    engine = build("continuous", model, clock=time.monotonic)
+    add_request = engine.add_request
+
+    def picky(request: Request) -> bool:
+        if request.request_id == "odd":
+            raise ValueError("an odd one")
+        return add_request(request)
+
+    monkeypatch.setattr(engine, "add_request", picky)
+
+    async def scenario(worker: EngineWorker) -> None:
+        first = submit(worker, "one", greedy(2))
+        await until(gates[0].reached.is_set)
+        with worker.hold_places() as places:
+            (odd,) = places.submit([engine.create_request("two", greedy(2), "odd")])
+        gates[0].open.set()
+        await until(gates[1].reached.is_set)
+        assert isinstance((await read(odd))[-1].error, ValueError)  # while that step is held
+        gates[1].open.set()
+        assert len(await read(first)) == 2
 
     with_worker(engine, scenario)
 
 
 # ---------------------------------------------------------------------- ending
+
+
+def test_an_idle_engine_is_drained_at_once(phase: str) -> None:
+    engine = build(phase, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        assert len(await read(submit(worker, "one", greedy(2)))) == 2
+        assert await worker.drain(0)
+
+    with_worker(engine, scenario)
+
+
+@pytest.mark.parametrize("end", ["stop", "drain"])
+def test_the_end_does_not_wait_for_a_step_that_hangs(end: str) -> None:
+    gate = Gate()
+    engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        stream = submit(worker, "one", greedy(3))
+        await until(gate.reached.is_set)
+        if end == "drain":
+            assert not await worker.drain(0.01)
+        else:
+            await worker.stop(0.01)
+        outputs = await read(stream)
+        assert isinstance(outputs[-1].error, ShuttingDownError)
+        assert (outputs[-1].prompt_tokens, outputs[-1].completion_tokens) == (3, 0)
+        assert worker.running
+        gate.open.set()
+
+    with_worker(engine, scenario)
 
 
 def test_drain_waits_for_those_who_run(phase: str) -> None:
@@ -333,7 +411,7 @@ def test_drain_waits_for_those_who_run(phase: str) -> None:
         assert not draining.done()
         assert worker.draining
         with pytest.raises(ShuttingDownError):
-            worker.admit()
+            worker.hold_places()
         gate.open.set()
         assert await draining
         for outputs in await asyncio.gather(*map(read, streams)):
@@ -380,13 +458,13 @@ def test_stop_answers_those_who_are_alive(phase: str) -> None:
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
 def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
-    """Its place was promised before; its prompt was being tokenized meanwhile. Nobody would answer it."""
+    """Its place was held for it; its prompt was being tokenized meanwhile. Nobody would answer it."""
     model = RememberingModel(before_pass=lambda _: time.sleep(0.005))
     engine = build("continuous", model, max_seq_len=1000, clock=time.monotonic)
 
     async def scenario(worker: EngineWorker) -> None:
         running = submit(worker, "one", greedy(990))
-        with worker.admit() as admission:
+        with worker.hold_places() as places:
             if end == "stop":
                 await worker.stop()
                 drained = None
@@ -394,22 +472,22 @@ def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
                 drained = asyncio.create_task(worker.drain(0.02))
                 assert isinstance((await read(running))[-1].error, ShuttingDownError)
             with pytest.raises(ShuttingDownError):
-                admission.submit([engine.create_request("late", greedy(3))])
-        assert worker._promised == 0
+                places.submit([engine.create_request("late", greedy(3))])
+        assert worker._held == 0
         assert drained is None or not await drained
 
     with_worker(engine, scenario)
 
 
-def test_drain_waits_for_those_who_were_promised_a_place() -> None:
+def test_drain_waits_for_those_who_were_held_a_place() -> None:
     engine = build("continuous", clock=time.monotonic)
 
     async def scenario(worker: EngineWorker) -> None:
-        with worker.admit() as admission:
+        with worker.hold_places() as places:
             draining = asyncio.create_task(worker.drain(TIMEOUT_S))
             await asyncio.sleep(0.02)
             assert not draining.done()
-            (stream,) = admission.submit([engine.create_request("late", greedy(3))])
+            (stream,) = places.submit([engine.create_request("late", greedy(3))])
         assert len(await read(stream)) == 3
         assert await draining
 
@@ -431,16 +509,16 @@ def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
             raise mistake
 
         monkeypatch.setattr(engine.scheduler, "plan", plan)
-        with worker.admit() as admission:
+        with worker.hold_places() as places:
             gate.open.set()
             for outputs in await asyncio.gather(*map(read, streams)):
                 assert isinstance(outputs[-1].error, EngineDeadError)
             assert worker.dead is not None
             assert worker.dead.__cause__ is mistake
             with pytest.raises(EngineDeadError):
-                worker.admit()
-            # One who was promised a place before is answered as well.
-            (late,) = admission.submit([engine.create_request("late", greedy(1))])
+                worker.hold_places()
+            # One for whom a place was held before is answered as well.
+            (late,) = places.submit([engine.create_request("late", greedy(1))])
         assert isinstance((await read(late))[-1].error, EngineDeadError)
         assert await worker.drain(TIMEOUT_S)
 
@@ -453,7 +531,7 @@ def test_a_closed_event_loop_does_not_hang_the_thread() -> None:
     workers: list[EngineWorker] = []
 
     async def main() -> None:
-        worker = EngineWorker(engine)
+        worker = EngineWorker(lambda: engine)
         worker.start()
         workers.append(worker)
         submit(worker, "one", greedy(2))

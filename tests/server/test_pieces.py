@@ -174,23 +174,23 @@ def test_draining_waits_for_requests_that_are_still_being_tokenized(phase: str) 
 
     async def run(*, in_time: bool) -> tuple[bool, list[str]]:
         engine = package.build_engine(package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32"))
-        worker = EngineWorker(engine)
+        worker = EngineWorker(lambda: engine)
         worker.start()
         room = worker.queue_room()
         request = engine.create_request("Once", SamplingParams(max_new_tokens=2), "late")
         earlier = contextlib.ExitStack()
-        earlier.enter_context(worker.admit(1))  # of no use in the end: its request was refused
-        with worker.admit(1) as admission:
+        earlier.enter_context(worker.hold_places(1))  # of no use in the end: its request was refused
+        with worker.hold_places(1) as places:
             draining = asyncio.create_task(worker.drain(30 if in_time else 0))
             earlier.close()
             await asyncio.sleep(0.1)
-            assert not draining.done()
+            assert draining.done() is not in_time
             if in_time:
-                (stream,) = admission.submit([request])
+                (stream,) = places.submit([request])
                 outputs: list[str] = [output.finish_reason or "token" async for output in stream]
             else:
                 with pytest.raises(ShuttingDownError):
-                    admission.submit([request])
+                    places.submit([request])
                 outputs = []
         done = await asyncio.wait_for(draining, 30)
         assert in_time or worker.queue_room() == room

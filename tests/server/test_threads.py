@@ -1,0 +1,98 @@
+"""Who computes: one thread of the process, from loading the model to the last token."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.server.support import HANG_S, ServerProcess, assert_error
+from tests.server.test_lifecycle import hold_a_full_batch
+
+PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for every product to be shared out
+
+
+def threads_of_a_server(workers: int) -> int:
+    """Threads of a process that has answered requests of every kind, with products shared out to so many."""
+    env = {"OMP_NUM_THREADS": str(workers), "OPENBLAS_NUM_THREADS": "1"}  # numpy has threads of its own
+    server = ServerProcess("phase7_chunked", env=env)
+    try:
+        server.complete(prompt=PREFILL, max_tokens=12, temperature=1, top_p=0.9, seed=4)
+        server.complete(prompt=[PREFILL] * 4, logprobs=3, presence_penalty=1, stop=["fox"])
+        server.events(prompt=PREFILL)
+        assert server.client.get("/telemetry").status_code == 200
+        return psutil.Process(server.process.pid).num_threads()
+    finally:
+        server.close()
+
+
+def test_libgomp_keeps_one_pool_of_workers() -> None:
+    """A second thread that computes would bring a second pool, and every pass would take twice as long."""
+    assert threads_of_a_server(2) - threads_of_a_server(1) == 1
+
+
+def test_a_step_that_hangs_does_not_keep_the_server() -> None:
+    """Its clients are told, and the process ends, although the pass never does."""
+    server = ServerProcess(
+        "phase7_chunked",
+        *("--shutdown-timeout", "0.2", "--max-batch-size", "4"),
+        module="tests.server.gated_server",
+    )
+    try:
+        batch = hold_a_full_batch(server)
+        server.signal()
+        assert_error(batch.result(HANG_S), 503, None, "shutting_down")
+        assert server.wait() == 0
+        assert "Traceback" not in server.log_text
+    finally:
+        server.close()
+
+
+SLOW_ENGINE = """
+import sys, types
+import torch
+from common.server import cli
+
+def build_engine(config):
+    print("building", flush=True)
+    while True:
+        torch.ones(500, 500) @ torch.ones(500, 500)
+
+package = cli.find_phase("phase4_static")
+slow = types.SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
+cli.find_phase = lambda name: slow
+cli.main("phase4_static", ["--port", "0"])
+"""
+
+
+def test_an_interrupt_while_the_engine_is_built() -> None:
+    """Its thread is inside torch and goes on: the process ends all the same, with one line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_ENGINE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "building\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=HANG_S)
+    assert (process.returncode, log) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("error", ["StartupError('no room')", "ValueError('a mistake')"])
+def test_an_error_while_the_engine_is_built_ends_the_process(error: str) -> None:
+    script = SLOW_ENGINE.replace("    while True:\n", f"    raise {error}\n").replace(
+        "import torch\n", "import torch\nfrom common.errors import StartupError\n"
+    )
+    script = "\n".join(line for line in script.splitlines() if "torch.ones" not in line)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 1
+    if "StartupError" in error:
+        assert done.stderr == "error: no room\n"
+    else:
+        assert done.stderr.rstrip().endswith("ValueError: a mistake")
