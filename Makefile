@@ -2,7 +2,7 @@
 #   make demo            start a server on the bundled model, stream a few completions, stop it
 #   make test            the ordinary test suite
 #   make test-slow       the suites that take longer
-#   make serve PHASE=5   serve one phase (ARGS="--model dummy:llama-60m --port 8000" adds options)
+#   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make lint            style, types, and the one-way dependency rule
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
@@ -15,7 +15,6 @@ ARGS ?=
 PIP_ARGS ?=
 
 BIN := .venv/bin
-PHASE_MODULE = $(notdir $(patsubst %/,%,$(wildcard phase$(PHASE)_*/)))
 
 .PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean
 
@@ -33,8 +32,7 @@ demo: .venv/base
 	$(BIN)/python -m benchmarks.demo
 
 serve: .venv/base
-	$(if $(PHASE_MODULE),,$(error there is no phase $(PHASE)))
-	$(BIN)/python -m $(PHASE_MODULE) $(ARGS)
+	$(BIN)/python -m infer serve '$(PHASE)' $(ARGS)
 
 # One thread a test worker: two workers that both want two cores wait for each other.
 test: .venv/full

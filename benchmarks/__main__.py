@@ -26,9 +26,9 @@ RESULTS = Path("benchmarks/results")
 PLOTS = Path("docs/assets/plots")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
     """The command line; returns the exit code: 0 only if every run did what was asked."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     console = Console()
     try:
         code: int = options.command(options, console)
@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def parser() -> argparse.ArgumentParser:
+def exit_on_sigterm() -> None:
+    """Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
     """Every option, in groups that commands share."""
     load = argparse.ArgumentParser(add_help=False)
     group = load.add_argument_group("workload")
@@ -76,9 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--out", type=Path, default=RESULTS, help=f"folder for results ({RESULTS})")
 
-    top = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure servers and draw what was found."
-    )
+    top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
     commands = top.add_subparsers(required=True, metavar="compare | run | plots")
     _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
     _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
@@ -286,6 +289,5 @@ def _option(text: str) -> Options:
 
 
 if __name__ == "__main__":
-    # Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 import common.build
+import common.phases
 from common.build import check_kv_memory, format_bytes
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
@@ -177,9 +179,11 @@ def test_phases_are_registered_in_order() -> None:
         ("phase4_static", "phase4_static"),
         ("5", "phase5_continuous"),
         ("continuous", "phase5_continuous"),
+        (4, "phase4_static"),
+        (5, "phase5_continuous"),
     ],
 )
-def test_a_phase_by_number_or_name(name: str, slug: str) -> None:
+def test_a_phase_by_number_or_name(name: int | str, slug: str) -> None:
     package = find_phase(name)
     assert package.PHASE.slug == slug
     assert package.PHASE.default_port == 8000 + package.PHASE.number
@@ -190,9 +194,26 @@ def test_an_ambiguous_name_lists_what_it_could_be() -> None:
         find_phase("phase")
 
 
-def test_an_unknown_name_lists_what_there_is() -> None:
-    with pytest.raises(StartupError, match="no phase 'phase3_cache'; there are phase4_static"):
-        find_phase("phase3_cache")
+@pytest.mark.parametrize(
+    "name", ["phase3_cache", "json", "json.decoder", "./phase4_static", ".", "4.0", 3, -4]
+)
+def test_what_is_no_phase_lists_what_there_is(name: int | str) -> None:
+    with pytest.raises(StartupError, match=f"no phase '{re.escape(str(name))}'; there are phase4_static"):
+        find_phase(name)
+
+
+def test_a_number_is_a_whole_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.phases, "phase_names", lambda: ["phase4_static", "phase14_later"])
+    assert find_phase(4).PHASE.slug == "phase4_static"
+    with pytest.raises(StartupError, match="no phase '1'"):
+        find_phase(1)
+
+
+def test_a_phase_without_an_entry_point_is_named_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.phases, "phase_names", lambda: ["phase4_static"])
+    assert find_phase("phase5_continuous").PHASE.number == 5
+    with pytest.raises(StartupError, match="no phase 'continuous'; there are phase4_static"):
+        find_phase("continuous")
 
 
 @pytest.mark.parametrize("phase", PHASES)
