@@ -207,7 +207,7 @@ def test_head_sizes(triton_device, head_dim, window):
 
 
 @pytest.mark.parametrize("window", [None, 5, 150])
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64, 4096])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16, 64, 100, 4096])
 def test_block_sizes(triton_device, block_size, window):
     """Down to a block per column, and up to a contiguous slot, which is one block as long as can be."""
     case = make(
