@@ -65,7 +65,7 @@ PROGRAMS_PER_PROCESSOR = 2
 # --- torch ---------------------------------------------------------------------------------------------
 
 
-def paged_decode_reference(
+def paged_attention_reference(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
@@ -78,7 +78,7 @@ def paged_decode_reference(
     """What the kernel computes, one sequence at a time, in float32; on CUDA the host waits for `lengths`.
 
     Written to be read and to test against. The path that runs where Triton does not is
-    `kernels.attention.paged_attention_reference`: all sequences at once, with indices built once a pass.
+    `kernels.attention.gathered_attention`: all sequences at once, with indices built once a pass.
 
     Arguments and result as in `paged_attention_triton`.
     """
