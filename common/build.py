@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -14,15 +15,17 @@ import torch
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.engine import Clock, Engine, Phase
 from common.errors import StartupError
-from common.generate import generate
-from common.kv import KVPool, KVShape
-from common.models.layers import CausalLM
+from common.generate import ContiguousCache
+from common.kv import KVPool, KVShape, Span
+from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from common.runner import Runner
+from common.sampling import sample
 from common.scheduling import Scheduler
 from common.telemetry import Telemetry
 from common.text import Tokenizer
+from kernels.paged_attention import MIN_SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +98,36 @@ def _load(config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
 
 
 def _warm_up(model: CausalLM) -> None:
-    """A pass or two, so that the first client does not pay for what libraries prepare on first use."""
-    for _ in generate(model, Request("warm-up", [0], SamplingParams(temperature=0.0, max_new_tokens=1))):
-        pass
+    """A pass of each kind there is, so that no client pays for what is compiled or probed on first use.
+
+    On a GPU every kernel is compiled when it is first launched. Which ones a pass launches depends on whether its
+    sequences have one query or several, and on whether one that decodes is so long that its columns are split.
+    """
+    columns = min(model.max_positions, MIN_SPLIT_COLUMNS + 16)
+    prompt = min(8, columns - 1)
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, columns, sequences=2)
+    requests = [
+        Request("warm-up, greedy", [0], SamplingParams(temperature=0.0)),
+        Request("warm-up, sampled", [0], SamplingParams(top_p=0.9)),
+    ]
+    for request in requests:
+        cache.reserve(request, columns)
+    prefill = Span.exact(0, 0, prompt), Span.exact(1, 0, prompt)
+    decode = Span.exact(0, prompt, prompt + 1), Span.exact(1, prompt, prompt + 1)
+    mixed = Span.exact(0, columns - 1, columns), Span.exact(1, 0, prompt)
+    for spans in (prefill, decode, mixed):
+        # What the pass finds in earlier columns need not be computed: zeros do as well.
+        cache.advance(Span.exact(span.slot, 0, span.start) for span in spans)
+        view = cache.view(spans)
+        ends = list(itertools.accumulate(span.end - span.start for span in spans))
+        batch = TokenBatch(
+            token_ids=torch.zeros(ends[-1], dtype=torch.int64, device=model.device),
+            positions=view.positions,
+            logit_rows=torch.tensor(ends, device=model.device) - 1,
+        )
+        with torch.inference_mode():
+            sampled = sample(model(batch, view), requests)
+        sampled.token_ids.tolist()  # waits for the device, so that what failed there is raised here
 
 
 def check_kv_memory(config: EngineConfig, shape: KVShape, device: torch.device) -> None:

@@ -19,7 +19,7 @@ import phase4_static
 import phase5_continuous
 import phase6_paged
 import phase7_chunked
-from common.generate import SingleSequenceCache
+from common.generate import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
 from common.request import Request
 from phase4_static.cache import StaticKVCache
@@ -55,7 +55,10 @@ def paged(block_size: int, config: Any = phase6_paged.Config) -> Kind:
 
 
 POOLS = {
-    "single": Kind(lambda: SingleSequenceCache(SHAPE, CPU, COLUMNS), 1, idle_tokens=COLUMNS),
+    "contiguous, of one": Kind(lambda: ContiguousCache(SHAPE, CPU, COLUMNS), 1, idle_tokens=COLUMNS),
+    "contiguous, of three": Kind(
+        lambda: ContiguousCache(SHAPE, CPU, COLUMNS, sequences=3), 3, idle_tokens=3 * COLUMNS
+    ),
     "static": Kind(
         lambda: StaticKVCache(phase4_static.Config(max_seq_len=COLUMNS), SHAPE, CPU),
         3,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.errors import InvalidRequestError, NaNLogitsError, StartupError
-from common.generate import SingleSequenceCache, generate
+from common.generate import ContiguousCache, generate
 from common.kv import KVCapacityError, KVShape, Span
 from common.llm import LLM, Completion
 from common.models.layers import CausalLM, TokenBatch
@@ -101,7 +101,7 @@ def test_generate_raises_where_the_model_gives_no_number() -> None:
 
 
 def test_a_single_sequences_cache_holds_one_sequence() -> None:
-    cache = SingleSequenceCache(KVShape(1, 1, 1, torch.float32), CPU, 10)
+    cache = ContiguousCache(KVShape(1, 1, 1, torch.float32), CPU, 10)
     first, second = (Request(str(i), [1, 2], greedy(2)) for i in range(2))
     assert not cache.reserve(first, 11)
     assert cache.reserve(first, 10)
