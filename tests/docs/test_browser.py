@@ -222,10 +222,14 @@ def test_search_finds_something_without_a_network(record: Record, tmp_path: Path
     _assert_at_home(record)
 
 
-def test_search_finds_something_in_a_site_opened_from_disk(record: Record, site: Path, tmp_path: Path) -> None:
+def test_search_finds_something_in_a_site_opened_from_disk(
+    record: Record, site: Path, tmp_path: Path
+) -> None:
     for page in ("index.html", "phases/paged.html"):
-        # Scripts may take ten seconds by the page's own clock, which chromium puts forward when nothing else is due.
-        done = chromium(record, tmp_path, "--virtual-time-budget=10000", f"{(site / page).as_uri()}?q=padding")
+        # Ten seconds by the page's own clock, which chromium puts forward when nothing else is due.
+        done = chromium(
+            record, tmp_path, "--virtual-time-budget=10000", f"{(site / page).as_uri()}?q=padding"
+        )
         found = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', done.stdout)
         assert found, done.stderr[-2000:]
         assert all(link.startswith(site.as_uri()) for link in found)
