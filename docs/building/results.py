@@ -176,10 +176,12 @@ def losses(workload: str, before: str, after: str, results: Path = RESULTS) -> s
         worse = []
         for line in LINES:
             old, new = (median_of(columns[label], line) for label in (before, after))
-            if line.title in HEADLINES and old and new is not None and _is_worse(line, old, new):
-                worse.append(f"{line.title} ×{new / old:.2f}")
+            if line.title not in HEADLINES or not old or new is None or not _is_worse(line, old, new):
+                continue
+            if (ratio := f"×{new / old:.2f}") != "×1.00":
+                worse.append(f"{line.title} {ratio}")
         run = group.first
-        said = ", ".join(worse) or "nothing"
+        said = "; ".join(worse) or "nothing"
         sentences.append(f"- `{run.server.model}`, {_machine(run.environment)}: {said}.\n")
     return f"Worse in {after} than in {before}:\n\n{''.join(sentences)}" if sentences else ""
 
