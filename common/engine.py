@@ -1,8 +1,8 @@
 """The engine: one synchronous step, the same for every phase.
 
 ```text
-retire ─> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
-└──────────── scheduler: integers ───────────────┘  └ runner: tensors
+scheduler, integers   retire ─┐           ┌─> make_room ─> admit ─> plan ─┐
+runner, tensors               └─> release ┘                              └─> execute ─> outputs
 ```
 
 An engine does no I/O, starts no thread and knows nothing of asyncio; whoever owns it calls `step`.

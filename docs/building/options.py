@@ -9,6 +9,7 @@ from typing import Any
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from benchmarks.calibrate import LOADS
 from benchmarks.workloads import WORKLOADS, Lengths
 from common.phases import find_phase, phase_names
 from common.server.cli import ServerOptions, flag_of
@@ -76,6 +77,11 @@ def workloads_table() -> str:
             f"| {workload.arrivals}{rate} | {workload.shows} |"
         )
     return "\n".join(rows) + "\n"
+
+
+def offered_load(workload: str) -> str:
+    """Requests a workload sends for each that could be served, see `benchmarks.calibrate`."""
+    return f"{LOADS[workload]:g}"
 
 
 def _range(lengths: Lengths) -> str:

@@ -168,6 +168,24 @@ def headline(workload: str, before: str, after: str, results: Path = RESULTS) ->
     return f"{after.capitalize()} against {before}:\n\n" + "\n".join(sentences) + "\n"
 
 
+def losses(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
+    """The main lines in which `after` did worse than `before`, for each model; nothing where there are no runs."""
+    sentences = []
+    for group in chosen(workload, [before, after], results):
+        columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
+        worse = []
+        for line in LINES:
+            old, new = (median_of(columns[label], line) for label in (before, after))
+            if line.title not in HEADLINES or not old or new is None or not _is_worse(line, old, new):
+                continue
+            if (ratio := f"×{new / old:.2f}") != "×1.00":
+                worse.append(f"{line.title} {ratio}")
+        run = group.first
+        said = "; ".join(worse) or "nothing"
+        sentences.append(f"- `{run.server.model}`, {_machine(run.environment)}: {said}.\n")
+    return f"Worse in {after} than in {before}:\n\n{''.join(sentences)}" if sentences else ""
+
+
 def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
     """A workload's figures with their captions, light and dark; nothing where none were drawn.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import pkgutil
 import re
 import subprocess
@@ -13,11 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import phase5_continuous
+import phase6_paged
+import phase7_chunked
 from benchmarks.results import Metrics, Percentiles, Run
+from benchmarks.servers import Setup, phase_target
 from common.build import format_bytes
-from common.kv import kv_bytes
+from common.kv import KVShape, Span, kv_bytes
 from common.models.registry import open_checkpoint
-from docs.building import code, memory, options, pictures, results
+from common.request import Request, SamplingParams
+from common.scheduling import PrefillChunk, StepPlan
+from common.telemetry import Telemetry
+from docs.building import code, memory, options, paging, pictures, results
 from tests.docs.conftest import ROOT
 
 PACKAGES = ("common", "kernels", "benchmarks", "phase")
@@ -79,6 +87,57 @@ def test_python_examples_are_python_and_their_imports_work(path: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_claims_of_identity_name_their_type(path: Path) -> None:
+    claim = r"(same|exactly the) tokens|tokens (of `generate`|(it|they) (got|would))"
+    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+        if re.search(claim, " ".join(paragraph.split()), re.IGNORECASE):
+            assert "float32" in paragraph, paragraph
+
+
+WORDS = (
+    "request, sequence, queue, hold a place, seat, active, batch, step, plan, admit, prefill, chunk, decode, "
+    "pass, preempt, retire, reserve, release, column, block, block table, slot, store, address, pool, view, "
+    "layer, row, tile"
+)
+
+
+def test_the_glossary_defines_each_word_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = [term for line in re.findall(r"^(.+)\n:   ", text, re.MULTILINE) for term in line.split(", ")]
+    assert len(terms) == len(set(terms))
+    assert set(WORDS.split(", ")) <= set(terms)
+    measured = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert not set(terms) & set(re.findall(r"^(.+)\n:   ", measured, re.MULTILINE))
+
+
+def test_the_flat_pass_on_its_page_is_one_that_a_runner_makes() -> None:
+    text = (ROOT / "docs" / "flat-pass.md").read_text(encoding="utf-8")
+    shown = {
+        name: [int(number) for number in numbers.split(",")]
+        for name, numbers in re.findall(
+            r"^(token_ids|positions|logit_rows) +\[([\d ,]+)\]", text, re.MULTILINE
+        )
+    }
+    config = phase7_chunked.Config(max_seq_len=256)
+    pool = phase7_chunked.build_engine.pool(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
+    requests = []
+    for name, held, new in (("A", 131, [812]), ("B", 7, [44]), ("C", 0, [17, 5, 90])):
+        request = Request(name, [0] * held + new, SamplingParams())
+        assert pool.reserve(request, held + len(new))
+        assert request.slot is not None
+        if held:
+            pool.advance([Span.exact(request.slot, 0, held)])
+        requests.append(request)
+    plan = StepPlan(decode=tuple(requests[:2]), prefill=(PrefillChunk(requests[2], 0, 3),))
+    [forward_pass] = phase7_chunked.Runner(None, pool, Telemetry()).passes(plan)  # no model runs
+    rows = forward_pass.rows
+    assert shown["token_ids"] == [token for row in rows for token in row.token_ids]
+    assert shown["positions"] == pool.view([row.span for row in rows]).positions.tolist()
+    ends = itertools.accumulate(len(row.token_ids) for row in rows)
+    assert shown["logit_rows"] == [end - 1 for end in ends]
+
+
 def test_references_leave_no_module_out() -> None:
     text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     calls = re.findall(r"reference\((.*?)\)", text)
@@ -93,15 +152,42 @@ def test_references_leave_no_module_out() -> None:
 # ---------------------------------------------------------------------- numbers
 
 
+#: Published counts; an embedding that is the head, too, counts once.
+PARAMETERS = {
+    "Llama 3.2 1B": 1_235_814_400,
+    "Llama 3.2 3B": 3_212_749_824,
+    "Qwen3 1.7B": 1_720_574_976,
+    "Qwen3 4B": 4_022_468_096,
+    "Gemma 3 1B": 999_885_952,
+}
+
+
 def test_memory_table_is_kv_bytes() -> None:
     rows = [line.split("|")[1:-1] for line in memory.memory_table().splitlines()[2:]]
     assert [row[0].strip() for row in rows] == list(memory.MODELS)
     for row in rows:
         config = open_checkpoint(memory.MODELS[row[0].strip()]).config
-        assert row[-1].strip() == format_bytes(kv_bytes(config, 8 * 4096, torch.bfloat16))
+        per_token, weights, kv, total = (cell.strip() for cell in row[-4:])
         by_hand = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
         assert kv_bytes(config, 1, torch.bfloat16) == by_hand
-        assert row[-2].strip() == f"{by_hand / 1024:.0f} kB"
+        assert per_token == f"{by_hand / 1024:.0f} kB"
+        assert weights == format_bytes(2 * PARAMETERS[row[0].strip()])
+        assert kv == format_bytes(8 * 4096 * by_hand)
+        assert total == format_bytes(8 * 4096 * by_hand + 2 * PARAMETERS[row[0].strip()])
+
+
+def test_more_seats_in_the_same_bytes_take_the_options_that_the_page_names() -> None:
+    text = (ROOT / "docs" / "phases" / "paged.md").read_text(encoding="utf-8")
+    [flags] = re.findall(r"python -m phase6_paged (--.*)", text)
+    named = dict(re.findall(r"--([\w-]+) (\S+)", flags))
+    assert named.items() <= phase_target("6", Setup()).options.items()
+    slots = phase5_continuous.Config(max_seq_len=4096)
+    default = phase6_paged.Config(max_seq_len=4096)
+    options = {name.replace("-", "_"): int(value) for name, value in named.items()}
+    more = phase6_paged.Config(max_seq_len=4096, **options)
+    assert slots.kv_tokens() == default.kv_tokens() == more.kv_tokens()
+    assert slots.max_batch_size == default.max_batch_size < more.max_batch_size
+    assert f"| phase 6 | `{flags}` | {more.max_batch_size} | {more.kv_tokens()} |" in paging.seats_table()
 
 
 def test_timelines_are_whole() -> None:
@@ -142,6 +228,7 @@ def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
         "continuous_batching", "phase 4", "phase 5", results=tmp_path
     )
     assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
+    assert results.losses("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
     assert results.plots("continuous_batching", folder=tmp_path) == ""
 
 
@@ -202,6 +289,9 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
     assert "throughput is 25% higher" in said
     assert "TTFT is 75% lower" in said
     assert "that of ITL is 25% higher" in said
+    lost = results.losses("continuous_batching", "phase 4", "phase 5", tmp_path)
+    assert lost.startswith("Worse in phase 5 than in phase 4:")
+    assert "A Processor, 2 cores: ITL p99 ×1.25.\n" in lost
     ledger = results.ledger(tmp_path)
     assert "7 runs in 1 comparisons" in ledger
     assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in ledger
@@ -224,6 +314,13 @@ def check(*options: str) -> str:
         done.stdout[-3000:] + done.stderr[-3000:]
     )  # 1: tests ran, and some failed
     return done.stdout
+
+
+def test_what_reads_alike_is_no_loss(tmp_path: Path) -> None:
+    a_run("phase 4", 4).save(tmp_path)
+    a_run("phase 5", 4, ttft=1.004).save(tmp_path)
+    lost = results.losses("continuous_batching", "phase 4", "phase 5", tmp_path)
+    assert "A Processor, 2 cores: nothing.\n" in lost
 
 
 def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
