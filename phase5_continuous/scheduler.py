@@ -13,10 +13,10 @@ from __future__ import annotations
 from common.kv import KVPool
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk, StepPlan
-from phase4_static.scheduler import StaticScheduler
+from phase4_static.scheduler import SeatingScheduler
 
 
-class ContinuousScheduler(StaticScheduler):
+class ContinuousScheduler(SeatingScheduler):
     """Retire whoever is done, admit whoever waits, first come first served, in every step."""
 
     def queue_room(self) -> int:

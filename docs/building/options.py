@@ -97,10 +97,6 @@ def _json(value: Any) -> str:
 def _values(field: FieldInfo) -> str:
     """The values a field takes, as people write them."""
     bounds = []
-    limits = {type(each): each for each in field.metadata}
-    low, high = limits.get(annotated_types.Ge), limits.get(annotated_types.Le)
-    if low is not None and high is not None and low.ge == high.le:
-        return f"only {_bound(low.ge)}"
     for each in field.metadata:
         match each:
             case annotated_types.Ge():
