@@ -315,30 +315,6 @@ def test_lengths_are_the_real_ones_and_come_with_success(kind: Kind, pool: KVPoo
     assert pool.get_seq_len(own) == 3
 
 
-@pytest.mark.parametrize("length", [1, 5, 16])
-def test_nothing_of_an_erased_sequence_reaches_the_next_owner(pool: KVPool, length: int) -> None:
-    (sick,) = seat(pool, length)
-    write(pool, [Span.exact(slot_of(sick), 0, length)], value=torch.nan)
-    pool.erase(slot_of(sick))
-    pool.release(sick)
-    (heir,) = seat(pool, length)
-    write(pool, [Span.exact(slot_of(heir), 0, 1)])
-    rows = rows_of(pool, heir)
-    for layer in (*pool.k, *pool.v):
-        assert not layer.flatten(0, 1)[rows].isnan().any()
-
-
-def test_erasing_leaves_the_others_alone(kind: Kind, pool: KVPool) -> None:
-    if kind.sequences == 1:
-        pytest.skip("there are no others")
-    requests = seat(pool, *lengths(kind))
-    write(pool, [Span.exact(slot_of(r), 0, 5) for r in requests], value=2.0)
-    pool.erase(slot_of(requests[0]))
-    for each in requests[1:]:
-        for layer in (*pool.k, *pool.v):
-            assert (layer.flatten(0, 1)[rows_of(pool, each)[:5]] == 2.0).all()
-
-
 # ---------------------------------------------------------------------- attention
 
 

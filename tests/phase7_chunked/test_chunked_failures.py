@@ -191,8 +191,6 @@ def test_a_nan_in_chunk_2_stays_with_its_owner(mixed: bool) -> None:
     assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
     assert sick.prefill_progress == 4 * CHUNK, "only the last chunk has logits to look at"
     heir = add(engine, [7, 8], greedy(20, ignore_eos=True))
-    outputs += engine.step()
-    assert not any(layer.isnan().any() for layer in (*engine.runner.pool.k, *engine.runner.pool.v))
     outputs += run(engine)
     for own in (*neighbours, heir):
         assert tokens_of(outputs, own) == solo(model, own.prompt_token_ids, own.params)
