@@ -133,6 +133,10 @@ class KVPool(ABC):
     def reserved_tokens(self) -> int:
         """Columns set aside for the sequences that hold memory now."""
 
+    def active_seq_count(self) -> int:
+        """Sequences that hold memory now."""
+        return len(self._lengths)
+
     @property
     def used_tokens(self) -> int:
         """Columns that hold a token now."""
