@@ -39,9 +39,4 @@ class Config(PagedConfig):
                     raise ValueError(
                         f"{name} has no meaning without use_chunked_prefill: leave one of them out"
                     )
-        elif self.prefill_newcomers != "together":
-            raise ValueError(
-                "prefill_newcomers = one_by_one contradicts use_chunked_prefill, which decides that itself: "
-                "leave it out, or set use_chunked_prefill to false"
-            )
         return self

@@ -42,7 +42,7 @@ class Variant:
 VARIANTS = [
     Variant("phase4_static", {"batch_wait_timeout_s": 0.0}),
     Variant("phase5_continuous"),
-    Variant("phase5_continuous", {"prefill_newcomers": "one_by_one"}),
+    Variant("phase5_continuous", {"max_prefill_pass_tokens": 40}),
     Variant("phase6_paged"),
     Variant("phase6_paged", {"kv_cache_backend": "contiguous"}),
     Variant("phase6_paged", {"block_size": 1}),

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import phase7_chunked.runner
 import phase7_chunked.scheduler
 from phase5_continuous.cache import SlottedKVCache
-from phase5_continuous.runner import OneByOneRunner
+from phase5_continuous.runner import ContinuousRunner
 from phase6_paged.cache import PagedKVCachePool
 from phase6_paged.runner import PagedRunner
 from phase6_paged.scheduler import PagedScheduler
@@ -56,14 +56,6 @@ def test_sizes_are_at_least_one(name: str, value: int) -> None:
             {"use_chunked_prefill": False, "mixed_batches": False},
             "mixed_batches has no meaning without use_chunked_prefill",
         ),
-        (
-            {"prefill_newcomers": "one_by_one"},
-            "prefill_newcomers = one_by_one contradicts use_chunked_prefill",
-        ),
-        (
-            {"prefill_newcomers": "one_by_one", "mixed_batches": False},
-            "prefill_newcomers = one_by_one contradicts use_chunked_prefill",
-        ),
     ],
 )
 def test_contradictions_refuse_to_start_with_the_reason(options: dict[str, Any], reason: str) -> None:
@@ -77,7 +69,7 @@ def test_contradictions_refuse_to_start_with_the_reason(options: dict[str, Any],
     "options",
     [
         {"use_chunked_prefill": False},
-        {"use_chunked_prefill": False, "prefill_newcomers": "one_by_one"},
+        {"use_chunked_prefill": False, "max_prefill_pass_tokens": 1},
         {"max_prefill_chunks_per_step": None, "prefill_chunk_size": 1, "mixed_batches": False},
         {"prefill_chunk_size": 100_000},  # longer than any prompt: a prompt is one chunk
         {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7},
@@ -94,20 +86,16 @@ def test_what_goes_together_starts(options: dict[str, Any]) -> None:
         ({"mixed_batches": False}, Scheduler, PagedRunner, PagedKVCachePool),
         ({"kv_cache_backend": "contiguous"}, Scheduler, Runner, SlottedKVCache),
         ({"use_chunked_prefill": False}, PagedScheduler, PagedRunner, PagedKVCachePool),
-        (
-            {"use_chunked_prefill": False, "prefill_newcomers": "one_by_one"},
-            PagedScheduler,
-            OneByOneRunner,
-            PagedKVCachePool,
-        ),
     ],
 )
 def test_the_parts_that_options_choose(
     options: dict[str, Any], scheduler: type, runner: type, pool: type
 ) -> None:
-    engine = build("phase7_chunked", **options)
+    engine = build("phase7_chunked", max_prefill_pass_tokens=77, **options)
     assert type(engine.scheduler) is scheduler
+    assert isinstance(engine.runner, ContinuousRunner)
     assert type(engine.runner) is runner
+    assert engine.runner.max_prefill_pass_tokens == 77
     assert type(engine.runner.pool) is pool
 
 
