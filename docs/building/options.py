@@ -87,6 +87,8 @@ def _default(name: str, field: FieldInfo) -> str:
         return "8000 + the phase's number"
     if field.is_required():
         return "required"
+    if field.default_factory is not None:  # it follows another option: the description says which
+        return ""
     return "" if field.default is None else f"`{_json(field.default)}`"
 
 

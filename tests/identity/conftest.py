@@ -49,9 +49,18 @@ VARIANTS = [
     Variant("phase6_paged", {"block_size": 64, "num_blocks": 12}),
     Variant("phase7_chunked", {"prefill_chunk_size": 16}),
     Variant(
-        "phase7_chunked", {"prefill_chunk_size": 7, "max_prefill_chunks_per_step": None, "block_size": 4}
+        "phase7_chunked",
+        {
+            "prefill_chunk_size": 7,
+            "prefill_token_budget": None,
+            "block_size": 4,
+            "max_prefill_pass_tokens": 16,
+        },
     ),
-    Variant("phase7_chunked", {"prefill_chunk_size": 1, "max_prefill_chunks_per_step": 3}),
+    Variant(
+        "phase7_chunked",
+        {"prefill_chunk_size": 1, "prefill_token_budget": None, "max_prefill_chunks_per_step": 3},
+    ),
     Variant("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 16, "num_blocks": 48}),
     Variant("phase7_chunked", {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7}),
     Variant("phase7_chunked", {"use_chunked_prefill": False}),

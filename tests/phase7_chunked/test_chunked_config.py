@@ -17,23 +17,33 @@ from phase6_paged.runner import PagedRunner
 from phase6_paged.scheduler import PagedScheduler
 from phase7_chunked import Config, Runner, Scheduler
 from tests.engine_helpers import build
-from tests.phase6_paged.support import assert_asks_no_pool
+from tests.phase6_paged.support import assert_asks_no_pool, the_refusal
 
 
 def test_defaults() -> None:
     config = Config()
     assert config.use_chunked_prefill
-    assert (config.prefill_chunk_size, config.max_prefill_chunks_per_step) == (256, 1)
+    assert (config.prefill_chunk_size, config.prefill_token_budget) == (256, 256)
+    assert config.max_prefill_chunks_per_step is None
     assert config.mixed_batches
     assert config.kv_cache_backend == "paged"
 
 
-@pytest.mark.parametrize("name", ["prefill_chunk_size", "max_prefill_chunks_per_step"])
+def test_the_budget_is_a_chunk_unless_it_is_told() -> None:
+    assert Config(prefill_chunk_size=512).prefill_token_budget == 512
+    assert Config(prefill_chunk_size=512, prefill_token_budget=256).prefill_token_budget == 256
+    assert Config(prefill_chunk_size=512, prefill_token_budget=None).prefill_token_budget is None
+
+
+@pytest.mark.parametrize(
+    "name", ["prefill_chunk_size", "max_prefill_chunks_per_step", "prefill_token_budget"]
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_at_least_one(name: str, value: int) -> None:
     with pytest.raises(ValidationError) as caught:
         Config(**{name: value})
-    (error,) = caught.value.errors()
+    error = the_refusal(caught.value)
+    assert caught.value.errors()[0] == error, "first, for those who say only that"
     assert (error["loc"], error["type"]) == ((name,), "greater_than_equal")
 
 
@@ -49,8 +59,12 @@ def test_sizes_are_at_least_one(name: str, value: int) -> None:
             "max_prefill_chunks_per_step has no meaning without use_chunked_prefill",
         ),
         (
-            {"use_chunked_prefill": False, "max_prefill_chunks_per_step": None},
-            "max_prefill_chunks_per_step has no meaning without use_chunked_prefill",
+            {"use_chunked_prefill": False, "prefill_token_budget": 512},
+            "prefill_token_budget has no meaning without use_chunked_prefill",
+        ),
+        (
+            {"use_chunked_prefill": False, "prefill_token_budget": None},
+            "prefill_token_budget has no meaning without use_chunked_prefill",
         ),
         (
             {"use_chunked_prefill": False, "mixed_batches": False},
@@ -70,7 +84,8 @@ def test_contradictions_refuse_to_start_with_the_reason(options: dict[str, Any],
     [
         {"use_chunked_prefill": False},
         {"use_chunked_prefill": False, "max_prefill_pass_tokens": 1},
-        {"max_prefill_chunks_per_step": None, "prefill_chunk_size": 1, "mixed_batches": False},
+        {"prefill_token_budget": None, "prefill_chunk_size": 1, "mixed_batches": False},
+        {"prefill_token_budget": 100, "prefill_chunk_size": 512, "max_prefill_chunks_per_step": 3},
         {"prefill_chunk_size": 100_000},  # longer than any prompt: a prompt is one chunk
         {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7},
     ],
