@@ -1,8 +1,9 @@
 """The engine: one synchronous step, the same for every phase.
 
 ```text
-scheduler, integers   retire ─┐           ┌─> make_room ─> admit ─> plan ─┐
-runner, tensors               └─> release ┘                              └─> execute ─> outputs
+retire ───> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
+scheduler   runner     └────── scheduler ───────┘   runner
+└──────────── integers: who holds what ─────────┘   └ tensors
 ```
 
 An engine does no I/O, starts no thread and knows nothing of asyncio; whoever owns it calls `step`.

@@ -108,8 +108,6 @@ class Runner(ABC):
     def release(self, requests: Iterable[Request]) -> None:
         """Give back the memory of requests that have left."""
         for request in requests:
-            if request.slot is not None and request.error is not None:
-                self.pool.erase(request.slot)  # whatever went wrong may have left a NaN
             self.pool.release(request)
 
     # ------------------------------------------------------------------ launch

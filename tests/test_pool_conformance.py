@@ -41,6 +41,7 @@ class Kind:
     sequences: int  # at most
     fills_up: bool = True  # refuses when there is no memory left
     admits_any_time: bool = True  # also once a pass has run
+    counts_slots: bool = False  # says how many more sequences can begin
     idle_tokens: int = 0  # reserved while nobody holds anything
 
 
@@ -51,7 +52,7 @@ def paged(block_size: int, config: Any = phase6_paged.Config) -> Kind:
         random.Random(block_size).shuffle(pool.allocator._free)
         return pool
 
-    return Kind(make, 3)
+    return Kind(make, 3, counts_slots=True)
 
 
 POOLS = {
@@ -70,6 +71,7 @@ POOLS = {
             phase5_continuous.Config(max_seq_len=COLUMNS, max_batch_size=3), SHAPE, CPU
         ),
         3,
+        counts_slots=True,
     ),
     **{f"paged-{size}": paged(size) for size in (1, 3, 4, 16, 64)},
     "paged-of-phase-7": paged(16, phase7_chunked.Config),
@@ -159,6 +161,28 @@ def test_a_sequence_grows_to_all_it_can_become(kind: Kind, pool: KVPool) -> None
         assert pool.capacity(slot) >= tokens
         table = list(pool.block_table(slot))
         assert table[: len(before)] == before, "what was written stays where it is"
+
+
+def test_it_says_how_many_sequences_it_holds(kind: Kind, pool: KVPool) -> None:
+    assert pool.active_seq_count() == 0
+    requests = seat(pool, *lengths(kind))
+    assert pool.active_seq_count() == len(requests)
+    pool.release(requests[0])
+    assert pool.active_seq_count() == len(requests) - 1
+
+
+def test_as_many_more_can_begin_as_it_says(kind: Kind, pool: KVPool) -> None:
+    if not kind.counts_slots:
+        pytest.skip("rows, or a single sequence: nobody counts them")
+    assert isinstance(pool, (SlottedKVCache, PagedKVCachePool))
+    seat(pool, 16)
+    free = pool.free_slot_count()
+    assert free > 0
+    shortest = seat(pool, *[1] * free)
+    assert pool.free_slot_count() == 0
+    assert not pool.reserve(Request("one more", [1], greedy(1)), 1)
+    pool.release(shortest[0])
+    assert pool.free_slot_count() == 1
 
 
 def test_releasing_gives_all_of_it_back_and_twice_is_once(kind: Kind, pool: KVPool) -> None:
@@ -316,30 +340,6 @@ def test_lengths_are_the_real_ones_and_come_with_success(kind: Kind, pool: KVPoo
     assert pool.get_seq_len(own) == pool.used_tokens == 3
     pool.view([Span.exact(own, 3, 5)])  # a pass that fails never advances
     assert pool.get_seq_len(own) == 3
-
-
-@pytest.mark.parametrize("length", [1, 5, 16])
-def test_nothing_of_an_erased_sequence_reaches_the_next_owner(pool: KVPool, length: int) -> None:
-    (sick,) = seat(pool, length)
-    write(pool, [Span.exact(slot_of(sick), 0, length)], value=torch.nan)
-    pool.erase(slot_of(sick))
-    pool.release(sick)
-    (heir,) = seat(pool, length)
-    write(pool, [Span.exact(slot_of(heir), 0, 1)])
-    rows = rows_of(pool, heir)
-    for layer in (*pool.k, *pool.v):
-        assert not layer.flatten(0, 1)[rows].isnan().any()
-
-
-def test_erasing_leaves_the_others_alone(kind: Kind, pool: KVPool) -> None:
-    if kind.sequences == 1:
-        pytest.skip("there are no others")
-    requests = seat(pool, *lengths(kind))
-    write(pool, [Span.exact(slot_of(r), 0, 5) for r in requests], value=2.0)
-    pool.erase(slot_of(requests[0]))
-    for each in requests[1:]:
-        for layer in (*pool.k, *pool.v):
-            assert (layer.flatten(0, 1)[rows_of(pool, each)[:5]] == 2.0).all()
 
 
 # ---------------------------------------------------------------------- attention

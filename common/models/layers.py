@@ -25,7 +25,7 @@ from kernels.rope import rope
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of one forward pass.
+    """The tokens of one forward pass, of any sequences end to end (selective batching: Yu et al. 2022, Orca).
 
     Attributes:
         token_ids: [T] int64.

@@ -93,6 +93,8 @@ def _default(name: str, field: FieldInfo) -> str:
         return "8000 + the phase's number"
     if field.is_required():
         return "required"
+    if field.default_factory is not None:  # it follows another option: the description says which
+        return ""
     return "" if field.default is None else f"`{_json(field.default)}`"
 
 
@@ -103,10 +105,6 @@ def _json(value: Any) -> str:
 def _values(field: FieldInfo) -> str:
     """The values a field takes, as people write them."""
     bounds = []
-    limits = {type(each): each for each in field.metadata}
-    low, high = limits.get(annotated_types.Ge), limits.get(annotated_types.Le)
-    if low is not None and high is not None and low.ge == high.le:
-        return f"only {_bound(low.ge)}"
     for each in field.metadata:
         match each:
             case annotated_types.Ge():

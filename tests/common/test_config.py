@@ -30,11 +30,19 @@ def test_defaults(phase: str) -> None:
     assert config.seed == 0
 
 
-def test_a_static_batch_waits_and_a_continuous_one_does_not() -> None:
-    assert find_phase("static").Config().batch_wait_timeout_s == 0.05
-    assert find_phase("continuous").Config().batch_wait_timeout_s == 0.0
-    with pytest.raises(ValidationError, match="batch_wait_timeout_s"):
-        find_phase("continuous").Config(batch_wait_timeout_s=0.1)
+@pytest.mark.parametrize("phase", phase_names())
+def test_only_a_static_batch_waits(phase: str) -> None:
+    """Elsewhere there is nothing to wait for, and no such option."""
+    config = find_phase(phase).Config
+    if phase == "phase4_static":
+        assert config().batch_wait_timeout_s == 0.05
+        return
+    assert "batch_wait_timeout_s" not in config.model_fields
+    for seconds in (0.0, 0.1):
+        with pytest.raises(ValidationError) as caught:
+            config(batch_wait_timeout_s=seconds)
+        (error,) = caught.value.errors()
+        assert (error["loc"], error["type"]) == (("batch_wait_timeout_s",), "extra_forbidden")
 
 
 @pytest.mark.parametrize("phase", PHASES)

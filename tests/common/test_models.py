@@ -443,23 +443,6 @@ def test_nan_stays_with_its_owner(model: CausalLM, tokens: int, sick: int) -> No
             assert largest_difference(got[slot], solo_logits(model, [*ids, *more])[len(ids) :]) < FLAT
 
 
-def test_an_erased_slot_is_clean_for_its_next_owner(model: CausalLM) -> None:
-    pool = ScatteredPool(model, [30, 30])
-    run_pass(model, pool, [(0, draw_ids(25)), (1, draw_ids(25, seed=1))])
-    for layer in (*pool.k, *pool.v):
-        layer.flatten(0, 1)[pool.rows(0)] = torch.nan
-    before = everything_stored(pool)[:, pool.rows(1)]
-    pool.erase(0)
-    assert not everything_stored(pool)[:, pool.rows(0)].any()
-    assert torch.equal(everything_stored(pool)[:, pool.rows(1)], before)
-    # A short sequence beside a long one: the short one's unused columns are gathered and masked.
-    pool._lengths[0] = 0
-    short = draw_ids(3, seed=2)
-    run_pass(model, pool, [(0, short)])
-    got = run_pass(model, pool, [(0, [7]), (1, [7])])
-    assert largest_difference(got[0][0], solo_logits(model, [*short, 7])[-1]) < FLAT
-
-
 # ---------------------------------------------------------------------- compilers
 
 

@@ -207,6 +207,11 @@ def test_every_option_is_in_its_table() -> None:
         assert f"`{flag}`" in text
 
 
+def test_a_default_that_follows_another_option_is_left_to_the_description() -> None:
+    row = "| `--prefill-token-budget` |  | prompt tokens computed in a step; default: one chunk; none: no bound |"
+    assert row in options.options_table(phase="phase7_chunked")
+
+
 def test_source_is_cut_out_whole() -> None:
     shown = code.source("phase4_static.scheduler.StaticScheduler.plan")
     assert shown.startswith('```python title="phase4_static/scheduler.py, line ')

@@ -83,8 +83,7 @@ def make(
 ) -> Store:
     """A pass whose sequences own shuffled blocks.
 
-    Blocks that no sequence owns are full of `poison`; columns past a sequence's end in its own blocks are large
-    (a NaN there would be the pool's fault: it zeroes them).
+    Blocks that no sequence owns are full of `poison`, and so are columns past a sequence's end in its own blocks.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-columns // block_size) for _, columns in sequences]
@@ -96,8 +95,6 @@ def make(
     tables, own = [], []
     for (_, columns), count in zip(sequences, counts, strict=True):
         table = [order.pop() for _ in range(count)]
-        for store in (k, v):
-            store[table] = 1e4
         keys = torch.randn(columns, heads[1], 8, generator=generator).to(dtype)
         values = torch.randn(columns, heads[1], 8, generator=generator).to(dtype)
         for column in range(columns):
