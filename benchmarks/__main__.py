@@ -62,12 +62,8 @@ def parser() -> argparse.ArgumentParser:
         "--repeats", type=int, help="runs of each server; compare does 3 (quick: 1), run does 1"
     )
     group = load.add_argument_group("report")
-    group.add_argument(
-        "--slo-ttft", type=float, default=2.0, help="goodput: first token within so many s (2)"
-    )
-    group.add_argument(
-        "--slo-itl", type=float, default=0.2, help="goodput: 99 %% of gaps within so many s (0.2)"
-    )
+    group.add_argument("--slo-ttft", type=float, default=2.0, help="SLO: first token within so many s (2)")
+    group.add_argument("--slo-itl", type=float, default=0.2, help="SLO: 99 %% of gaps within so many s (0.2)")
     group.add_argument(
         "--stall-timeout", type=float, default=120.0, help="give up after so many s without any token (120)"
     )

@@ -24,7 +24,7 @@ class Measurement:
     """How runs are made; the same for all servers of a comparison.
 
     Attributes:
-        slo_ttft_s, slo_itl_s: objectives for goodput, in seconds.
+        slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps, in seconds.
         stall_timeout_s: a server that brings no token for so long is given up.
     """
 

@@ -81,7 +81,7 @@ LINES: Sequence[Line] = (
         for name in ("p50", "p95", "p99", "max")
     ),
     Line("longest stall", _client(lambda m: m.longest_stall_s), format_seconds, "low"),
-    Line("goodput", _client(lambda m: m.goodput), _share, "high"),
+    Line("SLO attainment", _client(lambda m: m.slo_attainment), _share, "high"),
     Line("errors", _client(lambda m: float(m.errors)), _number, "low"),
     Line("arrivals / s", _arrival_rate, lambda v: f"{v:.3g}"),
     Line("engine steps", _server("steps"), _number),

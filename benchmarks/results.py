@@ -10,9 +10,9 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-SCHEMA = 1
+SCHEMA = 2  # 1 called SLO attainment goodput
 TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
 DIGITS = 5  # times are kept to 10 µs: finer than any clock that two processes share is good for
 
@@ -133,7 +133,7 @@ class Metrics(_Model):
         duration_s: from the first request's sending to the last one's end.
         output_tokens: of the requests that completed; those of broken ones are not counted.
         longest_stall_s: the longest that any client waited between two tokens.
-        goodput: share of all requests that completed and met both objectives.
+        slo_attainment: share of all requests that completed and met both objectives.
         arrival_rate: requests per second as they were really sent; None for fewer than two.
         short: completed requests with fewer tokens than asked for.
     """
@@ -152,7 +152,7 @@ class Metrics(_Model):
     itl_s: Percentiles | None
     latency_s: Percentiles | None
     longest_stall_s: float | None
-    goodput: float
+    slo_attainment: float = Field(validation_alias=AliasChoices("slo_attainment", "goodput"))
     slo_ttft_s: float
     slo_itl_s: float
 

@@ -28,7 +28,7 @@ HEADLINES = (
     "ITL p50",
     "ITL p99",
     "longest stall",
-    "goodput",
+    "SLO attainment",
     "mean batch",
     "wasted work",
     "KV used, mean tokens",

@@ -163,7 +163,7 @@ def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, statu
         itl_s=Percentiles(p50=0.1, p95=0.1, p99=order / 10, max=0.9, mean=0.1),
         latency_s=spread,
         longest_stall_s=0.9,
-        goodput=0.5,
+        slo_attainment=0.5,
         slo_ttft_s=2.0,
         slo_itl_s=0.2,
     )
