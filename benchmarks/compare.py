@@ -12,11 +12,11 @@ Every run has a fresh server: no cache, and no memory in pieces, is left over fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -43,6 +43,7 @@ class Comparison:
         batch: sequences at once while calibrating, where the server's options do not say.
         out: folder for results; None: none are written.
         ignore_eos: whether requests ask for full-length answers.
+        show: what is printed of a workload when all its runs are done.
     """
 
     targets: Sequence[Target]
@@ -57,6 +58,7 @@ class Comparison:
     out: Path | None = None
     ignore_eos: bool = True
     api_key: str | None = None
+    show: Callable[[Sequence[Run]], RenderableType] = report
 
 
 def compare(comparison: Comparison, console: Console) -> list[Run]:
@@ -90,7 +92,7 @@ def compare(comparison: Comparison, console: Console) -> list[Run]:
                         run.save(comparison.out)
                     of_workload.append(run)
                     progress.advance(overall)
-            console.print(report(of_workload))
+            console.print(comparison.show(of_workload))
             runs += of_workload
     return runs
 
