@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument("--model", default="dummy:llama-60m")
     parser.add_argument("--phase", default="phase6_paged", help="one with blocks (phase6_paged)")
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
+    parser.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
     options = parser.parse_args()
 
     checkpoint = open_checkpoint(options.model)

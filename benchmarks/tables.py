@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import describe_environment
-from benchmarks.results import TABLES
+from benchmarks.results import TABLES, write_whole
 
 Cell = int | float | str | None
 
@@ -42,10 +42,7 @@ class MeasuredTable(BaseModel):
 
     def save(self, results: Path) -> Path:
         """Write the file below a folder of results and return its path."""
-        path = results / TABLES / f"{self.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        return path
+        return write_whole(results / TABLES / f"{self.name}.json", self.model_dump_json(indent=1) + "\n")
 
     def print(self, console: Console) -> None:
         table = Table(*self.columns, title=self.title)
