@@ -40,6 +40,7 @@ def define_env(env: Any) -> None:
         results.measured_table,
         results.results_table,
         results.sweep_table,
+        results.trade_offs,
         samples.event_stream,
         samples.zoo_samples,
     ):

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.results import Metrics, Percentiles, Run
+from benchmarks.results import Lineup, Metrics, Percentiles, Run
 from common.build import format_bytes
 from common.kv import kv_bytes
 from common.models.registry import open_checkpoint
+from common.phases import find_phase, phase_names
 from docs.building import code, memory, options, pictures, results
 from tests.docs.conftest import ROOT
 
@@ -113,6 +114,17 @@ def test_timelines_are_whole() -> None:
             assert sorted(work) == ["decode"] * (client.new_tokens - 1) + ["prefill"]
         assert any(kind == "idle" for _, kind in found.cells.values()) is idle
         assert found.steps > max(found.last_token.values())
+
+
+def test_workloads_name_only_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared() -> set[tuple[int, int]]:
+        table = options.workloads_table()
+        return {(int(a), int(b)) for a, b in re.findall(r": (\d+) against (\d+) \|", table)}
+
+    numbers = {find_phase(name).PHASE.number for name in phase_names()}
+    assert compared() == {(number, number - 1) for number in numbers if number - 1 in numbers}
+    monkeypatch.setattr(options, "phase_names", lambda: ["phase4_static", "phase5_continuous"])
+    assert compared() == {(5, 4)}
 
 
 def test_every_option_is_in_its_table() -> None:
@@ -235,6 +247,65 @@ def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
         said.append(results.headline("continuous_batching", "phase 4", "phase 5", tmp_path))
     assert said[:3] == ["", "", ""]
     assert "throughput is" in said[3]
+
+
+def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> None:
+    for repeat, (ttft, waste) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
+        old, new = (
+            a_run("phase 4", 4, repeat=repeat, ttft=2 * ttft),
+            a_run("phase 5", 5, repeat=repeat, ttft=ttft),
+        )
+        assert old.metrics is not None
+        assert new.metrics is not None
+        old.metrics.slo_attainment, new.metrics.slo_attainment = waste, waste - 0.01 * repeat  # they overlap
+        new.metrics.longest_stall_s = 1.4
+        for run in (old, new):
+            run.save(tmp_path)
+            run.server.model = "dummy:once"
+            if repeat == 1:
+                run.save(tmp_path)
+    said = results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path)
+    assert said.startswith("What phase 5 wins and loses against phase 4:\n\n- `dummy:llama-60m`, A Processor")
+    assert said.count("\n- ") == 1  # of what ran once, nothing can be said
+    better, worse, alike = re.split(r"; \*\*", said)
+    assert "**better**: output tokens / s (400 → 500), TTFT p50 (1.00 s → 500 ms), TTFT p99" in better
+    assert "worse**: ITL p99 (400 ms → 500 ms), longest stall (900 ms → 1.40 s)" in worse
+    assert "within what repeats differ by**: ITL p50, SLO attainment." in alike
+    assert results.trade_offs("continuous_batching", "phase 5", "phase 6", tmp_path) == ""
+
+
+def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
+    """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
+
+    def pages() -> list[str]:
+        results.groups.cache_clear()
+        compared = "continuous_batching", "phase 4", "phase 5"
+        return [
+            results.results_table(*compared, results=tmp_path),
+            results.headline(*compared, tmp_path),
+            results.trade_offs(*compared, tmp_path),
+        ]
+
+    for repeat in (1, 2, 3):
+        a_run("phase 4", 4, repeat=repeat, ttft=2.0).save(tmp_path)
+        a_run("phase 5", 5, repeat=repeat).save(tmp_path)
+    before = pages()
+    assert all(before)
+    for repeat in (1, 2, 3):
+        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat, ttft=9.0)):
+            run.comparison = "20990101-000000"
+            run.lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
+            run.save(tmp_path)
+    assert pages() == before
+    ledger = results.ledger(tmp_path)
+    assert "6 runs in 1 comparisons" in ledger
+    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in ledger
+    for repeat in (1, 2, 3):
+        run = a_run("phase 6", 6, repeat=repeat)
+        run.comparison = "20990101-000000"
+        run.save(tmp_path)
+    assert all(new != old for new, old in zip(pages(), before, strict=True))
+    assert "Cut short" not in results.ledger(tmp_path)
 
 
 def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
