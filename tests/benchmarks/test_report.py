@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
+from benchmarks import demo
+from benchmarks.compare import Comparison
 from benchmarks.report import LINES, bases_of, best_of, columns_of, format_seconds, median_of, report, summary
 from benchmarks.results import Run
 from tests.benchmarks.conftest import make_run
@@ -99,6 +102,13 @@ def test_the_summary_fits_a_narrow_terminal_however_many_servers_there_are() -> 
     failed.status, failed.reason, failed.metrics = "failed", "it fell over", None
     console.print(summary([failed]))
     assert "it fell over" in console.export_text()
+
+
+def test_the_demo_closes_with_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Comparison] = []
+    monkeypatch.setattr(demo, "compare", lambda comparison, console: compared.append(comparison) or [])
+    demo.race(["phase4_static"], Console(quiet=True))
+    assert compared[0].show is summary
 
 
 def test_only_failures_is_still_a_table() -> None:
