@@ -149,8 +149,8 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+def main() -> None:
+    options = parser().parse_args()
     checkpoint = open_checkpoint(options.model)
     model = load_model(
         checkpoint,

@@ -61,6 +61,11 @@ class Group:
         return self.runs[0]
 
     @property
+    def local(self) -> bool:
+        """Whether these are the reader's own results."""
+        return self.folder == LOCAL.name
+
+    @property
     def labels(self) -> list[str]:
         return [repeats[0].server.label for repeats in columns_of(self.runs)]
 
@@ -121,11 +126,20 @@ def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
 
 
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """One line for each setting of the newest sweep over exactly these options; a sentence where there is none."""
+    """One line for each setting of the newest sweep over exactly these options; a sentence where there is none.
+
+    The reader's own newest has a table beside the published one.
+    """
+    found: dict[bool, Group] = {}
     for group in complete_groups(results):
         if group.first.workload.name == workload and group.swept == set(options):
-            lines = [line for line in LINES if line.title in SWEEP_LINES]
-            return f"{_setup(group)}\n\n{_turned_table(group, lines)}"
+            found.setdefault(group.local, group)
+    if found:
+        lines = [line for line in LINES if line.title in SWEEP_LINES]
+        return "\n".join(
+            f"{_setup(group)}\n\n{_turned_table(group, lines)}"
+            for _, group in sorted(found.items(), key=lambda item: item[0])
+        )
     return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
 
 
@@ -204,7 +218,8 @@ def _listed(opening: str, sentences: Sequence[str]) -> str:
 
 
 def _where(group: Group) -> str:
-    return f"`{group.first.server.model}`, {_place(group)}"
+    run = group.first
+    return f"`{run.server.model}`, {_place(run.environment, local=group.local)}"
 
 
 def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
@@ -255,10 +270,9 @@ def ledger(results: Path = RESULTS) -> str:
 # ---------------------------------------------------------------------- parts
 
 
-def _place(group: Group) -> str:
+def _place(environment: dict[str, Any], *, local: bool) -> str:
     """The machine, and whether the results are the reader's own."""
-    here = ", measured in this checkout" if group.folder == LOCAL.name else ""
-    return _machine(group.first.environment) + here
+    return _machine(environment) + (", measured in this checkout" if local else "")
 
 
 def _machine(environment: dict[str, Any]) -> str:
@@ -274,7 +288,7 @@ def _software(environment: dict[str, Any]) -> list[str]:
 def _measured(table: MeasuredTable) -> str:
     """A sentence on the setup, and the table."""
     facts = [
-        f"**{table.title}** on {_machine(table.environment)}",
+        f"**{table.title}** on {_place(table.environment, local=table.local)}",
         *(f"{name} {value}" for name, value in table.setup.items()),
         *_software(table.environment),
         table.started_at[:10],
@@ -291,7 +305,7 @@ def _measured(table: MeasuredTable) -> str:
 def _setup(group: Group) -> str:
     run = group.first
     facts = [
-        f"**{run.server.model}** on {_place(group)}",
+        f"**{run.server.model}** on {_place(run.environment, local=group.local)}",
         str((run.server.version or {}).get("dtype", "")),
         f"{run.workload.rate:.3g} requests a second" if run.workload.rate is not None else "",
         f"table's rate × {run.calibration.factor:.3g}" if run.workload.rate and run.calibration else "",

@@ -249,6 +249,23 @@ def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
     assert "throughput is" in said[3]
 
 
+def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -> None:
+    for repeat in (1, 2, 3):
+        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat)):
+            run.save(tmp_path)
+            run.comparison = "20990101-000000"
+            run.save(tmp_path / "local")
+    compared = "continuous_batching", "phase 4", "phase 5"
+    for text in (
+        results.results_table(*compared, results=tmp_path),
+        results.headline(*compared, tmp_path),
+        results.trade_offs(*compared, tmp_path),
+    ):
+        published, own = text.split("A Processor, 2 cores")[1:]
+        assert "measured in this checkout" not in published
+        assert own.startswith(", measured in this checkout")
+
+
 def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> None:
     for repeat, (ttft, waste) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
         old, new = (
@@ -320,6 +337,15 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     column = next(line for line in lines if "TTFT p99" in line).split(" | ").index("TTFT p99")
     assert [line.split(" | ")[column] for line in lines if "seats=" in line] == ["3.00 s", "**2.00 s**"]
     assert "has been measured yet" in results.sweep_table("continuous_batching", "others", results=tmp_path)
+    # The reader's own is shown beside the published one, and says what it is.
+    own = a_run("phase 5, seats=9", 5.001)
+    own.comparison, own.server.variant = "20990202-000000", {"seats": "9"}
+    own.save(tmp_path / "local")
+    results.groups.cache_clear()
+    both = results.sweep_table("continuous_batching", "seats", results=tmp_path)
+    assert both.startswith(table)
+    assert both.count("measured in this checkout") == 1
+    assert "seats=9" in both
     # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
     plain = results.results_table("continuous_batching", "phase 5", results=tmp_path)
     assert "seats" not in plain
