@@ -7,6 +7,7 @@
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/
+#   make clean           remove what was built; `make distclean` the environment, too; measurements stay
 # PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
 
 PYTHON ?= python3
@@ -16,7 +17,11 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 
-.PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean
+# What figures are drawn from (folders change when a result is taken away), and the file that is written last.
+PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
+CAPTIONS := docs/assets/plots/captions.json
+
+.PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean distclean
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
@@ -46,9 +51,11 @@ test-browser: .venv/full
 	$(BIN)/pytest -m browser
 
 bench: .venv/full
-	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching --out benchmarks/results/local
+	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching
 
-plots: .venv/full
+plots: $(CAPTIONS)
+
+$(CAPTIONS): $(PLOTTED) | .venv/full
 	$(BIN)/python -m benchmarks plots
 
 lint: .venv/full
@@ -67,5 +74,11 @@ docs: plots
 docs-serve: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+# benchmarks/results/local stays: nobody can build a measurement again.
 clean:
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site build *.egg-info docs/assets/plots
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .schemathesis
+	find . -name .venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

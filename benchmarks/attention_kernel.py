@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from kernels.attention import attention, gathered_attention, varlen_attention
 from kernels.attention_layout import AttentionLayout
@@ -317,7 +318,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--block-size", type=int, default=16)
     options.add_argument("--window", type=int, help="sliding window in columns (none)")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    options.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
+    options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
     return options
 
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from benchmarks.__main__ import exit_code, exit_on_sigterm
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
+from benchmarks.report import summary
 from benchmarks.servers import Setup, open_server, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter
 from common.models.registry import open_checkpoint
@@ -121,6 +122,7 @@ def race(phases: Sequence[str], console: Console) -> int:
         model=MEASURED_MODEL,
         writer=PromptWriter(open_checkpoint(MEASURED_MODEL).tokenizer()),
         measurement=Measurement(comparison=new_comparison_name()),
+        show=summary,
     )
     return exit_code(compare(comparison, console))
 

@@ -38,11 +38,11 @@ def define_env(env: Any) -> None:
         pictures.visibility,
         results.headline,
         results.ledger,
-        results.losses,
         results.plots,
         results.measured_table,
         results.results_table,
         results.sweep_table,
+        results.trade_offs,
         samples.event_stream,
         samples.zoo_samples,
     ):

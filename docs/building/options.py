@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Set
 from typing import Any
 
 import annotated_types
 from pydantic.fields import FieldInfo
 
 from benchmarks.calibrate import LOADS
-from benchmarks.workloads import WORKLOADS, Lengths
+from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
 from common.server.cli import ServerOptions, flag_of
 from common.server.schemas import CompletionRequest
@@ -64,6 +65,7 @@ def workloads_table() -> str:
         "| name | requests | prompt tokens | new tokens | arrivals | shows |",
         "| --- | ---: | --- | --- | --- | --- |",
     ]
+    numbers = {find_phase(name).PHASE.number for name in phase_names()}
     for workload in WORKLOADS.values():
         prompts = ", ".join(
             f"{share:.0%}: {_range(lengths)}" if share < 1 else _range(lengths)
@@ -74,7 +76,7 @@ def workloads_table() -> str:
         rate = f", {workload.rate:g} a second" if workload.rate else ""
         rows.append(
             f"| `{workload.name}` | {workload.requests} | {prompts} | {_range(workload.new_tokens)} "
-            f"| {workload.arrivals}{rate} | {workload.shows} |"
+            f"| {workload.arrivals}{rate} | {_shows(workload, numbers)} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -82,6 +84,12 @@ def workloads_table() -> str:
 def offered_load(workload: str) -> str:
     """Requests a workload sends for each that could be served, see `benchmarks.calibrate`."""
     return f"{LOADS[workload]:g}"
+
+
+def _shows(workload: Workload, numbers: Set[int]) -> str:
+    """What to look at, and in which phases, where there are both."""
+    pair = workload.phase, workload.phase - 1
+    return f"{workload.shows}: {pair[0]} against {pair[1]}" if numbers >= set(pair) else workload.shows
 
 
 def _range(lengths: Lengths) -> str:

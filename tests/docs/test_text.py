@@ -17,11 +17,12 @@ import torch
 import phase5_continuous
 import phase6_paged
 import phase7_chunked
-from benchmarks.results import Metrics, Percentiles, Run
+from benchmarks.results import Lineup, Metrics, Percentiles, Run
 from benchmarks.servers import Setup, phase_target
 from common.build import format_bytes
 from common.kv import KVShape, Span, kv_bytes
 from common.models.registry import open_checkpoint
+from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
 from common.telemetry import Telemetry
@@ -201,6 +202,17 @@ def test_timelines_are_whole() -> None:
         assert found.steps > max(found.last_token.values())
 
 
+def test_workloads_name_only_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared() -> set[tuple[int, int]]:
+        table = options.workloads_table()
+        return {(int(a), int(b)) for a, b in re.findall(r": (\d+) against (\d+) \|", table)}
+
+    numbers = {find_phase(name).PHASE.number for name in phase_names()}
+    assert compared() == {(number, number - 1) for number in numbers if number - 1 in numbers}
+    monkeypatch.setattr(options, "phase_names", lambda: ["phase4_static", "phase5_continuous"])
+    assert compared() == {(5, 4)}
+
+
 def test_every_option_is_in_its_table() -> None:
     text = options.options_table() + options.options_table(phase="phase4_static")
     for flag in ("--model", "--port", "--max-batch-size", "--max-seq-len", "--batch-wait-timeout-s"):
@@ -233,7 +245,7 @@ def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
         "continuous_batching", "phase 4", "phase 5", results=tmp_path
     )
     assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
-    assert results.losses("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
+    assert results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
     assert results.plots("continuous_batching", folder=tmp_path) == ""
 
 
@@ -255,7 +267,7 @@ def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, statu
         itl_s=Percentiles(p50=0.1, p95=0.1, p99=order / 10, max=0.9, mean=0.1),
         latency_s=spread,
         longest_stall_s=0.9,
-        goodput=0.5,
+        slo_attainment=0.5,
         slo_ttft_s=2.0,
         slo_itl_s=0.2,
     )
@@ -294,9 +306,6 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
     assert "throughput is 25% higher" in said
     assert "TTFT is 75% lower" in said
     assert "that of ITL is 25% higher" in said
-    lost = results.losses("continuous_batching", "phase 4", "phase 5", tmp_path)
-    assert lost.startswith("Worse in phase 5 than in phase 4:")
-    assert "A Processor, 2 cores: ITL p99 ×1.25.\n" in lost
     ledger = results.ledger(tmp_path)
     assert "7 runs in 1 comparisons" in ledger
     assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in ledger
@@ -321,13 +330,6 @@ def check(*options: str) -> str:
     return done.stdout
 
 
-def test_what_reads_alike_is_no_loss(tmp_path: Path) -> None:
-    a_run("phase 4", 4).save(tmp_path)
-    a_run("phase 5", 4, ttft=1.004).save(tmp_path)
-    lost = results.losses("continuous_batching", "phase 4", "phase 5", tmp_path)
-    assert "A Processor, 2 cores: nothing.\n" in lost
-
-
 def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
     said = []
     for repeat in (1, 2, 3, 4):
@@ -337,6 +339,82 @@ def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
         said.append(results.headline("continuous_batching", "phase 4", "phase 5", tmp_path))
     assert said[:3] == ["", "", ""]
     assert "throughput is" in said[3]
+
+
+def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -> None:
+    for repeat in (1, 2, 3):
+        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat)):
+            run.save(tmp_path)
+            run.comparison = "20990101-000000"
+            run.save(tmp_path / "local")
+    compared = "continuous_batching", "phase 4", "phase 5"
+    for text in (
+        results.results_table(*compared, results=tmp_path),
+        results.headline(*compared, tmp_path),
+        results.trade_offs(*compared, tmp_path),
+    ):
+        published, own = text.split("A Processor, 2 cores")[1:]
+        assert "measured in this checkout" not in published
+        assert own.startswith(", measured in this checkout")
+
+
+def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> None:
+    for repeat, (ttft, waste) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
+        old, new = (
+            a_run("phase 4", 4, repeat=repeat, ttft=2 * ttft),
+            a_run("phase 5", 5, repeat=repeat, ttft=ttft),
+        )
+        assert old.metrics is not None
+        assert new.metrics is not None
+        old.metrics.slo_attainment, new.metrics.slo_attainment = waste, waste - 0.01 * repeat  # they overlap
+        new.metrics.longest_stall_s = 1.4
+        for run in (old, new):
+            run.save(tmp_path)
+            run.server.model = "dummy:once"
+            if repeat == 1:
+                run.save(tmp_path)
+    said = results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path)
+    assert said.startswith("What phase 5 wins and loses against phase 4:\n\n- `dummy:llama-60m`, A Processor")
+    assert said.count("\n- ") == 1  # of what ran once, nothing can be said
+    better, worse, alike = re.split(r"; \*\*", said)
+    assert "**better**: output tokens / s (400 → 500), TTFT p50 (1.00 s → 500 ms), TTFT p99" in better
+    assert "worse**: ITL p99 (400 ms → 500 ms), longest stall (900 ms → 1.40 s)" in worse
+    assert "within what repeats differ by**: ITL p50, SLO attainment." in alike
+    assert results.trade_offs("continuous_batching", "phase 5", "phase 6", tmp_path) == ""
+
+
+def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
+    """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
+
+    def pages() -> list[str]:
+        results.groups.cache_clear()
+        compared = "continuous_batching", "phase 4", "phase 5"
+        return [
+            results.results_table(*compared, results=tmp_path),
+            results.headline(*compared, tmp_path),
+            results.trade_offs(*compared, tmp_path),
+        ]
+
+    for repeat in (1, 2, 3):
+        a_run("phase 4", 4, repeat=repeat, ttft=2.0).save(tmp_path)
+        a_run("phase 5", 5, repeat=repeat).save(tmp_path)
+    before = pages()
+    assert all(before)
+    for repeat in (1, 2, 3):
+        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat, ttft=9.0)):
+            run.comparison = "20990101-000000"
+            run.lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
+            run.save(tmp_path)
+    assert pages() == before
+    ledger = results.ledger(tmp_path)
+    assert "6 runs in 1 comparisons" in ledger
+    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in ledger
+    for repeat in (1, 2, 3):
+        run = a_run("phase 6", 6, repeat=repeat)
+        run.comparison = "20990101-000000"
+        run.save(tmp_path)
+    assert all(new != old for new, old in zip(pages(), before, strict=True))
+    assert "Cut short" not in results.ledger(tmp_path)
 
 
 def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -351,6 +429,15 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     column = next(line for line in lines if "TTFT p99" in line).split(" | ").index("TTFT p99")
     assert [line.split(" | ")[column] for line in lines if "seats=" in line] == ["3.00 s", "**2.00 s**"]
     assert "has been measured yet" in results.sweep_table("continuous_batching", "others", results=tmp_path)
+    # The reader's own is shown beside the published one, and says what it is.
+    own = a_run("phase 5, seats=9", 5.001)
+    own.comparison, own.server.variant = "20990202-000000", {"seats": "9"}
+    own.save(tmp_path / "local")
+    results.groups.cache_clear()
+    both = results.sweep_table("continuous_batching", "seats", results=tmp_path)
+    assert both.startswith(table)
+    assert both.count("measured in this checkout") == 1
+    assert "seats=9" in both
     # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
     plain = results.results_table("continuous_batching", "phase 5", results=tmp_path)
     assert "seats" not in plain
