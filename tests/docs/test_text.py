@@ -131,7 +131,7 @@ def test_the_flat_pass_on_its_page_is_one_that_a_runner_makes() -> None:
             pool.advance([Span.exact(request.slot, 0, held)])
         requests.append(request)
     plan = StepPlan(decode=tuple(requests[:2]), prefill=(PrefillChunk(requests[2], 0, 3),))
-    [forward_pass] = phase7_chunked.Runner(None, pool, Telemetry()).passes(plan)  # no model runs
+    [forward_pass] = phase7_chunked.Runner(None, pool, Telemetry(), max_prefill_pass_tokens=8192).passes(plan)
     rows = forward_pass.rows
     assert shown["token_ids"] == [token for row in rows for token in row.token_ids]
     assert shown["positions"] == pool.view([row.span for row in rows]).positions.tolist()
