@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -92,31 +93,77 @@ def test_devices() -> None:
 def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(StartupError, match=r"--device cuda.*--device cpu"):
+X86, ARM = {"architecture": "x86_64", "avx512_bf16": True}, {"architecture": "aarch64", "bf16": True}
+OLD_X86, OLD_ARM = X86 | {"avx512_bf16": False}, {"architecture": "aarch64", "bf16": False}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "cpu", "onednn", "expected"),
+    [
+        (BF16, X86, True, BF16),
+        (BF16, OLD_X86, True, FP32),
+        (BF16, ARM, True, BF16),
+        (BF16, OLD_ARM, True, FP32),
+        (BF16, ARM, False, FP32),  # a Mac has the instructions, torch's build for it does not use them
+        (BF16, {"architecture": "ppc64le"}, True, FP32),
+        (FP16, X86, True, FP32),
+        (FP32, X86, True, FP32),
+    ],
+)
+def test_auto_dtype_on_a_cpu(
+    checkpoint: torch.dtype,
+    cpu: dict[str, Any],
+    onednn: bool,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    assert resolve_dtype("auto", checkpoint, CPU) == expected
+
+
         resolve_device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoint", "device", "native", "expected"),
+    ("checkpoint", "capability", "expected"),
     [
-        ("float16", torch.bfloat16, "cpu", False, torch.float16),
-        ("float32", torch.bfloat16, "cuda", True, torch.float32),
-        ("auto", torch.bfloat16, "cuda", False, torch.bfloat16),
-        ("auto", torch.bfloat16, "cpu", True, torch.bfloat16),
-        ("auto", torch.bfloat16, "cpu", False, torch.float32),
-        ("auto", torch.float16, "cpu", True, torch.float32),
-        ("auto", torch.float32, "cpu", True, torch.float32),
+        (BF16, (9, 0), BF16),
+        (BF16, (8, 0), BF16),
+        (BF16, (7, 5), FP32),  # torch would emulate it there
+        (BF16, (7, 0), FP32),
+        (FP16, (7, 0), FP16),
+        (FP32, (9, 0), FP32),
     ],
 )
-def test_dtypes(
-    name: str,
+def test_auto_dtype_on_a_gpu(
     checkpoint: torch.dtype,
-    device: str,
-    native: bool,
+    capability: tuple[int, int],
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
-    assert resolve_dtype(name, checkpoint, torch.device(device)) == expected
+    major, minor = capability
+    card = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    assert resolve_dtype("auto", checkpoint, torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dtype_that_was_asked_for_is_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    for name, dtype in (("float16", FP16), ("bfloat16", BF16), ("float32", FP32)):
+        assert resolve_dtype(name, FP16, torch.device(device)) == dtype
+
+
+def test_this_cpus_instructions_are_known_by_the_names_we_ask_for() -> None:
+    known = torch.cpu.get_capabilities()
+    if known["architecture"] in ("x86_64", "aarch64", "arm64"):
+        assert "avx512_bf16" in known or "bf16" in known
 
 
 # ---------------------------------------------------------------------- memory
