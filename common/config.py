@@ -60,6 +60,14 @@ class EngineConfig(BaseModel):
         assert self.max_seq_len is not None
         return self.max_batch_size * self.max_seq_len
 
+    def max_pass_tokens(self) -> int:
+        """Tokens of the widest forward pass: every prompt at its longest. `max_seq_len` must be resolved.
+
+        Each of them has a column of KV memory, so it is never more than that.
+        """
+        assert self.max_seq_len is not None
+        return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
+
     def kv_formula(self) -> str:
         """How `kv_tokens` comes about, for the log."""
         return f"{self.max_batch_size} × {self.max_seq_len}"

@@ -82,8 +82,7 @@ def load_model(
     Raises:
         StartupError: the weights do not fit the config, or cannot be read.
     """
-    with torch.device("meta"):
-        model = ARCHITECTURES[checkpoint.config.architecture](checkpoint.config, dtype, max_positions)
+    model = _without_memory(checkpoint.config, dtype, max_positions)
     if checkpoint.weights is None:
         fill_randomly(model, device, DUMMY_SEED)
     else:
@@ -108,6 +107,17 @@ def _find_folder(name: str) -> Path:
         if not (folder / "config.json").is_file():
             known = ", ".join(f"zoo:{path.parent.name}" for path in sorted(ZOO.glob("*/config.json")))
             raise StartupError(f"the zoo has no {name!r}; it has {known}")
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that a model's weights take in `dtype`; none are taken to find out."""
+    return sum(weight.nbytes for weight in _without_memory(config, dtype, max_positions=1).parameters())
+
+
+def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> CausalLM:
+    """A model on the meta device: shapes and types, nothing else."""
+    with torch.device("meta"):
+        return ARCHITECTURES[config.architecture](config, dtype, max_positions)
+
+
         return folder
     if Path(name).is_dir():
         return Path(name)

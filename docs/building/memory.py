@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from common.build import format_bytes
 from common.kv import KVShape, kv_bytes
+from common.memory import format_bytes
 from common.models.config import ModelConfig
 from common.models.registry import open_checkpoint
 

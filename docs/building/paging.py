@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from common.build import format_bytes
 from common.kv import KVShape
+from common.memory import format_bytes
 from docs.building.memory import config_of, kv_size
 from phase7_chunked import Config
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.results import Metrics, Percentiles, Run
-from common.build import format_bytes
 from common.kv import kv_bytes
+from common.memory import format_bytes
 from common.models.registry import open_checkpoint
 from docs.building import code, memory, options, pictures, results
 from tests.docs.conftest import ROOT
