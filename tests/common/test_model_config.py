@@ -270,7 +270,20 @@ def test_eos_ids_are_null_one_or_many(written: Any, ids: set[int]) -> None:
         pytest.param(llama(torch_dtype=["float32"]), ["dtype"], id="dtype is a list"),
         pytest.param(llama(rope_theta=-1), ["rope_theta", "-1"], id="theta"),
         pytest.param(
-            llama(rope_scaling={"rope_type": "yarn", "factor": 2}), ["rope_type", "'yarn'"], id="yarn"
+            llama(rope_scaling={"rope_type": "yarn", "factor": 2}),
+            ["rope_type", "'yarn'", "default, linear, llama3", "take it out"],
+            id="yarn",
+        ),
+        *(
+            pytest.param(
+                llama(quantization_config={"quant_method": method, "bits": 4}, torch_dtype="float8_e4m3fn"),
+                ["quantized", f"({method})", "float32, bfloat16, float16", "take the checkpoint"],
+                id=method,
+            )
+            for method in ("gptq", "awq", "fp8", "bitsandbytes")
+        ),
+        pytest.param(
+            llama(quantization_config={"group_size": 64, "bits": 4}), ["quantized"], id="some quantization"
         ),
         pytest.param(llama(rope_scaling={"rope_type": "linear"}), ["factor"], id="linear without factor"),
         pytest.param(
