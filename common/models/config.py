@@ -236,7 +236,10 @@ def _scaling(parameters: Any) -> LinearScaling | Llama3Scaling | None:
                 original_max_position_embeddings=int(entry("original_max_position_embeddings")),
             )
         case _:
-            raise StartupError(f"config.json: rope_type {kind!r} is not one of default, linear, llama3")
+            raise StartupError(
+                f"rope_type {kind!r} is not one of default, linear, llama3: where it was added to stretch the "
+                "context, take it out and serve sequences no longer than the model was trained on"
+            )
 
 
 def _read_llama(reader: _Reader) -> ModelConfig:
@@ -275,7 +278,7 @@ def _read_gemma3(reader: _Reader) -> ModelConfig:
         types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
     if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
         raise StartupError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of {count} layers"
+            f"layer_types must name full_attention or sliding_attention for each of {count} layers"
         )
     if isinstance(reader.raw.get("rope_parameters"), Mapping):
         local, full = reader.rope("sliding_attention"), reader.rope("full_attention")
@@ -297,4 +300,26 @@ def _read_gemma3(reader: _Reader) -> ModelConfig:
     )
 
 
-_READERS = {"llama": _read_llama, "qwen3": _read_qwen3, "gemma3_text": _read_gemma3}
+# Published multimodal checkpoints leave these out of `text_config` where they equal transformers' defaults.
+_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def _read_multimodal_gemma3(reader: _Reader) -> ModelConfig:
+    """The language model of a `Gemma3ForConditionalGeneration`. Some of its entries stand outside `text_config`."""
+    text = reader.raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise StartupError(f"text_config must be the language model's own config, not {text!r}")
+    shared = {
+        key: reader.raw[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+        if reader.raw.get(key) is not None
+    }
+    return ModelConfig.from_json({**_GEMMA3_DEFAULTS, **text, **shared, "model_type": "gemma3_text"})
+
+
+_READERS = {
+    "llama": _read_llama,
+    "qwen3": _read_qwen3,
+    "gemma3_text": _read_gemma3,
+    "gemma3": _read_multimodal_gemma3,
+}

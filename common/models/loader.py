@@ -118,7 +118,11 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
     Raises:
         StartupError: tensors missing, unexpected or of another shape; each is named.
     """
-    stored = find_tensors(folder)
+    stored = {
+        _rename(name, model.renamed_prefixes): tensor
+        for name, tensor in find_tensors(folder).items()
+        if not name.startswith(model.skipped_prefixes)
+    }
     _check(model, stored, folder)
     model.materialise(device)
     files: dict[Path, BinaryIO] = {}
@@ -132,6 +136,13 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
     finally:
         for file in files.values():
             file.close()
+
+
+def _rename(name: str, prefixes: Mapping[str, str]) -> str:
+    for theirs, ours in prefixes.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _place(tensor: StoredTensor) -> tuple[str, int]:
