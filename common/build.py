@@ -9,16 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import psutil
 import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.engine import Clock, Engine, Phase
-from common.errors import StartupError
 from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
+from common.memory import check_memory
 from common.models.layers import CausalLM, TokenBatch
-from common.models.registry import load_model, open_checkpoint
+from common.models.registry import Checkpoint, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.sampling import sample
@@ -63,13 +62,15 @@ class EngineBuilder(Generic[ConfigT]):
             StartupError: the model cannot be loaded, an option asks for more than it has, or memory is short.
         """
         if model is None:
-            model, tokenizer = _load(config)
+            checkpoint = open_checkpoint(config.model)
+            config = _settle(config, checkpoint.config.max_position_embeddings)
+            model, tokenizer = _load(checkpoint, config)
         elif tokenizer is None:
             raise ValueError("a ready model needs its tokenizer")
-        limit = config.resolve_max_seq_len(model.max_positions)
-        config = config.model_copy(update={"max_seq_len": limit})
+        else:
+            config = _settle(config, model.max_positions)
+            check_memory(config, model.config, model.dtype, model.device, weights=0)
         shape = KVShape.of(model.config, model.dtype)
-        check_kv_memory(config, shape, model.device)
         telemetry = Telemetry()
         pool = self.pool(config, shape, model.device)
         return Engine(
@@ -83,15 +84,23 @@ class EngineBuilder(Generic[ConfigT]):
         )
 
 
-def _load(config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
-    """The model and tokenizer that a config names. Its rotary tables end at the longest sequence served."""
-    checkpoint = open_checkpoint(config.model)
+def _settle(config: ConfigT, model_limit: int) -> ConfigT:
+    """The options with the longest sequence resolved."""
+    return config.model_copy(update={"max_seq_len": config.resolve_max_seq_len(model_limit)})
+
+
+def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
+    """A checkpoint's model and tokenizer. Its rotary tables end at the longest sequence served.
+
+    That everything fits into memory is seen to first: weights take a while to read.
+    """
+    assert config.max_seq_len is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
+    check_memory(config, checkpoint.config, dtype, device, weights=weight_bytes(checkpoint.config, dtype))
     tokenizer = checkpoint.tokenizer()
-    limit = config.resolve_max_seq_len(checkpoint.config.max_position_embeddings)
     started = time.perf_counter()
-    model = load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)
+    model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
     _warm_up(model)
     logger.info("loaded %s (%s, %s) in %.1f s", config.model, device, dtype, time.perf_counter() - started)
     return model, tokenizer
@@ -128,28 +137,3 @@ def _warm_up(model: CausalLM) -> None:
         with torch.inference_mode():
             sampled = sample(model(batch, view), requests)
         sampled.token_ids.tolist()  # waits for the device, so that what failed there is raised here
-
-
-def check_kv_memory(config: EngineConfig, shape: KVShape, device: torch.device) -> None:
-    """Say what the KV cache can grow to. StartupError: that is more than is free."""
-    needed = config.kv_tokens() * shape.bytes_per_token
-    free = free_memory(device)
-    logger.info("KV cache: %s tokens = %s", config.kv_formula(), format_bytes(needed))
-    if needed > free:
-        raise StartupError(
-            f"the KV cache can grow to {config.kv_formula()} tokens = {format_bytes(needed)}, but only "
-            f"{format_bytes(free)} are free on {device}: {config.kv_advice()}"
-        )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device`."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return int(psutil.virtual_memory().available)
-
-
-def format_bytes(count: int) -> str:
-    """1 GB is 2**30 bytes here, as memory is sold."""
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MB"

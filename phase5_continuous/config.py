@@ -15,3 +15,7 @@ class Config(EngineConfig):
         ge=1,
         description="prompt tokens computed in one pass; a longer prompt has a pass of its own",
     )
+
+    def max_pass_tokens(self) -> int:
+        assert self.max_seq_len is not None
+        return min(super().max_pass_tokens(), max(self.max_prefill_pass_tokens, self.max_seq_len))

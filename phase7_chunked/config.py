@@ -53,3 +53,10 @@ class Config(PagedConfig):
             if getattr(self, name) != default:
                 raise ValueError(f"{name} has no meaning without use_chunked_prefill: leave one of them out")
         return self
+
+    def max_pass_tokens(self) -> int:
+        """Chunks within the step's budget, and a token for everybody who decodes."""
+        whole = super().max_pass_tokens()
+        if not self.use_chunked_prefill or self.prefill_token_budget is None:
+            return whole
+        return min(whole, self.prefill_token_budget + self.max_batch_size)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -229,6 +229,10 @@ class CausalLM(nn.Module, ABC):
     """A decoder-only language model on the flat pass."""
 
     norm_offset = 0.0
+    #: Beginnings of tensor names in checkpoints that hold more than this model: what `held_tensors` has instead.
+    renamed_prefixes: ClassVar[Mapping[str, str]] = {}
+    #: Beginnings of the names of tensors that are not this model's.
+    skipped_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
         super().__init__()

@@ -1,15 +1,13 @@
-"""Memory of real models: keys and values by the server's own helper, weights by building the model."""
+"""Memory of real models: keys and values by the server's own helper, weights by building the model without memory."""
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from common.build import format_bytes
 from common.kv import kv_bytes
+from common.memory import format_bytes
 from common.models.config import ModelConfig
-from common.models.registry import ARCHITECTURES, open_checkpoint
+from common.models.registry import open_checkpoint, weight_bytes
 
 MODELS = {
     "Llama 3.2 1B": "dummy:llama-3.2-1b",
@@ -30,18 +28,9 @@ def kv_size(model: str, tokens: int, dtype: str = "bfloat16") -> str:
     return format_bytes(kv_bytes(config_of(model), tokens, getattr(torch, dtype)))
 
 
-@functools.cache
-def weight_bytes(model: str) -> int:
-    """Bytes of a model's weights in bfloat16: it is built as the server builds it, on a device without memory."""
-    config = config_of(model)
-    with torch.device("meta"):
-        built = ARCHITECTURES[config.architecture](config, torch.bfloat16, max_positions=1)
-    return sum(parameter.nbytes for parameter in built.parameters())
-
-
 def weight_size(model: str, times: int = 1) -> str:
     """A model's weights in bfloat16, read or held so many times, such as `6.0 GB`."""
-    return format_bytes(times * weight_bytes(model))
+    return format_bytes(times * weight_bytes(config_of(model), torch.bfloat16))
 
 
 def memory_table() -> str:
@@ -54,7 +43,7 @@ def memory_table() -> str:
     for model in MODELS:
         config = config_of(model)
         tokens = SEQUENCES * LENGTH
-        total = weight_bytes(model) + kv_bytes(config, tokens, torch.bfloat16)
+        total = weight_bytes(config, torch.bfloat16) + kv_bytes(config, tokens, torch.bfloat16)
         rows.append(
             f"| {model} | {config.num_layers} | {config.num_kv_heads} | {config.head_dim} "
             f"| {kv_bytes(config, 1, torch.bfloat16) / 1024:.0f} kB "

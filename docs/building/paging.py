@@ -8,8 +8,8 @@ import phase5_continuous
 import phase6_paged
 import phase7_chunked
 from benchmarks.servers import SEQUENCES_PER_SLOT
-from common.build import format_bytes
 from common.kv import kv_bytes
+from common.memory import format_bytes
 from common.server.cli import flag_of
 from docs.building.memory import LENGTH, SEQUENCES, config_of
 

@@ -19,8 +19,8 @@ import phase6_paged
 import phase7_chunked
 from benchmarks.results import Lineup, Metrics, Percentiles, Run
 from benchmarks.servers import Setup, phase_target
-from common.build import format_bytes
 from common.kv import KVShape, Span, kv_bytes
+from common.memory import format_bytes
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
