@@ -182,7 +182,7 @@ class KVView:
 
     Attributes:
         positions: [T] int64, each token's column in its own sequence.
-        write_rows: [T] int64, the row of the flat store each token's key and value go to.
+        write_addresses: [T] int64, where in the flat store each token's key and value go.
         layout: where every query finds its keys.
     """
 
@@ -203,9 +203,9 @@ class KVView:
             positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
             sequence = torch.repeat_interleave(torch.tensor(lengths))
         block_table = torch.tensor(padded)
-        rows = block_table[sequence, positions // size] * size + positions % size
+        addresses = block_table[sequence, positions // size] * size + positions % size
         self.positions = positions.to(pool.device, non_blocking=True)
-        self.write_rows = rows.to(pool.device, non_blocking=True)
+        self.write_addresses = addresses.to(pool.device, non_blocking=True)
         self.layout = AttentionLayout(
             block_table=block_table.to(pool.device, non_blocking=True),
             block_size=size,
@@ -247,8 +247,8 @@ class KVView:
             [T, Hq, D].
         """
         k_store, v_store = self._pool.k[layer], self._pool.v[layer]
-        k_store.view(-1, *k_store.shape[2:]).index_copy_(0, self.write_rows, k)
-        v_store.view(-1, *v_store.shape[2:]).index_copy_(0, self.write_rows, v)
+        k_store.view(-1, *k_store.shape[2:]).index_copy_(0, self.write_addresses, k)
+        v_store.view(-1, *v_store.shape[2:]).index_copy_(0, self.write_addresses, v)
         return attention(q, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:

@@ -7,7 +7,7 @@ phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p
 ```
 
 The order of passes changes nothing for a client: a step's tokens are handed out when its last pass has ended. It is
-fixed so that what a step computes can be foretold, and it is the order of rows where they share a pass (phase 7).
+fixed so that what a step computes can be foretold, and it is the order of sequences where they share a pass (phase 7).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from common.kv import KVPool, Span
 from common.models.layers import CausalLM
 from common.request import Request
-from common.runner import ForwardPass, PassRow
+from common.runner import ForwardPass, PassShare
 from common.scheduling import PrefillChunk, StepPlan
 from common.telemetry import Telemetry
 from phase4_static.runner import StaticRunner
@@ -56,14 +56,14 @@ class ContinuousRunner(StaticRunner):
             yield chunks
 
     def decode_pass(self, requests: Sequence[Request]) -> ForwardPass:
-        return ForwardPass(tuple(self.decode_row(request) for request in requests))
+        return ForwardPass(tuple(self.decode_share(request) for request in requests))
 
     def prefill_pass(self, chunks: Sequence[PrefillChunk]) -> ForwardPass:
-        return ForwardPass(tuple(self.prefill_row(chunk) for chunk in chunks))
+        return ForwardPass(tuple(self.prefill_share(chunk) for chunk in chunks))
 
-    def prefill_row(self, chunk: PrefillChunk) -> PassRow:
+    def prefill_share(self, chunk: PrefillChunk) -> PassShare:
         """A chunk's tokens at their own columns; the last one's logits choose the next token."""
-        return PassRow(
+        return PassShare(
             request=chunk.request,
             span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
             token_ids=chunk.token_ids,

@@ -57,6 +57,7 @@ class Config(PagedConfig):
     def max_pass_tokens(self) -> int:
         """Chunks within the step's budget, and a token for everybody who decodes."""
         whole = super().max_pass_tokens()
-        if not self.use_chunked_prefill or self.prefill_token_budget is None:
+        if not self.use_chunked_prefill:
             return whole
-        return min(whole, self.prefill_token_budget + self.max_batch_size)
+        chunks = self.prefill_token_budget or self.max_batch_size * self.prefill_chunk_size
+        return min(whole, chunks + self.max_batch_size)

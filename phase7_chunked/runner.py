@@ -19,13 +19,13 @@ from phase6_paged.runner import PagedRunner
 
 
 class ChunkedRunner(PagedRunner):
-    """Phase 6's rows, in one pass instead of two: decode goes along with the first chunks."""
+    """Phase 6's work, in one pass instead of two: decode goes along with the first chunks."""
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        # Decode rows first: sequences with one query are computed together (see `AttentionLayout`).
-        rows = tuple(self.decode_row(request) for request in plan.decode)
+        # Decode first: sequences with one query are computed together (see `AttentionLayout`).
+        shares = tuple(self.decode_share(request) for request in plan.decode)
         for chunks in self.share_out(plan.prefill):
-            yield ForwardPass((*rows, *(self.prefill_row(chunk) for chunk in chunks)))
-            rows = ()
-        if rows:
-            yield ForwardPass(rows)
+            yield ForwardPass((*shares, *(self.prefill_share(chunk) for chunk in chunks)))
+            shares = ()
+        if shares:
+            yield ForwardPass(shares)

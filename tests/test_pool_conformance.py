@@ -110,7 +110,7 @@ def rows_of(pool: KVPool, request: Request) -> list[int]:
 def write(pool: KVPool, spans: Sequence[Span], value: float = 1.0) -> None:
     """A pass over the spans that stores `value` in every layer."""
     view = pool.view(spans)
-    tokens = len(view.write_rows)
+    tokens = len(view.write_addresses)
     q, k = torch.zeros(tokens, HEADS, HEAD_DIM), torch.full((tokens, KV_HEADS, HEAD_DIM), value)
     for layer in range(LAYERS):
         view.attend(layer, q, k, k, scale=1.0, window=None)
@@ -283,7 +283,7 @@ def test_a_view_addresses_every_token_in_its_owners_rows(kind: Kind, pool: KVPoo
     view = pool.view(spans)
     owners = requests[::-1]
     assert view.positions.tolist() == [c for s in spans for c in range(s.start, s.end)]
-    assert view.write_rows.tolist() == [
+    assert view.write_addresses.tolist() == [
         rows_of(pool, r)[c] for r, s in zip(owners, spans, strict=True) for c in range(s.start, s.end)
     ]
     layout = view.layout

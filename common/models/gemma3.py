@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from common.models.config import LayerConfig, ModelConfig
-from common.models.layers import CausalLM, DecoderBlock, GatedMLP, HeldTensor, QKNormAttention, RMSNorm
+from common.models.layers import CausalLM, DecoderLayer, GatedMLP, HeldTensor, QKNormAttention, RMSNorm
 
 OFFSET = 1.0
 
 
-class Gemma3Block(DecoderBlock):
+class Gemma3Layer(DecoderLayer):
     """norm, attention, norm, add; norm, MLP, norm, add."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
@@ -66,8 +66,8 @@ class Gemma3(CausalLM):
         "model.multi_modal_projector.",
     )
 
-    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
-        return Gemma3Block(self.config, layer, index, self.dtype)
+    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
+        return Gemma3Layer(self.config, layer, index, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         # The factor is rounded to the weights' type, as it was in training.

@@ -213,7 +213,7 @@ class GatedMLP(nn.Module):
         yield from self.down.held_tensors(prefix)
 
 
-class DecoderBlock(nn.Module, ABC):
+class DecoderLayer(nn.Module, ABC):
     """One layer of the stack; an architecture's file shows how its own is wired."""
 
     @abstractmethod
@@ -246,8 +246,8 @@ class CausalLM(nn.Module, ABC):
         self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
         # Which table each layer rotates by. Looked up here, not in `compute`: compilers cannot compare configs.
         self.rotary_of_layer = [ropes.index(layer.rope) for layer in config.layers]
-        self.blocks = nn.ModuleList(
-            self.make_block(layer, index) for index, layer in enumerate(config.layers)
+        self.layers = nn.ModuleList(
+            self.make_layer(layer, index) for index, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, self.norm_offset)
         self.untied_head = (
@@ -257,7 +257,7 @@ class CausalLM(nn.Module, ABC):
         )
 
     @abstractmethod
-    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
+    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
         """The architecture's layer."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -283,9 +283,9 @@ class CausalLM(nn.Module, ABC):
         angles = [table(positions) for table in self.rotary]
         hidden = self.embed(token_ids)
         residual = torch.zeros_like(hidden)
-        for table, block in zip(self.rotary_of_layer, self.blocks, strict=True):
+        for table, layer in zip(self.rotary_of_layer, self.layers, strict=True):
             cos, sin = angles[table]
-            hidden, residual = block(hidden, residual, cos, sin)
+            hidden, residual = layer(hidden, residual, cos, sin)
         # The rows that need logits are picked before the head: full-prompt logits are never computed.
         hidden, _ = self.norm.add_and_norm(hidden[logit_rows], residual[logit_rows])
         return F.linear(hidden, self.embedding if self.untied_head is None else self.untied_head)
@@ -303,9 +303,9 @@ class CausalLM(nn.Module, ABC):
         """Every checkpoint tensor of this model and the parameter rows it fills."""
         vocab = self.config.vocab_size
         yield HeldTensor("model.embed_tokens.weight", self.embedding, 0, vocab)
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, DecoderBlock)
-            yield from block.held_tensors(f"model.layers.{index}.")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.held_tensors(f"model.layers.{index}.")
         yield from self.norm.held_tensors("model.norm")
         if self.untied_head is not None:
             yield HeldTensor("lm_head.weight", self.untied_head, 0, vocab)

@@ -1,4 +1,4 @@
-"""Memory of real models: keys and values by the server's own helper, weights by building the model without memory."""
+"""Memory of real models: keys and values by the server's own helper, weights by its loader's."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def assert_holds(model: CausalLM, stored: dict[str, Tensor]) -> None:
     ]
     if model.untied_head is not None:
         expected.append((model.untied_head, ["lm_head.weight"]))
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(model.layers):
         attention, mlp, layer = block.attention, block.mlp, f"model.layers.{index}"
         matrices = [
             (attention.qkv, [f"{layer}.self_attn.{name}_proj" for name in "qkv"]),

@@ -105,7 +105,7 @@ def test_options_of_later_phases_bound_the_widest_pass() -> None:
         assert config.max_pass_tokens() == 1000, "a longer prompt has a pass of its own"
     chunked = find_phase("chunked").Config
     assert chunked(**seats).max_pass_tokens() == 256 + 6
-    assert chunked(**seats, prefill_token_budget=None).max_pass_tokens() == 6000
+    assert chunked(**seats, prefill_token_budget=None).max_pass_tokens() == 6 * 256 + 6
     assert chunked(**seats, use_chunked_prefill=False).max_pass_tokens() == 6000
 
 

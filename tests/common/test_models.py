@@ -485,7 +485,7 @@ def test_a_failed_pass_leaves_lengths_and_can_be_tried_again(
         raise RuntimeError("out of order")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.blocks[-1], "forward", fail)
+        patch.setattr(model.layers[-1], "forward", fail)
         with pytest.raises(RuntimeError, match="out of order"):
             run_pass(model, pool, [(0, first[10:]), (1, second)])
     assert (pool.get_seq_len(0), pool.get_seq_len(1)) == (10, 0)

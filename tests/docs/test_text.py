@@ -132,10 +132,10 @@ def test_the_flat_pass_on_its_page_is_one_that_a_runner_makes() -> None:
         requests.append(request)
     plan = StepPlan(decode=tuple(requests[:2]), prefill=(PrefillChunk(requests[2], 0, 3),))
     [forward_pass] = phase7_chunked.Runner(None, pool, Telemetry(), max_prefill_pass_tokens=8192).passes(plan)
-    rows = forward_pass.rows
-    assert shown["token_ids"] == [token for row in rows for token in row.token_ids]
-    assert shown["positions"] == pool.view([row.span for row in rows]).positions.tolist()
-    ends = itertools.accumulate(len(row.token_ids) for row in rows)
+    shares = forward_pass.shares
+    assert shown["token_ids"] == [token for share in shares for token in share.token_ids]
+    assert shown["positions"] == pool.view([share.span for share in shares]).positions.tolist()
+    ends = itertools.accumulate(len(share.token_ids) for share in shares)
     assert shown["logit_rows"] == [end - 1 for end in ends]
 
 
