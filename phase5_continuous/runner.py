@@ -7,7 +7,7 @@ phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p
 ```
 
 The order of passes changes nothing for a client: a step's tokens are handed out when its last pass has ended. It is
-fixed so that what a step computes can be foretold, and it is the order of sequences where they share a pass (phase 7).
+fixed so that what a step computes can be foretold, and it is the order of sequences that share a pass (phase 7).
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def test_results_are_the_visitors_own_unless_told_otherwise(
 def test_every_program_that_writes_writes_there() -> None:
     for module in (attention_kernel, decode_step, memory_pressure, server_cost):
         assert module.parser().parse_args([]).out == LOCAL, module.__name__
-    assert command_line.parser().parse_args(["compare"]).out == LOCAL
+    assert command_line.parser("infer").parse_args(["compare"]).out == LOCAL
 
 
 def test_figures_without_matplotlib_say_what_to_install(
