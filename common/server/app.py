@@ -34,6 +34,7 @@ from common.request import Request as EngineRequest
 from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
 from common.server.openapi import openapi_document
+from common.server.page import PAGE_HEADERS, render_page
 from common.server.schemas import MAX_BODY_BYTES, CompletionRequest, Limits, parse_completion_request
 from common.server.sse import (
     OPENAI_FINISH_REASONS,
@@ -90,6 +91,7 @@ def create_app(
         summary=engine.phase.idea,
         version=importlib.metadata.version("infer-phases"),
         lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={
@@ -124,6 +126,7 @@ class CompletionServer:
         self.model_name = model_name
         self.created = int(time.time())
         self.limits = Limits(model=model_name, max_choices=engine.config.max_waiting_requests)
+        self.page = render_page(engine, model_name)
         self.ping_s = 15.0
         self.send_timeout_s = 60.0
 
@@ -307,6 +310,13 @@ async def read_body(request: Request) -> bytes:
 # ---------------------------------------------------------------------- the other routes
 
 
+@router.get("/", include_in_schema=False)
+async def welcome(request: Request) -> Response:
+    """What a person sees who opens the server's address."""
+    server: CompletionServer = request.app.state.server
+    return Response(server.page, headers=PAGE_HEADERS, media_type="text/html")
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The served model."""
@@ -379,7 +389,12 @@ async def answer_api_error(_: Request, error: Exception) -> Response:
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """What the router says: there is no such route, or it has no such method."""
     assert isinstance(error, HTTPException)  # it was registered for these
-    message = {404: "there is no such route", 405: f"this route has no method {request.method}"}
+    served = (
+        "chat is not served, text is: POST /v1/completions"
+        if request.url.path.startswith("/v1/chat/")
+        else "see /openapi.json"
+    )
+    message = {404: f"there is no such route; {served}", 405: f"this route has no method {request.method}"}
     api_error = ApiError(
         error.status_code,
         message.get(error.status_code, str(error.detail)),

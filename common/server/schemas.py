@@ -274,7 +274,7 @@ def _is_syntax(detail: ErrorDetails) -> bool:
     return kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")) or detail["loc"][:1] == ("prompt",)
 
 
-# ---------------------------------------------------------------------- answers, for the OpenAPI page
+# ---------------------------------------------------------------------- answers, for the OpenAPI document
 
 
 class ErrorDetail(BaseModel):
