@@ -359,8 +359,14 @@ async def version(request: Request) -> Response:
 
 
 @router.get("/telemetry")
-def telemetry(request: Request, since_step: int = Query(default=0, ge=0, lt=2**63)) -> Response:
-    """The engine's counters, and its latest steps from `since_step` on. Not async: building it takes a while."""
+async def telemetry(
+    request: Request,
+    since_step: int | None = Query(
+        default=None, ge=0, lt=2**63, description="the page's first step; left out: the latest page"
+    ),
+) -> Response:
+    """The engine's counters, and a page of its latest steps. Async, since a page is soon made: as many threads as
+    there are readers would take turns with the engine's."""
     server: CompletionServer = request.app.state.server
     engine = server.engine
     return json_response(

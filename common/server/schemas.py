@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from common.request import SamplingParams
 from common.server.errors import ApiError, shorten
+from common.telemetry import PAGE_STEPS
 
 DEFAULT_MAX_TOKENS = 128
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -377,11 +378,14 @@ class Version(BaseModel):
 
 
 class TelemetrySnapshot(BaseModel):
-    """Counters since the start, and the latest steps."""
+    """Counters since the start, and a page of the latest steps."""
 
     phase: str
     max_batch_size: int
     max_seq_len: int
     queue_room: int = Field(description="requests that would be taken before new ones are answered 503")
     counters: dict[str, float]
-    steps: list[dict[str, float]]
+    steps: list[dict[str, float]] = Field(max_length=PAGE_STEPS)
+    next_step: int = Field(
+        description="`since_step` of the next page, which is there already if this is less than the steps counted"
+    )
