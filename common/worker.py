@@ -177,7 +177,7 @@ class EngineWorker:
             raise ShuttingDownError("the server is shutting down")
         with self._wakeup:
             if self._queue_room() < count:
-                raise QueueFullError("the server is at capacity; try again shortly")
+                raise self._queue_full(count)
             self._held += count
         self._holders += 1
         self._idle.clear()
@@ -191,6 +191,12 @@ class EngineWorker:
     def _queue_room(self) -> int:
         """Places neither taken nor held. The lock is held."""
         return self.engine.scheduler.queue_room() - self._held
+
+    def _queue_full(self, count: int) -> QueueFullError:
+        return QueueFullError(
+            f"the queue, which holds {self.engine.config.max_waiting_requests} requests "
+            f"(the server's option --max-waiting-requests), has no room for {count} more; try again shortly"
+        )
 
     def give_back_places(self, unused: int) -> None:
         """A holder of places is done (`HeldPlaces` calls this): take back those that it did not use."""
@@ -327,7 +333,7 @@ class EngineWorker:
             request = self._arrived.popleft()
             try:
                 if not self.engine.add_request(request):
-                    raise QueueFullError("the server is at capacity; try again shortly")  # noqa: TRY301 - fails as others do
+                    raise self._queue_full(1)  # noqa: TRY301 - fails as others do
             except Exception as error:
                 outputs.append(fail(request, error))
             self._held -= 1

@@ -218,7 +218,8 @@ def parse_completion_request(body: bytes, limits: Limits) -> CompletionRequest:
     if choices > limits.max_choices:
         raise _refused(
             "prompt" if request.choices_per_prompt == 1 else "n",
-            f"{choices} choices in one request are more than this server ever queues, {limits.max_choices}",
+            f"{choices} choices in one request are more than this server ever queues, {limits.max_choices} "
+            "(its option --max-waiting-requests)",
         )
     return request
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -211,9 +212,31 @@ def test_more_tokens_than_the_server_holds(server: ServerProcess) -> None:
     assert server.post(prompt=[5] * 1000, max_tokens=24).status_code == 200
 
 
+def test_messages_about_length_say_what_is_known(server: ServerProcess) -> None:
+    """A text is refused by a bound on its tokens, before it is tokenized; the bound is not called its length."""
+    long = server.post(max_tokens=100_000).json()["error"]
+    assert (
+        long["message"] == "max_tokens 100000 leaves no room for a prompt; this server holds 1024 a request"
+    )
+    both = server.post(prompt="word " * 200, max_tokens=1020).json()["error"]
+    assert re.match(
+        r"a prompt of at least \d+ tokens and max_tokens 1020 make at least 1\d+; ", both["message"]
+    )
+    exact = server.post(prompt=[5] * 1000, max_tokens=25).json()["error"]
+    assert exact["message"].startswith("a prompt of 1000 tokens and max_tokens 25 make 1025; ")
+    assert (
+        server.post(prompt="word " * 10_000).json()["error"]["message"].startswith("the prompt has at least ")
+    )
+    assert (
+        server.post(prompt=[5] * 1024).json()["error"]["message"].startswith("the prompt has 1024 tokens; ")
+    )
+
+
 def test_more_choices_than_the_queue_holds(server: ServerProcess) -> None:
     assert_error(server.post(prompt=["a"] * 65), 422, "prompt")
-    assert_error(server.post(prompt=["a"] * 5, n=16), 422, "n")
+    response = server.post(prompt=["a"] * 5, n=16)
+    assert_error(response, 422, "n")
+    assert "queues, 64 (its option --max-waiting-requests)" in response.json()["error"]["message"]
 
 
 def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
