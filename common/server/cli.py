@@ -211,8 +211,6 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             shutdown_timeout_s=options.shutdown_timeout,
         )
         server.run(sockets=[listener])
-    if server.force_exit:
-        exit_at_once(1)
     if worker.running:
         exit_at_once(0)  # every client has its answer: nobody waits for this step
     return 0
@@ -291,9 +289,12 @@ class Server(uvicorn.Server):
     def _on_signal(self, name: str) -> None:
         if self._draining is not None:
             logger.warning("%s again: exiting now", name)
-            self.force_exit = self.should_exit = True
-            return
-        logger.info("%s: finishing what runs, for up to %g s", name, self.shutdown_timeout_s)
+            exit_at_once(1)  # uvicorn's own way has a traceback for every connection
+        logger.info(
+            "%s: finishing what runs, for up to %g s; a second signal ends it at once",
+            name,
+            self.shutdown_timeout_s,
+        )
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
