@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -35,8 +34,10 @@ from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
 from common.server.openapi import openapi_document
 from common.server.page import PAGE_HEADERS, render_page
+from common.server.request_log import log_end, log_refusal
 from common.server.schemas import MAX_BODY_BYTES, CompletionRequest, Limits, parse_completion_request
 from common.server.sse import (
+    CLIENT_LEFT,
     OPENAI_FINISH_REASONS,
     Answer,
     Choice,
@@ -47,8 +48,6 @@ from common.server.sse import (
     while_connected,
 )
 from common.worker import EngineWorker, RequestStream
-
-logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
@@ -169,22 +168,25 @@ class CompletionServer:
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several, as JSON or as an event stream."""
     server: CompletionServer = request.app.state.server
-    require_json(request)
-    completion = parse_completion_request(await read_body(request), server.limits)
-    answer = server.new_answer(completion)
     try:
+        require_json(request)
+        body = await read_body(request)
+        asked_s = time.monotonic()
+        completion = parse_completion_request(body, server.limits)
+        answer = server.new_answer(completion)
         streams = await server.submit(completion, answer.id)
+    except ClientDisconnect:
+        raise
     except Exception as error:
-        raise from_exception(error) from error
-    streaming = wants_stream(completion, request)
-    logger.debug(
-        "%s: %d choices, %s, user %r",
-        answer.id,
-        len(streams),
-        "stream" if streaming else "json",
-        completion.user,
-    )
-    if streaming:
+        refusal = from_exception(error)
+        log_refusal(refusal, error)
+        raise refusal from None
+
+    def close(client_gone: str | None) -> None:
+        cancel(streams)
+        log_end(answer, streams, asked_s=asked_s, user=completion.user, client_gone=client_gone)
+
+    if wants_stream(completion, request):
         options = completion.stream_options
         wire = NamedCompletionEvents(
             answer,
@@ -193,14 +195,18 @@ async def create_completion(request: Request) -> Response:
         )
         return EventStream(
             stream_events(answer, streams, wire),
-            on_close=lambda: cancel(streams),
+            on_close=close,
             ping_s=server.ping_s,
             send_timeout_s=server.send_timeout_s,
         )
+    client_gone = None
     try:
         return json_response(await while_connected(request.receive, collect(answer, streams)))
+    except ClientDisconnect:
+        client_gone = CLIENT_LEFT
+        raise
     finally:
-        cancel(streams)
+        close(client_gone)
 
 
 async def stream_events(

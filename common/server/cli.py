@@ -47,7 +47,7 @@ class ServerOptions(BaseModel):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="debug has a line for each request"
+        default="info", description="info has a line for each request"
     )
     shutdown_timeout: float = Field(
         default=30.0,
