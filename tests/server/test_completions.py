@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import httpx
@@ -375,7 +376,7 @@ def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None
     assert everything["counters"]["requests_finished"] >= 1
     latest = everything["steps"][-1]["step"]
     some = server.client.get("/telemetry", params={"since_step": latest}).json()["steps"]
-    assert [record["step"] for record in some] == [latest]
+    assert some[0]["step"] == latest  # another step may have followed, to take memory back
 
 
 def test_telemetry_is_read_page_by_page_while_steps_go_on(server: ServerProcess) -> None:
@@ -384,15 +385,16 @@ def test_telemetry_is_read_page_by_page_while_steps_go_on(server: ServerProcess)
         return page
 
     before = server.client.get("/telemetry").json()["next_step"]
-    (stream,) = in_background(1, lambda _: server.events(max_tokens=600, ignore_eos=True))
+    (stream,) = in_background(1, lambda _: server.events(max_tokens=300, ignore_eos=True))
     told: list[int] = []
     while not stream.done() or read(before + len(told))["steps"]:
         page = read(before + len(told))
         told += [record["step"] for record in page["steps"]]
         assert page["next_step"] == before + len(told) <= page["counters"]["steps"]
-    assert len(stream.result()) == 601
+        time.sleep(0.01)
+    assert len(stream.result()) == 301
     assert told == list(range(before, before + len(told)))
-    assert len(told) >= 600
+    assert len(told) >= 300
     page = read(before)
     assert [record["step"] for record in page["steps"]] == told[:256]
     assert page["next_step"] == told[256]
