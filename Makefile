@@ -2,11 +2,12 @@
 #   make demo            start a server on the bundled model, stream a few completions, stop it
 #   make test            the ordinary test suite
 #   make test-slow       the suites that take longer
-#   make serve PHASE=5   serve one phase (ARGS="--model dummy:llama-60m --port 8000" adds options)
+#   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make lint            style, types, and the one-way dependency rule
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/
+#   make clean           remove what was built; `make distclean` the environment, too; measurements stay
 # PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
 
 PYTHON ?= python3
@@ -15,9 +16,12 @@ ARGS ?=
 PIP_ARGS ?=
 
 BIN := .venv/bin
-PHASE_MODULE = $(notdir $(patsubst %/,%,$(wildcard phase$(PHASE)_*/)))
 
-.PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean
+# What figures are drawn from (folders change when a result is taken away), and the file that is written last.
+PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
+CAPTIONS := docs/assets/plots/captions.json
+
+.PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean distclean
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
@@ -33,8 +37,7 @@ demo: .venv/base
 	$(BIN)/python -m benchmarks.demo
 
 serve: .venv/base
-	$(if $(PHASE_MODULE),,$(error there is no phase $(PHASE)))
-	$(BIN)/python -m $(PHASE_MODULE) $(ARGS)
+	$(BIN)/python -m infer serve '$(PHASE)' $(ARGS)
 
 # One thread a test worker: two workers that both want two cores wait for each other.
 test: .venv/full
@@ -48,9 +51,11 @@ test-browser: .venv/full
 	$(BIN)/pytest -m browser
 
 bench: .venv/full
-	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching --out benchmarks/results/local
+	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching
 
-plots: .venv/full
+plots: $(CAPTIONS)
+
+$(CAPTIONS): $(PLOTTED) | .venv/full
 	$(BIN)/python -m benchmarks plots
 
 lint: .venv/full
@@ -69,5 +74,11 @@ docs: plots
 docs-serve: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+# benchmarks/results/local stays: nobody can build a measurement again.
 clean:
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site build *.egg-info docs/assets/plots
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .schemathesis
+	find . -name .venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

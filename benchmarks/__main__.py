@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -10,37 +11,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks.calibrate import LOADS, CalibrationError
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers import peer_targets
-from benchmarks.results import Run
+from benchmarks.results import LOCAL, RESULTS, Run
 from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
 
-RESULTS = Path("benchmarks/results")
 PLOTS = Path("docs/assets/plots")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
     """The command line; returns the exit code: 0 only if every run did what was asked."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     console = Console()
     try:
         code: int = options.command(options, console)
     except (StartupError, CalibrationError, ValueError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", markup=True, highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", markup=True, highlight=False)
         return 2
     except KeyboardInterrupt:
         return 130
     return code
 
 
-def parser() -> argparse.ArgumentParser:
+def exit_on_sigterm() -> None:
+    """Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
     """Every option, in groups that commands share."""
     load = argparse.ArgumentParser(add_help=False)
     group = load.add_argument_group("workload")
@@ -62,23 +68,17 @@ def parser() -> argparse.ArgumentParser:
         "--repeats", type=int, help="runs of each server; compare does 3 (quick: 1), run does 1"
     )
     group = load.add_argument_group("report")
-    group.add_argument(
-        "--slo-ttft", type=float, default=2.0, help="goodput: first token within so many s (2)"
-    )
-    group.add_argument(
-        "--slo-itl", type=float, default=0.2, help="goodput: 99 %% of gaps within so many s (0.2)"
-    )
+    group.add_argument("--slo-ttft", type=float, default=2.0, help="SLO: first token within so many s (2)")
+    group.add_argument("--slo-itl", type=float, default=0.2, help="SLO: 99 %% of gaps within so many s (0.2)")
     group.add_argument(
         "--stall-timeout", type=float, default=120.0, help="give up after so many s without any token (120)"
     )
     group.add_argument(
         "--run-timeout", type=float, default=3600.0, help="give up a run after so many s (3600)"
     )
-    group.add_argument("--out", type=Path, default=RESULTS, help=f"folder for results ({RESULTS})")
+    group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
-    top = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure servers and draw what was found."
-    )
+    top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
     commands = top.add_subparsers(required=True, metavar="compare | run | plots")
     _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
     _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
@@ -221,9 +221,12 @@ def exit_code(runs: Sequence[Run]) -> int:
 
 
 def _plots(options: argparse.Namespace, console: Console) -> int:
-    from benchmarks.plots import (
-        draw_all,
-    )  # matplotlib takes a second to import, and only this command needs it
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "figures are drawn with matplotlib, which is not installed: `make plots` installs it, "
+            "and so does .venv/bin/pip install -e '.[docs]'"
+        )
+    from benchmarks.plots import draw_all  # matplotlib takes a second to import, and only this needs it
 
     written = draw_all(options.results, options.out)
     console.print(f"{len(written)} figures in {options.out}")
@@ -286,6 +289,5 @@ def _option(text: str) -> Options:
 
 
 if __name__ == "__main__":
-    # Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     sys.exit(main())

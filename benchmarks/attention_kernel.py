@@ -10,10 +10,10 @@ repetition.
 | contender | what it does |
 | --- | --- |
 | paged kernel | ours: walks the block table, copies nothing |
-| gather + torch | ours, elsewhere than on CUDA: copies the visible rows, then plain products and softmax |
-| gather + varlen_attn | copies the visible rows, then FlashAttention's varlen kernel |
+| gather + torch | ours, elsewhere than on CUDA: copies the visible columns, then plain products and softmax |
+| gather + varlen_attn | copies the visible columns, then FlashAttention's varlen kernel |
 | varlen_attn, paged | the same kernel on the block table itself; needs FlashAttention 3 |
-| flex_attention | compiled, on rows that were copied beforehand: its time is without the gather |
+| flex_attention | compiled, on columns that were copied beforehand: its time is without the gather |
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
-from kernels.attention import attention, paged_attention_reference, varlen_attention
+from kernels.attention import attention, gathered_attention, varlen_attention
 from kernels.attention_layout import AttentionLayout
 from kernels.dispatch import HAS_TRITON
 
@@ -96,9 +97,9 @@ class Step:
         batch = self.q.shape[0]
         visible = shape.visible(self.layout.kv_lengths[0])
         k, v = (
-            store.view(-1, shape.head_dim)[group.rows]
+            store.view(-1, shape.head_dim)[group.addresses]
             .view(shape.heads_kv, batch, group.width, shape.head_dim)
-            .transpose(0, 1)[:, :, :visible]  # behind them, what fills the last block
+            .transpose(0, 1)[:, :, :visible]  # behind them, what fills the last tile
             for store in (self.k_store, self.v_store)
         )
         return k.contiguous(), v.contiguous()
@@ -116,7 +117,7 @@ def paged_kernel(step: Step) -> Attend:
 
 def gather_torch(step: Step) -> Attend:
     shape = step.shape
-    return lambda: paged_attention_reference(
+    return lambda: gathered_attention(
         step.q, step.k_store, step.v_store, step.layout, scale=shape.scale, window=shape.window
     )
 
@@ -132,7 +133,7 @@ def paged_varlen(step: Step) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     shape, layout = step.shape, step.layout
-    indices, paged = layout.varlen(), layout.paged()
+    indices, paged = layout.varlen(None), layout.paged()
     table = paged.block_table.to(torch.int32)
 
     def attend() -> Tensor:
@@ -317,7 +318,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--block-size", type=int, default=16)
     options.add_argument("--window", type=int, help="sliding window in columns (none)")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    options.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
+    options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
     return options
 
 

@@ -12,11 +12,11 @@ Every run has a fresh server: no cache, and no memory in pieces, is left over fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -24,7 +24,7 @@ from benchmarks.calibrate import CalibrationError, calibrate, fixed_factor
 from benchmarks.client import Endpoint
 from benchmarks.measure import Measurement, blank_run, measure
 from benchmarks.report import report
-from benchmarks.results import Calibration, Run, ServerInfo
+from benchmarks.results import Calibration, Lineup, Run, ServerInfo
 from benchmarks.servers import RunningServer, Target, open_server
 from benchmarks.workloads import PromptWriter, Workload
 from common.errors import StartupError
@@ -43,6 +43,7 @@ class Comparison:
         batch: sequences at once while calibrating, where the server's options do not say.
         out: folder for results; None: none are written.
         ignore_eos: whether requests ask for full-length answers.
+        show: what is printed of a workload when all its runs are done.
     """
 
     targets: Sequence[Target]
@@ -57,16 +58,38 @@ class Comparison:
     out: Path | None = None
     ignore_eos: bool = True
     api_key: str | None = None
+    show: Callable[[Sequence[Run]], RenderableType] = report
+
+    @property
+    def lineup(self) -> Lineup:
+        return Lineup(servers=[target.label for target in self.targets], repeats=self.repeats)
 
 
 def compare(comparison: Comparison, console: Console) -> list[Run]:
-    """Run a comparison, print its tables, and return its runs.
+    """Run a comparison, print its tables and where its results lie, and return its runs.
 
     Raises:
         StartupError: the first server does not start, so nothing can be calibrated.
         CalibrationError: it starts, and does not get through the calibration.
     """
     runs: list[Run] = []
+    total = len(comparison.workloads) * comparison.repeats * len(comparison.targets)
+    try:
+        _run_all(comparison, console, runs, total)
+    finally:  # also for who stops it half-way
+        if comparison.out is not None and runs:
+            console.print(_written(len(runs), total, comparison.out), soft_wrap=True, highlight=False)
+    return runs
+
+
+def _written(count: int, total: int, out: Path) -> str:
+    if count == total:
+        return f"{count} runs written to {out}"
+    return f"{count} of {total} runs written to {out}; figures and pages leave out what was cut short"
+
+
+def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: int) -> None:
+    """Every run of a comparison, added to `runs` and written as it ends."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -76,10 +99,9 @@ def compare(comparison: Comparison, console: Console) -> list[Run]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         calibrations = _calibrations(comparison, progress)
-        total = len(comparison.workloads) * comparison.repeats * len(comparison.targets)
         overall = progress.add_task("runs", total=total, detail="")
         for workload in comparison.workloads:
-            of_workload = []
+            before = len(runs)
             for repeat in range(1, comparison.repeats + 1):
                 turn = comparison.targets if repeat % 2 else comparison.targets[::-1]
                 for target in turn:
@@ -88,11 +110,9 @@ def compare(comparison: Comparison, console: Console) -> list[Run]:
                     )
                     if comparison.out is not None:
                         run.save(comparison.out)
-                    of_workload.append(run)
+                    runs.append(run)
                     progress.advance(overall)
-            console.print(report(of_workload))
-            runs += of_workload
-    return runs
+            console.print(comparison.show(runs[before:]))
 
 
 def run_once(
@@ -111,7 +131,9 @@ def run_once(
         options=None if target.url else dict(target.options),
         variant=dict(target.variant),
     )
-    run = blank_run(workload, info, calibration, comparison.measurement, repeat=repeat)
+    run = blank_run(
+        workload, info, calibration, comparison.measurement, lineup=comparison.lineup, repeat=repeat
+    )
     server = open_server(target)
     task = progress.add_task(f"{workload.name} on {target.label}", total=None, detail="starting")
 

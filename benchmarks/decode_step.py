@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
@@ -86,18 +87,21 @@ def step_time_s(run: Callable[[int], object]) -> float:
     return (times[1] - times[0]) / (LONG - SHORT)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="dummy:llama-135m", help="a dummy preset")
-    parser.add_argument("--phase", default="phase5_continuous")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
-    arguments = parser.parse_args()
+    options.add_argument("--model", default="dummy:llama-135m", help="a dummy preset")
+    options.add_argument("--phase", default="phase5_continuous")
+    options.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
+    return options
 
+
+def main() -> None:
+    arguments = parser().parse_args()
     checkpoint = open_checkpoint(arguments.model)
     model = load_model(
         checkpoint,

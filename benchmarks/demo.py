@@ -18,9 +18,10 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.__main__ import exit_code
+from benchmarks.__main__ import exit_code, exit_on_sigterm
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
+from benchmarks.report import summary
 from benchmarks.servers import Setup, open_server, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter
 from common.models.registry import open_checkpoint
@@ -121,21 +122,24 @@ def race(phases: Sequence[str], console: Console) -> int:
         model=MEASURED_MODEL,
         writer=PromptWriter(open_checkpoint(MEASURED_MODEL).tokenizer()),
         measurement=Measurement(comparison=new_comparison_name()),
+        show=summary,
     )
     return exit_code(compare(comparison, console))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks.demo") -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--phases", help="module names with commas (all)")
-    arguments = parser.parse_args()
-    phases = arguments.phases.split(",") if arguments.phases else phase_names()
+    options = parser.parse_args(arguments)
+    phases = options.phases.split(",") if options.phases else phase_names()
     console = Console()
     write(phases[-1], console)
     return race(phases, console)
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

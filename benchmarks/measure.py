@@ -12,7 +12,16 @@ from benchmarks.client import Endpoint
 from benchmarks.environment import describe_environment
 from benchmarks.loadgen import LoadGeneratorError, LoadPlan, Progress, run_load
 from benchmarks.metrics import summarize, summarize_server
-from benchmarks.results import DIGITS, Calibration, LoadResult, Run, ServerInfo, Status, WorkloadInfo
+from benchmarks.results import (
+    DIGITS,
+    Calibration,
+    Lineup,
+    LoadResult,
+    Run,
+    ServerInfo,
+    Status,
+    WorkloadInfo,
+)
 from benchmarks.workloads import PromptWriter, Workload, build
 
 BUSY_GENERATOR = 0.5  # of a core: from here on the generator may be what is measured
@@ -24,7 +33,7 @@ class Measurement:
     """How runs are made; the same for all servers of a comparison.
 
     Attributes:
-        slo_ttft_s, slo_itl_s: objectives for goodput, in seconds.
+        slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps, in seconds.
         stall_timeout_s: a server that brings no token for so long is given up.
     """
 
@@ -49,12 +58,14 @@ def blank_run(
     calibration: Calibration,
     measurement: Measurement,
     *,
+    lineup: Lineup,
     repeat: int = 1,
 ) -> Run:
     """A run's result before anything was measured: failed, until shown otherwise."""
     return Run(
         comparison=measurement.comparison,
         repeat=repeat,
+        lineup=lineup,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         status="failed",
         reason="not measured",

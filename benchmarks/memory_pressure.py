@@ -1,10 +1,12 @@
-"""One burst of requests on less and less KV memory: what preemption costs, and that it costs nothing but time.
+"""One burst of requests on less and less KV memory: what that costs, and that it costs nothing but time.
 
 `python -m benchmarks.memory_pressure [--model dummy:llama-60m] [--requests 24]`
 
-The pool shrinks from room for everybody to room for the longest request alone, the smallest that is legal. Every
-request's tokens are compared with those it got from the largest pool. In float32, since in a type with fewer digits
-rounding depends on who shares a pass, and a flipped token would be nobody's fault.
+The pool shrinks from room for everybody to room for the longest request alone, the smallest that is legal. Two
+things can make that slow, and each has a column: fewer sequences are computed together (tokens per step), and what
+a preempted sequence had in the cache is computed once more (prefilled again). Every request's tokens are compared
+with those it got from the largest pool. In float32, since in a type with fewer digits rounding depends on who
+shares a pass, and a flipped token would be nobody's fault.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
@@ -36,7 +39,9 @@ COLUMNS = [
     "output tokens / s",
     "× the largest pool",
     "steps",
+    "tokens per step",
     "preemptions",
+    "prefilled again, tokens",
     "same tokens",
 ]
 
@@ -45,11 +50,16 @@ Order = tuple[list[int], int]  # prompt, new tokens
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One pool size: its burst's seconds, steps and preemptions, and the tokens of every request."""
+    """One pool size: its burst's seconds, and the tokens of every request.
+
+    Attributes:
+        recomputed: tokens, prompt and generated, that were prefilled after a preemption.
+    """
 
     seconds: float
     steps: int
     preemptions: int
+    recomputed: int
     token_ids: list[list[int]]
 
 
@@ -97,7 +107,8 @@ def serve(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]
     unfinished = [request.request_id for request in requests if request.finish_reason != "length"]
     if unfinished:
         raise RuntimeError(f"{num_blocks} blocks: {', '.join(unfinished)} did not finish")
-    return Outcome(seconds, steps, engine.scheduler.preemptions, [r.token_ids for r in requests])
+    recomputed = engine.telemetry.counters.prefill_tokens - sum(len(prompt) for prompt, _ in orders)
+    return Outcome(seconds, steps, engine.scheduler.preemptions, recomputed, [r.token_ids for r in requests])
 
 
 def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]) -> list[list[Cell]]:
@@ -118,23 +129,28 @@ def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Orde
                 rate,
                 rate / of_first,
                 outcome.steps,
+                new_tokens / outcome.steps,
                 outcome.preemptions,
+                outcome.recomputed,
                 f"{same} of {len(orders)}",
             ]
         )
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="dummy:llama-60m")
-    parser.add_argument("--phase", default="phase6_paged", help="one with blocks (phase6_paged)")
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
-    options = parser.parse_args()
+    options.add_argument("--model", default="dummy:llama-60m")
+    options.add_argument("--phase", default="phase6_paged", help="one with blocks (phase6_paged)")
+    options.add_argument("--requests", type=int, default=24)
+    options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
+    return options
 
+
+def main() -> None:
+    options = parser().parse_args()
     checkpoint = open_checkpoint(options.model)
     model = load_model(
         checkpoint,

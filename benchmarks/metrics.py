@@ -53,7 +53,7 @@ def summarize(
 ) -> Metrics:
     """A run's metrics from its requests' timelines, at least one.
 
-    Latencies and throughput are those of completed requests; `errors` and `goodput` count all.
+    Latencies and throughput are those of completed requests; `errors` and `slo_attainment` count all.
 
     Args:
         records: of one run.
@@ -85,7 +85,7 @@ def summarize(
         itl_s=percentiles(gaps),
         latency_s=percentiles([record.latency_s for record in done]),
         longest_stall_s=max(gaps, default=None),
-        goodput=sum(is_good(record, slo_ttft_s, slo_itl_s) for record in records) / len(records),
+        slo_attainment=sum(is_good(record, slo_ttft_s, slo_itl_s) for record in records) / len(records),
         slo_ttft_s=slo_ttft_s,
         slo_itl_s=slo_itl_s,
     )

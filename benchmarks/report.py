@@ -1,7 +1,7 @@
 """The closing table: medians over repeats, the best of each line in bold.
 
 Beside a value stands its ratio: a phase's to the phase before, a variant's to the first column of its phase, a
-peer's to the last phase.
+peer's to the last phase. `summary` is the same without ratios and with few of the lines, for a narrow terminal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ LINES: Sequence[Line] = (
         for name in ("p50", "p95", "p99", "max")
     ),
     Line("longest stall", _client(lambda m: m.longest_stall_s), format_seconds, "low"),
-    Line("goodput", _client(lambda m: m.goodput), _share, "high"),
+    Line("SLO attainment", _client(lambda m: m.slo_attainment), _share, "high"),
     Line("errors", _client(lambda m: float(m.errors)), _number, "low"),
     Line("arrivals / s", _arrival_rate, lambda v: f"{v:.3g}"),
     Line("engine steps", _server("steps"), _number),
@@ -91,6 +91,9 @@ LINES: Sequence[Line] = (
     Line("KV reserved, mean tokens", _server("kv_reserved_mean"), _number, "low"),
     Line("preemptions", _server("preemptions"), _number),
 )
+
+
+SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
 
 
 def median_of(runs: Iterable[Run], line: Line) -> Value:
@@ -119,21 +122,45 @@ def report(runs: Sequence[Run]) -> Group:
 
     Runs that are not complete have no part in the medians; the notes name them.
     """
-    workload = runs[0].workload
-    calibration = runs[0].calibration
-    rate = f", {workload.rate:.3g} requests/s" if workload.rate is not None else ""
-    factor = f" (table × {calibration.factor:.3g})" if workload.rate is not None and calibration else ""
-    title = f"{workload.name}{' (quick)' if workload.quick else ''}: {runs[0].server.model}{rate}{factor}"
     table = Table()
     table.add_column("", no_wrap=True)
     columns = columns_of(runs)
     for repeats in columns:
         table.add_column(repeats[0].server.label, justify="right")
     for line in LINES:
-        values = [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
+        values = _medians(columns, line)
         if any(value is not None for value in values):
             table.add_row(line.title, *_cells(line, values, bases_of(columns)))
-    return Group(Text(f"\n{title}", style="bold"), table, Text(_notes(runs), style="dim"))
+    ratios = "× the phase before (a variant: × its phase's first column; a peer: × the last phase)"
+    return Group(_title(runs), table, _notes(runs, ratios))
+
+
+def summary(runs: Sequence[Run]) -> Group:
+    """The lines one looks at first, a row for each server: fits 80 columns, however many servers there are."""
+    columns = columns_of(runs)
+    table = Table()
+    table.add_column("", no_wrap=True)
+    lines = [line for line in LINES if line.title in SUMMARY]
+    shown = []
+    for line in lines:
+        table.add_column(line.title, justify="right")
+        shown.append(_cells(line, _medians(columns, line), [None] * len(columns)))
+    for repeats, cells in zip(columns, zip(*shown, strict=True), strict=True):
+        table.add_row(repeats[0].server.label, *cells)
+    return Group(_title(runs), table, _notes(runs))
+
+
+def _title(runs: Sequence[Run]) -> Text:
+    workload, calibration = runs[0].workload, runs[0].calibration
+    rate = f", {workload.rate:.3g} requests/s" if workload.rate is not None else ""
+    factor = f" (table × {calibration.factor:.3g})" if workload.rate is not None and calibration else ""
+    quick = " (quick)" if workload.quick else ""
+    return Text(f"\n{workload.name}{quick}: {runs[0].server.model}{rate}{factor}", style="bold")
+
+
+def _medians(columns: Sequence[Sequence[Run]], line: Line) -> list[Value]:
+    """Of the runs that are complete, for each server."""
+    return [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
 
 
 def _cells(line: Line, values: Sequence[Value], bases: Sequence[int | None]) -> list[str]:
@@ -164,15 +191,15 @@ def bases_of(columns: Sequence[Sequence[Run]]) -> list[int | None]:
     return bases
 
 
-def _notes(runs: Sequence[Run]) -> str:
+def _notes(runs: Sequence[Run], *first: str) -> Text:
     repeats = max(run.repeat for run in runs)
     shares = [run.generator.cpu_share for run in runs if run.generator is not None]
     said = [
         f"median of {repeats} runs" if repeats > 1 else "one run",
-        "× the phase before (a variant: × its phase's first column; a peer: × the last phase)",
+        *first,
     ]
     if shares:
         said.append(f"load generator: {max(shares):.0%} of a core at most")
     said += sorted({f"{run.server.label}: {note}" for run in runs for note in run.notes})
     said += [f"{run.server.label}, run {run.repeat} {run.status}: {run.reason}" for run in runs if run.reason]
-    return "\n".join(said)
+    return Text("\n".join(said), style="dim")

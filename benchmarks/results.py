@@ -7,12 +7,16 @@ on that same clock, so they can be drawn over each other.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no lineup, and called SLO attainment goodput
+RESULTS = Path("benchmarks/results")  # what is published
+LOCAL = RESULTS / "local"  # what is measured goes here unless told otherwise; git ignores it
 TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
 DIGITS = 5  # times are kept to 10 µs: finer than any clock that two processes share is good for
 
@@ -133,7 +137,7 @@ class Metrics(_Model):
         duration_s: from the first request's sending to the last one's end.
         output_tokens: of the requests that completed; those of broken ones are not counted.
         longest_stall_s: the longest that any client waited between two tokens.
-        goodput: share of all requests that completed and met both objectives.
+        slo_attainment: share of all requests that completed and met both objectives.
         arrival_rate: requests per second as they were really sent; None for fewer than two.
         short: completed requests with fewer tokens than asked for.
     """
@@ -152,7 +156,7 @@ class Metrics(_Model):
     itl_s: Percentiles | None
     latency_s: Percentiles | None
     longest_stall_s: float | None
-    goodput: float
+    slo_attainment: float = Field(validation_alias=AliasChoices("slo_attainment", "goodput"))
     slo_ttft_s: float
     slo_itl_s: float
 
@@ -238,11 +242,24 @@ class ServerInfo(_Model):
     log: list[str] = Field(default_factory=list)
 
 
+class Lineup(_Model):
+    """What a comparison consists of, for each of its workloads.
+
+    Attributes:
+        servers: labels, one a column.
+        repeats: runs of each.
+    """
+
+    servers: list[str]
+    repeats: int
+
+
 class Run(_Model):
     """One run of one workload on one server.
 
     Attributes:
         comparison: runs with the same one were measured together and may be compared.
+        lineup: which other runs there are if it was not cut short; None in files of schema 1.
         notes: what a reader of the numbers should know, such as a generator that was late.
         engine_steps: the engine's telemetry, one list per column.
     """
@@ -250,6 +267,7 @@ class Run(_Model):
     schema_version: int = SCHEMA
     comparison: str
     repeat: int = 1
+    lineup: Lineup | None = None
     started_at: str
     status: Status
     reason: str | None = None
@@ -272,10 +290,15 @@ class Run(_Model):
 
     def save(self, folder: Path) -> Path:
         """Write this run's file and return its path."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / self.file_name
-        path.write_text(self.model_dump_json() + "\n")
-        return path
+        return write_whole(folder / self.file_name, self.model_dump_json() + "\n")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file so that nobody finds half of it, also where the writer is killed meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    return part.replace(path)
 
 
 def run_folders(results: Path) -> list[Path]:
@@ -296,6 +319,35 @@ def load_runs(folder: Path) -> list[Run]:
         except ValueError as error:
             raise ValueError(f"{path} is not a run's result: {error}") from None
     return runs
+
+
+def load_comparisons(results: Path) -> list[tuple[str, list[Run]]]:
+    """Runs that may be compared: those of one workload and model that were measured together. Oldest first.
+
+    Before each comparison stands the folder that its files lie in, below the results: "" or, say, "h200".
+    """
+    found: dict[tuple[str, str, str, bool, str], list[Run]] = defaultdict(list)
+    for path in run_folders(results):
+        folder = "" if path == results else path.relative_to(results).as_posix()
+        for run in load_runs(path):
+            workload = run.workload
+            found[run.comparison, workload.name, run.server.model, workload.quick, folder].append(run)
+    return [(key[-1], found[key]) for key in sorted(found)]
+
+
+def is_complete(runs: Sequence[Run]) -> bool:
+    """Whether a comparison has all its runs, failed ones included: one that was killed half-way has not.
+
+    Its medians would be those of fewer repeats, and its columns those of some servers only.
+    """
+    there = {(run.server.label, run.repeat) for run in runs}
+    return all(
+        (label, repeat) in there
+        for run in runs
+        if run.lineup is not None
+        for label in run.lineup.servers
+        for repeat in range(1, run.lineup.repeats + 1)
+    )
 
 
 def slug(name: str) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import describe_environment
-from benchmarks.results import TABLES
+from benchmarks.results import LOCAL, TABLES, write_whole
 
 Cell = int | float | str | None
 
@@ -28,6 +28,7 @@ class MeasuredTable(BaseModel):
         setup: what was measured with what, for a reader.
         columns: headings, with units.
         rows: a cell for each column; None where nothing was measured.
+        local: found among the reader's own results; not in the file.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -39,13 +40,11 @@ class MeasuredTable(BaseModel):
     environment: dict[str, Any] = Field(default_factory=describe_environment)
     columns: list[str]
     rows: list[list[Cell]]
+    local: bool = Field(default=False, exclude=True)
 
     def save(self, results: Path) -> Path:
         """Write the file below a folder of results and return its path."""
-        path = results / TABLES / f"{self.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        return path
+        return write_whole(results / TABLES / f"{self.name}.json", self.model_dump_json(indent=1) + "\n")
 
     def print(self, console: Console) -> None:
         table = Table(*self.columns, title=self.title)
@@ -72,7 +71,9 @@ def load_tables(results: Path) -> list[MeasuredTable]:
     tables = []
     for path in sorted(results.rglob(f"{TABLES}/*.json")):
         try:
-            tables.append(MeasuredTable.model_validate_json(path.read_bytes()))
+            table = MeasuredTable.model_validate_json(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is not a measured table: {error}") from None
+        table.local = path.relative_to(results).parts[0] == LOCAL.name
+        tables.append(table)
     return sorted(tables, key=lambda table: table.started_at, reverse=True)

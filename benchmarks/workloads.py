@@ -51,6 +51,7 @@ class Workload:
         rate: requests per second before scaling; None where the pattern has no rate.
         shared_prefix: tokens that every prompt begins with, in addition to `prompts`.
         shows: what the workload was made to show.
+        phase: number of the phase that it was made to show beside the one before it; 0 where it is none's.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Workload:
     shows: str
     rate: float | None = None
     shared_prefix: int = 0
+    phase: int = 0
 
     @property
     def mean_prompt_tokens(self) -> float:
@@ -114,7 +116,8 @@ WORKLOADS: dict[str, Workload] = {
             new_tokens=Lengths(64, 256),
             arrivals="uniform",
             rate=4.0,
-            shows="TTFT tail: 5 against 4",
+            shows="TTFT tail",
+            phase=5,
         ),
         Workload(
             "paged_attention",
@@ -122,7 +125,8 @@ WORKLOADS: dict[str, Workload] = {
             prompts=_always(128, 384),
             new_tokens=Lengths(128, 256),
             arrivals="burst",
-            shows="throughput at equal KV bytes: 6 against 5",
+            shows="throughput at equal KV bytes",
+            phase=6,
         ),
         Workload(
             "chunked_prefill",
@@ -131,7 +135,8 @@ WORKLOADS: dict[str, Workload] = {
             new_tokens=Lengths(64, 256),
             arrivals="poisson",
             rate=6.0,
-            shows="ITL tail: 7 against 6",
+            shows="ITL tail",
+            phase=7,
         ),
         Workload(
             "prefix_caching",
@@ -141,7 +146,8 @@ WORKLOADS: dict[str, Workload] = {
             arrivals="uniform",
             rate=8.0,
             shared_prefix=1024,
-            shows="TTFT: 8 against 7",
+            shows="TTFT of prompts that begin alike",
+            phase=8,
         ),
     )
 }

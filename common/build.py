@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import psutil
 import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.engine import Clock, Engine, Phase
-from common.errors import StartupError
-from common.generate import generate
-from common.kv import KVPool, KVShape
-from common.models.layers import CausalLM
-from common.models.registry import load_model, open_checkpoint
+from common.generate import ContiguousCache
+from common.kv import KVPool, KVShape, Span
+from common.memory import check_memory
+from common.models.layers import CausalLM, TokenBatch
+from common.models.registry import Checkpoint, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.runner import Runner
+from common.sampling import sample
 from common.scheduling import Scheduler
 from common.telemetry import Telemetry
 from common.text import Tokenizer
+from kernels.paged_attention import MIN_SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +62,15 @@ class EngineBuilder(Generic[ConfigT]):
             StartupError: the model cannot be loaded, an option asks for more than it has, or memory is short.
         """
         if model is None:
-            model, tokenizer = _load(config)
+            checkpoint = open_checkpoint(config.model)
+            config = _settle(config, checkpoint.config.max_position_embeddings)
+            model, tokenizer = _load(checkpoint, config)
         elif tokenizer is None:
             raise ValueError("a ready model needs its tokenizer")
-        limit = config.resolve_max_seq_len(model.max_positions)
-        config = config.model_copy(update={"max_seq_len": limit})
+        else:
+            config = _settle(config, model.max_positions)
+            check_memory(config, model.config, model.dtype, model.device, weights=0)
         shape = KVShape.of(model.config, model.dtype)
-        check_kv_memory(config, shape, model.device)
         telemetry = Telemetry()
         pool = self.pool(config, shape, model.device)
         return Engine(
@@ -80,46 +84,56 @@ class EngineBuilder(Generic[ConfigT]):
         )
 
 
-def _load(config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
-    """The model and tokenizer that a config names. Its rotary tables end at the longest sequence served."""
-    checkpoint = open_checkpoint(config.model)
+def _settle(config: ConfigT, model_limit: int) -> ConfigT:
+    """The options with the longest sequence resolved."""
+    return config.model_copy(update={"max_seq_len": config.resolve_max_seq_len(model_limit)})
+
+
+def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
+    """A checkpoint's model and tokenizer. Its rotary tables end at the longest sequence served.
+
+    That everything fits into memory is seen to first: weights take a while to read.
+    """
+    assert config.max_seq_len is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
+    check_memory(config, checkpoint.config, dtype, device, weights=weight_bytes(checkpoint.config, dtype))
     tokenizer = checkpoint.tokenizer()
-    limit = config.resolve_max_seq_len(checkpoint.config.max_position_embeddings)
     started = time.perf_counter()
-    model = load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)
+    model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
     _warm_up(model)
     logger.info("loaded %s (%s, %s) in %.1f s", config.model, device, dtype, time.perf_counter() - started)
     return model, tokenizer
 
 
 def _warm_up(model: CausalLM) -> None:
-    """A pass or two, so that the first client does not pay for what libraries prepare on first use."""
-    for _ in generate(model, Request("warm-up", [0], SamplingParams(temperature=0.0, max_new_tokens=1))):
-        pass
+    """A pass of each kind there is, so that no client pays for what is compiled or probed on first use.
 
-
-def check_kv_memory(config: EngineConfig, shape: KVShape, device: torch.device) -> None:
-    """Say what the KV cache can grow to. StartupError: that is more than is free."""
-    needed = config.kv_tokens() * shape.bytes_per_token
-    free = free_memory(device)
-    logger.info("KV cache: %s tokens = %s", config.kv_formula(), format_bytes(needed))
-    if needed > free:
-        raise StartupError(
-            f"the KV cache can grow to {config.kv_formula()} tokens = {format_bytes(needed)}, but only "
-            f"{format_bytes(free)} are free on {device}: {config.kv_advice()}"
+    On a GPU every kernel is compiled when it is first launched. Which ones a pass launches depends on whether its
+    sequences have one query or several, and on whether one that decodes is so long that its columns are split.
+    """
+    columns = min(model.max_positions, MIN_SPLIT_COLUMNS + 16)
+    prompt = min(8, columns - 1)
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, columns, sequences=2)
+    requests = [
+        Request("warm-up, greedy", [0], SamplingParams(temperature=0.0)),
+        Request("warm-up, sampled", [0], SamplingParams(top_p=0.9)),
+    ]
+    for request in requests:
+        cache.reserve(request, columns)
+    prefill = Span.exact(0, 0, prompt), Span.exact(1, 0, prompt)
+    decode = Span.exact(0, prompt, prompt + 1), Span.exact(1, prompt, prompt + 1)
+    mixed = Span.exact(0, columns - 1, columns), Span.exact(1, 0, prompt)
+    for spans in (prefill, decode, mixed):
+        # What the pass finds in earlier columns need not be computed: zeros do as well.
+        cache.advance(Span.exact(span.slot, 0, span.start) for span in spans)
+        view = cache.view(spans)
+        ends = list(itertools.accumulate(span.end - span.start for span in spans))
+        batch = TokenBatch(
+            token_ids=torch.zeros(ends[-1], dtype=torch.int64, device=model.device),
+            positions=view.positions,
+            logit_rows=torch.tensor(ends, device=model.device) - 1,
         )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device`."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return int(psutil.virtual_memory().available)
-
-
-def format_bytes(count: int) -> str:
-    """1 GB is 2**30 bytes here, as memory is sold."""
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MB"
+        with torch.inference_mode():
+            sampled = sample(model(batch, view), requests)
+        sampled.token_ids.tolist()  # waits for the device, so that what failed there is raised here

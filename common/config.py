@@ -29,7 +29,8 @@ class EngineConfig(BaseModel):
         default="auto", description="auto takes a GPU where there is one"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="auto is the checkpoint's own, where the device computes in it natively"
+        default="auto",
+        description="auto is the checkpoint's own where the device computes in it natively, else float32",
     )
     max_batch_size: int = Field(default=8, ge=1, description="sequences computed together")
     max_seq_len: int | None = Field(
@@ -59,6 +60,14 @@ class EngineConfig(BaseModel):
         assert self.max_seq_len is not None
         return self.max_batch_size * self.max_seq_len
 
+    def max_pass_tokens(self) -> int:
+        """Tokens of the widest forward pass: every prompt at its longest. `max_seq_len` must be resolved.
+
+        Each of them has a column of KV memory, so it is never more than that.
+        """
+        assert self.max_seq_len is not None
+        return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
+
     def kv_formula(self) -> str:
         """How `kv_tokens` comes about, for the log."""
         return f"{self.max_batch_size} × {self.max_seq_len}"
@@ -78,10 +87,23 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type to compute in. A type the device can only emulate is worse than float32 in every way but size."""
+    """The type to compute in. A type the device can only emulate is worse than float32 in every way but size.
+
+    float16 is no stand-in for bfloat16, though older GPUs have it: it ends at 65,504, and activations of models
+    that were trained in bfloat16 (Gemma 3's) go beyond.
+    """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    if device.type == "cuda":
-        return checkpoint
-    native = checkpoint == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
-    return checkpoint if native else torch.float32
+    return checkpoint if _is_native(checkpoint, device) else torch.float32
+
+
+def _is_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has instructions for products of `dtype`, and torch uses them."""
+    if dtype != torch.bfloat16:
+        return dtype == torch.float32 or device.type == "cuda"
+    if device.type == "cuda":  # from compute capability 8.0 on, and on AMD's cards
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # x86 and ARM have a name each. torch calls them by way of oneDNN, which its builds for macOS lack.
+    instructions = torch.cpu.get_capabilities()
+    has_them = bool(instructions.get("avx512_bf16") or instructions.get("bf16"))
+    return has_them and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]  # torch's own

@@ -1,8 +1,9 @@
 """The engine: one synchronous step, the same for every phase.
 
 ```text
-retire ─> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
-└──────────── scheduler: integers ───────────────┘  └ runner: tensors
+retire ───> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
+scheduler   runner     └────── scheduler ───────┘   runner
+└──────────── integers: who holds what ─────────┘   └ tensors
 ```
 
 An engine does no I/O, starts no thread and knows nothing of asyncio; whoever owns it calls `step`.
@@ -96,9 +97,9 @@ class Engine:
             token_ids = self.tokenizer.encode(prompt) if prompt else []
         else:
             token_ids = list(prompt)
-            self._check_length(len(token_ids), params)
         if not token_ids:
             raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
+        self._check_length(len(token_ids), params)  # first: what follows may be slow on two megabytes of ids
         vocab_size = self.runner.model.config.vocab_size
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is not None:
@@ -110,7 +111,6 @@ class Engine:
             raise InvalidRequestError(
                 f"stop token id {beyond} is not in the vocabulary of {vocab_size}", param="stop_token_ids"
             )
-        self._check_length(len(token_ids), params)
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt_token_ids=token_ids,

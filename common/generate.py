@@ -13,23 +13,28 @@ from common.runner import commit_token
 from common.sampling import read_logprobs, sample
 
 
-class SingleSequenceCache(KVPool):
-    """KV memory of one sequence: a single block as long as it can become."""
+class ContiguousCache(KVPool):
+    """KV memory of a sequence, or of a few: for each a block as long as it can become."""
 
-    def __init__(self, shape: KVShape, device: torch.device, tokens: int) -> None:
+    def __init__(self, shape: KVShape, device: torch.device, tokens: int, sequences: int = 1) -> None:
         super().__init__(shape, device)
         self._tokens = tokens
-        self.k, self.v = shape.allocate(1, tokens, device)
+        self._sequences = sequences
+        self.k, self.v = shape.allocate(sequences, tokens, device)
 
     @property
     def block_size(self) -> int:
         return self._tokens
 
     def reserve(self, request: Request, tokens: int) -> bool:
-        if tokens > self._tokens or self._lengths:
+        if tokens > self._tokens:
             return False
-        request.slot = 0
-        self._lengths[0] = 0
+        if request.slot is None:
+            free = set(range(self._sequences)) - self._lengths.keys()
+            if not free:
+                return False
+            request.slot = min(free)
+            self._lengths[request.slot] = 0
         return True
 
     def _free(self, slot: int) -> None:
@@ -48,7 +53,7 @@ class SingleSequenceCache(KVPool):
 
     @property
     def reserved_tokens(self) -> int:
-        return self._tokens
+        return self._tokens * self._sequences
 
 
 def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
@@ -66,7 +71,7 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
         raise ValueError(
             f"prompt and new tokens make {request.max_total_tokens}, the model has {model.max_positions} positions"
         )
-    cache = SingleSequenceCache(KVShape.of(model.config, model.dtype), model.device, request.max_total_tokens)
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, request.max_total_tokens)
     cache.reserve(request, request.max_total_tokens)
     request.start_prefill()
     try:

@@ -81,8 +81,9 @@ class Span:
 class KVPool(ABC):
     """Bookkeeping and storage of KV memory. Every phase has its own kind; nobody asks which.
 
-    Bookkeeping methods use integers only. Storage is touched by `view`, by the pass that uses the view, and by
-    `erase`.
+    Bookkeeping methods use integers only. Storage is touched by the pass that uses a view, and by nobody else: what
+    a sequence leaves behind stays until the next owner of its columns writes over it. A mask would not do against a
+    NaN among it (0 × NaN is NaN), so attention reads no column past a sequence's end, masked or not.
     """
 
     #: [blocks, block_size, kv_heads, head_dim] for each layer
@@ -132,6 +133,10 @@ class KVPool(ABC):
     def reserved_tokens(self) -> int:
         """Columns set aside for the sequences that hold memory now."""
 
+    def active_seq_count(self) -> int:
+        """Sequences that hold memory now."""
+        return len(self._lengths)
+
     @property
     def used_tokens(self) -> int:
         """Columns that hold a token now."""
@@ -158,12 +163,6 @@ class KVPool(ABC):
 
     # ------------------------------------------------------------------ storage
 
-    def erase(self, slot: int) -> None:
-        """Zero a sequence's columns: a mask hides a stale number from the next owner, but not a NaN."""
-        table = torch.tensor(self.block_table(slot), device=self.device)
-        for layer in (*self.k, *self.v):
-            layer.index_fill_(0, table, 0)
-
     def view(self, spans: Sequence[Span]) -> KVView:
         """The addresses of one pass over `spans`, in that order.
 
@@ -183,7 +182,7 @@ class KVView:
 
     Attributes:
         positions: [T] int64, each token's column in its own sequence.
-        write_rows: [T] int64, the row of the flat store each token's key and value go to.
+        write_addresses: [T] int64, where in the flat store each token's key and value go.
         layout: where every query finds its keys.
     """
 
@@ -194,7 +193,7 @@ class KVView:
         size = pool.block_size
         tables = [pool.block_table(span.slot) for span in spans]
         width = max(len(table) for table in tables)
-        # Entries past a sequence's own blocks repeat its first: they are addresses nobody's mask lets through.
+        # Entries past a sequence's own blocks repeat its first: valid addresses, which nobody reads.
         padded = [[*table, *[table[0]] * (width - len(table))] for table in tables]
         lengths = tuple(span.end - span.start for span in spans)
         if sum(lengths) == len(lengths):
@@ -204,9 +203,9 @@ class KVView:
             positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
             sequence = torch.repeat_interleave(torch.tensor(lengths))
         block_table = torch.tensor(padded)
-        rows = block_table[sequence, positions // size] * size + positions % size
+        addresses = block_table[sequence, positions // size] * size + positions % size
         self.positions = positions.to(pool.device, non_blocking=True)
-        self.write_rows = rows.to(pool.device, non_blocking=True)
+        self.write_addresses = addresses.to(pool.device, non_blocking=True)
         self.layout = AttentionLayout(
             block_table=block_table.to(pool.device, non_blocking=True),
             block_size=size,
@@ -248,13 +247,14 @@ class KVView:
             [T, Hq, D].
         """
         k_store, v_store = self._pool.k[layer], self._pool.v[layer]
-        k_store.view(-1, *k_store.shape[2:]).index_copy_(0, self.write_rows, k)
-        v_store.view(-1, *v_store.shape[2:]).index_copy_(0, self.write_rows, v)
+        k_store.view(-1, *k_store.shape[2:]).index_copy_(0, self.write_addresses, k)
+        v_store.view(-1, *v_store.shape[2:]).index_copy_(0, self.write_addresses, v)
         return attention(q, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
-        """Set the sequences' new lengths. Called once the whole pass has succeeded: until then its columns
-        lie beyond every length, so a failed pass leaves the pool as it was."""
+        """Set the sequences' new lengths. Called once the whole pass has succeeded: until then what it writes lies
+        beyond every length, so a failed pass leaves the pool as it was. (Phase 4's rows that are done, and go
+        along idle, write over their own last column; what they compute is dropped.)"""
         self._pool.advance(self._spans)
 
 

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
+from pydantic import ValidationError
+from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from common.config import EngineConfig
 from common.engine import Engine
-from common.phases import find_phase, phase_names
-from common.request import FinishReason, Request, SamplingParams
+from common.errors import StartupError
+from common.phases import PhasePackage, find_phase, phase_names
+from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+
+Prompt = str | Sequence[int]
 
 
 @dataclass(slots=True)
 class Completion:
-    """One prompt's answer; `error` where there is none."""
+    """One prompt's answer; `error` where there is none.
 
-    prompt: str | Sequence[int]
+    Attributes:
+        token_ids: the new tokens, the one that ended them included.
+        logprobs: one entry for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
+    """
+
+    prompt: Prompt
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+
+    def add(self, output: StepOutput) -> None:
+        """Take in what a step of the engine has to say to this prompt."""
+        self.text += output.text_delta
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+        if self.logprobs is not None and output.logprobs is not None:
+            self.logprobs.append(output.logprobs)
+        if output.finished:
+            self.finish_reason, self.error = output.finish_reason, output.error
+            self.prompt_tokens, self.completion_tokens = output.prompt_tokens, output.completion_tokens
 
 
 class LLM:
@@ -38,17 +63,23 @@ class LLM:
 
     Further keywords are options of the phase's `Config`.
 
+    Any thread may call `generate`; a second caller waits until the first has its answers. But build an LLM and use
+    it in one thread: each thread that computes brings a pool of workers of its own (libgomp's), and two pools on
+    the same cores slow each other down.
+
     Raises:
-        StartupError: the model cannot be loaded, or an option does not fit it.
+        StartupError: there is no such phase or option, an option's value is not one of its values, or the model
+            cannot be loaded with them.
     """
 
-    def __init__(self, model: str, *, phase: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str, *, phase: int | str | None = None, **options: Any) -> None:
         package = find_phase(phase if phase is not None else phase_names()[-1])
-        self.engine: Engine = package.build_engine(package.Config(model=model, **options))
+        self.engine: Engine = package.build_engine(_configure(package, {"model": model, **options}))
+        self._turn = threading.Lock()  # an engine is not thread-safe: whoever generates has it alone
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
@@ -56,43 +87,45 @@ class LLM:
         """Complete every prompt: the answers, in the prompts' order.
 
         Args:
-            prompts: texts or token ids, as many as you like: they queue here, not in the engine.
+            prompts: texts or token ids, as many as you like: they queue here, not in the engine. One text, or one
+                list of token ids, is one prompt.
             params: for all, or one each; the defaults if None.
-            progress: draw a bar on a terminal.
+            progress: draw a bar, if stdout is a terminal.
 
         Raises:
             InvalidRequestError: a prompt is empty or too long; nothing has run then.
+            ValueError: there are not as many params as prompts.
         """
+        prompts = _listed(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params for {len(prompts)} prompts")
-        completions = [Completion(prompt) for prompt in prompts]
-        requests = [
-            self.engine.create_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)
+        pairs = list(zip(prompts, params, strict=True))
+        completions = [
+            Completion(prompt, logprobs=None if each.logprobs is None else []) for prompt, each in pairs
         ]
-        try:
-            self._run(requests, completions, progress=progress)
-        finally:  # an interrupted call leaves nothing behind that the next one would hear of
-            self.engine.abort_all(RuntimeError("generation was interrupted"))
+        requests = [self.engine.create_request(prompt, each) for prompt, each in pairs]
+        with self._turn:
+            try:
+                self._run(requests, completions, progress=progress)
+            finally:  # an interrupted call leaves nothing behind that the next one would hear of
+                self.engine.abort_all(RuntimeError("generation was interrupted"))
         return completions
 
     def _run(self, requests: Sequence[Request], completions: Sequence[Completion], *, progress: bool) -> None:
         by_id = dict(zip((request.request_id for request in requests), completions, strict=True))
         columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, disable=not progress, transient=True) as bar:
+        drawn = progress and get_console().is_terminal  # elsewhere an empty line would be left of the bar
+        with Progress(*columns, disable=not drawn, transient=True) as bar:
             task = bar.add_task("", total=len(requests))
             pending = deque(requests)
             while pending or self.engine.has_work:
                 self._feed(pending)
                 self._wait()
                 for output in self.engine.step():
-                    completion = by_id[output.request_id]
-                    completion.text += output.text_delta
+                    by_id[output.request_id].add(output)
                     if output.finished:
-                        completion.finish_reason, completion.error = output.finish_reason, output.error
-                        completion.prompt_tokens = output.prompt_tokens
-                        completion.completion_tokens = output.completion_tokens
                         bar.advance(task)
 
     def _feed(self, pending: deque[Request]) -> None:
@@ -104,3 +137,26 @@ class LLM:
         wake = self.engine.next_wake()
         if wake is not None:
             time.sleep(max(0.0, wake - self.engine.clock()))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt as a list of one."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast(list[Prompt], [prompts] if single else list(prompts))
+
+
+def _configure(package: PhasePackage, options: dict[str, Any]) -> EngineConfig:
+    """A phase's options, checked. StartupError: the first that is wrong, in one line."""
+    try:
+        return package.Config(**options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # options that contradict each other: the message names them
+        raise StartupError(message)
+    name = first["loc"][0]
+    if first["type"] == "extra_forbidden":
+        raise StartupError(
+            f"{package.PHASE.slug} has no option {name}; it has {', '.join(package.Config.model_fields)}"
+        )
+    raise StartupError(f"{name}: {message}, not {first['input']!r}")

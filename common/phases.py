@@ -32,19 +32,34 @@ def _phase_number(module: str) -> int:
     return int("".join(itertools.takewhile(str.isdigit, module.removeprefix("phase"))) or 0)
 
 
-def find_phase(name: str) -> PhasePackage:
-    """A phase by its module name (`phase4_static`), or by as much of it as is unique (`4`, `static`, `phase4`).
+def find_phase(name: int | str) -> PhasePackage:
+    """A phase by its number (`4`, `"4"`), by its module name (`phase4_static`), or by as much of that as is unique.
 
     Raises:
         StartupError: no phase, or more than one, answers to that.
     """
-    matches = [module for module in phase_names() if name in module]
-    exact = [module for module in matches if module == name]
-    if exact or len(matches) == 1:
-        return importlib.import_module((exact or matches)[0])
+    name = str(name)
+    names = phase_names()
+    if name.isdecimal():
+        matches = [module for module in names if _phase_number(module) == int(name)]
+    else:
+        matches = [module for module in names if module == name] or [m for m in names if name in m]
+    if len(matches) == 1:
+        return importlib.import_module(matches[0])
     if matches:
         raise StartupError(f"{name!r} could be {', '.join(matches)}")
+    return _import_unregistered(name)
+
+
+def _import_unregistered(name: str) -> PhasePackage:
+    """A phase that is named in full because no entry point names it."""
+    unknown = StartupError(f"no phase {name!r}; there are {', '.join(phase_names())}")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise unknown
     try:
-        return importlib.import_module(name)  # not registered, named in full
+        package = importlib.import_module(name)
     except ModuleNotFoundError:
-        raise StartupError(f"no phase {name!r}; there are {', '.join(phase_names())}") from None
+        raise unknown from None
+    if not isinstance(getattr(package, "PHASE", None), Phase):  # some other module
+        raise unknown
+    return package

@@ -118,6 +118,7 @@ class Request:
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
+    ending_token_ids: frozenset[int] = field(init=False)  # end it when sampled; none is, before `min_tokens`
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
@@ -130,6 +131,8 @@ class Request:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty: a request needs at least one token")
         self.token_ids = list(self.prompt_token_ids)
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.ending_token_ids = eos | frozenset(self.params.stop_token_ids)
         self.seed_generator(self.params.seed if self.params.seed is not None else 0)
 
     def seed_generator(self, seed: int) -> None:
@@ -141,7 +144,7 @@ class Request:
         """The random number in [0, 1) that decides the next token: the n-th of its stream for the n-th token.
 
         Asking again before that token is appended gives the same number, so a pass that is tried again, or a
-        prefill after preemption, chooses what it would have chosen.
+        prefill after preemption, draws what it would have drawn.
         """
         while len(self._uniforms) <= self.num_generated_tokens:
             self._uniforms.append(torch.rand((), generator=self._generator, dtype=torch.float64).item())
@@ -165,12 +168,6 @@ class Request:
     @property
     def is_terminal(self) -> bool:
         return self.state in TERMINAL_STATES
-
-    @property
-    def ending_token_ids(self) -> frozenset[int]:
-        """Ids that end this request when sampled (and may not be sampled before `min_tokens`)."""
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        return eos | frozenset(self.params.stop_token_ids)
 
     # ------------------------------------------------------------------ transitions
 

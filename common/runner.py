@@ -28,7 +28,7 @@ DEVICE_FAILED = "the device failed; restart the server"
 
 
 @dataclass(frozen=True, slots=True)
-class PassRow:
+class PassShare:
     """One sequence's share of a pass.
 
     Attributes:
@@ -46,19 +46,22 @@ class PassRow:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """Rows that go through the model together. Rows of one token should come first (see `AttentionLayout`).
+    """Sequences that go through the model together. Those with one token should come first (see `AttentionLayout`).
 
-    `splittable`: after a failure each row may be tried alone, so that only the guilty fail.
+    Attributes:
+        shares: one of each sequence.
+        splittable: after a failure each sequence may be tried alone, so that only the guilty fail.
+        padded_tokens, idle_rows: what is computed for the sake of a rectangle.
     """
 
-    rows: tuple[PassRow, ...]
+    shares: tuple[PassShare, ...]
     splittable: bool = True
     padded_tokens: int = 0
     idle_rows: int = 0
 
     def alone(self) -> list[ForwardPass]:
-        """The same work, one row a pass; padding was counted already."""
-        return [ForwardPass((row,), splittable=False) for row in self.rows]
+        """The same work, one sequence a pass; padding was counted already."""
+        return [ForwardPass((share,), splittable=False) for share in self.shares]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,6 @@ class Runner(ABC):
     def release(self, requests: Iterable[Request]) -> None:
         """Give back the memory of requests that have left."""
         for request in requests:
-            if request.slot is not None and request.error is not None:
-                self.pool.erase(request.slot)  # whatever went wrong may have left a NaN
             self.pool.release(request)
 
     # ------------------------------------------------------------------ launch
@@ -130,11 +131,11 @@ class Runner(ABC):
         except Exception as error:
             _raise_if_fatal(error)
             self.telemetry.counters.failed_passes += 1
-            if not forward_pass.splittable or len(forward_pass.rows) == 1:
+            if not forward_pass.splittable or len(forward_pass.shares) == 1:
                 logger.exception("a forward pass failed")
-                launched.failed += [(row.request, without_frames(error)) for row in forward_pass.rows]
+                launched.failed += [(share.request, without_frames(error)) for share in forward_pass.shares]
                 return
-            logger.warning("a pass of %d sequences failed, trying each alone", len(forward_pass.rows))
+            logger.warning("a pass of %d sequences failed, trying each alone", len(forward_pass.shares))
         else:
             self._sample(requests, logits, launched)
             return
@@ -164,18 +165,18 @@ class Runner(ABC):
         Returns:
             The requests that a token is to be sampled for, and their logits [S, vocab].
         """
-        rows = forward_pass.rows
+        shares = forward_pass.shares
         device = self.model.device
-        view = self.pool.view([row.span for row in rows])
+        view = self.pool.view([share.span for share in shares])
         sampled_requests: list[Request] = []
         logit_rows: list[int] = []
         offset = 0
-        for row in rows:
-            if row.sample_at is not None:
-                sampled_requests.append(row.request)
-                logit_rows.append(offset + row.sample_at)
-            offset += len(row.token_ids)
-        token_ids = [token_id for row in rows for token_id in row.token_ids]
+        for share in shares:
+            if share.sample_at is not None:
+                sampled_requests.append(share.request)
+                logit_rows.append(offset + share.sample_at)
+            offset += len(share.token_ids)
+        token_ids = [token_id for share in shares for token_id in share.token_ids]
         batch = TokenBatch(
             token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
             positions=view.positions,
@@ -185,8 +186,8 @@ class Runner(ABC):
         logits = self.model(batch, view)
         self.telemetry.current.passes += 1
         view.advance()
-        for row in rows:
-            row.request.prefill_progress = row.span.length
+        for share in shares:
+            share.request.prefill_progress = share.span.length
         return tuple(sampled_requests), logits[: len(sampled_requests)]
 
     # ------------------------------------------------------------------ commit

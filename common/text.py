@@ -27,25 +27,38 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._token_texts: dict[int, str] = {}  # grows to one entry for each id of the model at the most
 
     @classmethod
     def from_folder(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Raises StartupError: no readable tokenizer.json."""
+        """Truncation and padding, which the file may ask for, are switched off: a prompt is all that was sent.
+
+        Raises:
+            StartupError: no readable tokenizer.json.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise StartupError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)), vocab_size=vocab_size)
+            backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a plain Exception
             raise StartupError(f"{path} cannot be read: {error}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, vocab_size=vocab_size)
 
     def min_tokens(self, text: str) -> int:
         """A bound from below on the tokens of `text`, without tokenizing it."""
         return len(text) // self._longest_token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens that the checkpoint puts around every text (BOS, say)."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`, with the tokens that the checkpoint puts around every text (BOS, say).
+
+        Other threads run meanwhile: the library lets go of the GIL for batches only, so a text is a batch of one.
+        Its pool of threads, one for each core, serves that batch with one of them; the others sleep.
+        """
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -59,6 +72,15 @@ class Tokenizer:
                 else self.backend.decode(ids, skip_special_tokens=True)
             )
         return "".join(parts)
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself; special tokens, which are left out of text, by their names. Each is decoded once."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            special = token_id in self.special_ids
+            text = str(self.backend.id_to_token(token_id)) if special else self.decode([token_id])
+            self._token_texts[token_id] = text
+        return text
 
     def is_foreign(self, token_id: int) -> bool:
         """Whether the model has this id and the tokenizer does not."""

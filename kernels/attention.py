@@ -1,5 +1,15 @@
 """Attention over a KV store of blocks: several ways to compute it, and the choice among them.
 
+| | where | how |
+| --- | --- | --- |
+| `paged_attention_triton` | CUDA, one query a sequence | reads keys where they lie |
+| `varlen_attention` | CUDA, several queries a sequence | copies the keys it needs, then FlashAttention |
+| `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
+
+Only the last one pads: it fills queries and gathered columns up to whole tiles of 64, because a CPU's bfloat16
+products are compiled for every size they meet. A chunk of 65 queries is computed as 128; what fills a tile is
+hidden from every query, or dropped.
+
 What a query sees, and where that lies, is in `kernels.attention_layout`.
 """
 
@@ -16,10 +26,13 @@ from kernels.dispatch import use_triton
 from kernels.paged_attention import paged_attention_triton
 
 
-def paged_attention_reference(
+def gathered_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """Attention by gathering keys and values through the block table, and three operations. Any device.
+
+    What runs where no kernel does, tuned for a CPU. To read what attention is, see
+    `kernels.paged_attention.paged_attention_reference`.
 
     Args:
         q: [T, Hq, D], sequence after sequence.
@@ -32,20 +45,20 @@ def paged_attention_reference(
     """
     heads_kv, head_dim = k_store.shape[-2:]
     assert heads_kv == layout.heads_kv
-    k_rows, v_rows = k_store.view(-1, head_dim), v_store.view(-1, head_dim)
+    k_flat, v_flat = k_store.view(-1, head_dim), v_store.view(-1, head_dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     singles = layout.num_single
     if singles:
         group = layout.decode_group(window)
-        gathered = layout.workspace.gather(group.rows, k_rows, v_rows)
+        gathered = layout.workspace.gather(group.addresses, k_flat, v_flat)
         out[:singles] = _decode(q[:singles], gathered, group, heads_kv, scale)
     if singles < q.shape[0]:
         for segment in layout.prefill_segments(window):
-            gathered = layout.workspace.gather(segment.rows, k_rows, v_rows)
+            gathered = layout.workspace.gather(segment.addresses, k_flat, v_flat)
             k, v = gathered.view(2, heads_kv, -1, head_dim)
-            for block in segment.blocks:
-                seen = block.columns
-                out[block.queries] = _prefill(q[block.queries], k[:, seen], v[:, seen], block.hidden, scale)
+            for tile in segment.tiles:
+                seen = tile.columns
+                out[tile.queries] = _prefill(q[tile.queries], k[:, seen], v[:, seen], tile.hidden, scale)
     return out
 
 
@@ -62,7 +75,7 @@ def _decode(q: Tensor, gathered: Tensor, group: DecodeGroup, heads_kv: int, scal
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """A block of queries of one sequence, filled up to the rows of `hidden`: [Tq, Hq, D] -> [Tq, Hq, D].
+    """A tile of queries of one sequence, filled up to the rows of `hidden`: [Tq, Hq, D] -> [Tq, Hq, D].
 
     Its keys and values: [Hkv, columns, D]. All queries of all heads that share a KV head become the rows of one
     matrix.
@@ -78,8 +91,9 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> T
 def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
     """softmax(q kᵀ · scale) v, in so many words.
 
-    Two plain products reach a CPU's bfloat16 instructions. The fused kernel of `scaled_dot_product_attention` does
-    not (torch 2.13): in bfloat16 it is no faster than in float32. Scores are rounded to the type of `q` in between.
+    Two plain products reach a CPU's bfloat16 instructions also where it has no AMX. The fused kernel of
+    `scaled_dot_product_attention` does not: on an AMD EPYC (avx512_bf16, no AMX; torch 2.13) it was no faster in
+    bfloat16 than in float32. Scores are rounded to the type of `q` in between.
 
     Args:
         q: [X, Y, Z, D]: N equal parts one after the other, each of which meets one matrix of keys.
@@ -101,20 +115,20 @@ def varlen_attention(
 ) -> Tensor:
     """The same attention in one FlashAttention launch over gathered keys (CUDA, float16 and bfloat16).
 
-    Arguments and result as in `paged_attention_reference`.
+    Arguments and result as in `gathered_attention`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     heads_kv, head_dim = k_store.shape[-2:]
-    indices = layout.varlen()
+    indices = layout.varlen(window)
     out = varlen_attn(
         q.contiguous(),
-        k_store.view(-1, heads_kv, head_dim).index_select(0, indices.rows),
-        v_store.view(-1, heads_kv, head_dim).index_select(0, indices.rows),
+        k_store.view(-1, heads_kv, head_dim).index_select(0, indices.addresses),
+        v_store.view(-1, heads_kv, head_dim).index_select(0, indices.addresses),
         indices.query_offsets,
         indices.kv_offsets,
-        max(layout.query_lengths),
-        max(layout.kv_lengths),
+        indices.max_queries,
+        indices.max_columns,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != heads_kv,
@@ -125,36 +139,42 @@ def varlen_attention(
 
 @functools.cache
 def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Try the varlen kernel once on a small mixed pass: which builds and cards have it is not to be told else."""
-    try:
-        generator = torch.Generator(device).manual_seed(0)
-        draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
-        layout = AttentionLayout(torch.tensor([[1], [0]], device=device), 16, (1, 5), (7, 9), heads_kv=2)
-        q, k, v = draw(6, 4, head_dim), draw(2, 16, 2, head_dim), draw(2, 16, 2, head_dim)
-        for window in (None, 4):
+    """Try the varlen kernel on a small mixed pass: which builds and cards have it is not to be told else.
+
+    The answer is remembered. A device that fails or has no memory left has given none: that raises, and the next
+    pass asks again.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
+    layout = AttentionLayout(torch.tensor([[1], [0]], device=device), 16, (1, 5), (7, 9), heads_kv=2)
+    q, k, v = draw(6, 4, head_dim), draw(2, 16, 2, head_dim), draw(2, 16, 2, head_dim)
+    for window in (None, 4):
+        expected = gathered_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)
+        try:
             got = varlen_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)
-            expected = paged_attention_reference(q, k, v, layout, scale=head_dim**-0.5, window=window)
-            if not torch.allclose(got, expected, atol=3e-2, rtol=3e-2):
-                return False
-    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return False
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return False
+        if not torch.allclose(got, expected, atol=3e-2, rtol=3e-2):
+            return False
     return True
 
 
 def attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention over the block store; arguments and result as in `paged_attention_reference`.
+    """Attention over the block store; arguments and result as in `gathered_attention`.
 
     This is the one place that chooses. With Triton, on CUDA, the leading sequences of one query take the paged
     kernel, which reads their keys where they lie. Sequences with several queries, on CUDA, take FlashAttention's
-    varlen kernel where a probe on this machine has shown it to work. All else takes the torch reference.
+    varlen kernel where a probe on this machine has shown it to work. All else takes `gathered_attention`.
     """
     singles = layout.num_single
     decode = singles if use_triton(q) else 0
     if decode == q.shape[0]:
         return _paged_decode(q, k_store, v_store, layout, scale=scale, window=window)
-    several = paged_attention_reference
+    several = gathered_attention
     if q.is_cuda and singles < q.shape[0] and _varlen_works(q.device, q.dtype, q.shape[2]):
         several = varlen_attention
     if decode == 0:

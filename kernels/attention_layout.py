@@ -1,8 +1,8 @@
 """Where one forward pass finds its keys: the position rule as indices, built once and read by every layer.
 
-**The position rule.** Every sequence owns a logical row of columns 0, 1, 2, …; the token at position `p` is
-stored at column `p`; a query at position `p` sees the columns `c <= p`, and on a sliding-window layer only
-those with `p - c < window`. There is no other mask: causality, chunks, windows and padding are all this rule.
+**The position rule.** Every sequence has columns 0, 1, 2, … of its own; the token at position `p` is stored at
+column `p`; a query at position `p` sees the columns `c <= p`, and on a sliding-window layer only those with
+`p - c < window`. There is no other mask: causality, chunks, windows and padding are all this rule.
 
 ```text
                      columns   0 1 2 3 4 5 6 7
@@ -14,7 +14,9 @@ those with `p - c < window`. There is no other mask: causality, chunks, windows 
 
 A sequence's columns live in blocks of the store, found through its row of the block table: column `c` is in
 block `table[c // block_size]` at offset `c % block_size`. A contiguous cache is the same thing with blocks as
-long as the longest sequence.
+long as the longest sequence. A column's *address* is where it lies once blocks (and heads, where every head is
+read for itself) are laid end to end: an index into the store seen as one flat list. What is computed at a time,
+some queries by some columns, is a *tile*: it has nothing to do with blocks.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from torch import Tensor
 
 # Queries of one sequence whose scores are computed at a time: few enough for a processor's cache, and most of what
 # lies above a prompt's diagonal is never computed.
-QUERY_BLOCK = 64
+QUERY_TILE = 64
 
-# Products are of whole blocks of queries and of columns; what nobody needs is hidden or dropped. A CPU's bfloat16
+# Products are of whole tiles of queries and of columns; what nobody needs is hidden or dropped. A CPU's bfloat16
 # product is compiled for every size it meets, which takes longer than the product: sizes must come again.
-COLUMN_BLOCK = 64
+COLUMN_TILE = 64
 
 
 class Workspace:
@@ -43,22 +45,22 @@ class Workspace:
     def __init__(self) -> None:
         self._held: Tensor | None = None
 
-    def gather(self, rows: Tensor, *stores: Tensor) -> Tensor:
-        """The given rows of every store, [len(stores), rows, width]; good until the next call.
+    def gather(self, addresses: Tensor, *stores: Tensor) -> Tensor:
+        """What every store holds at these addresses, [len(stores), A, width]; good until the next call.
 
         Args:
-            rows: [rows] int64.
+            addresses: [A] int64.
             stores: [any, width] each, alike in width, type and device.
         """
         first = stores[0]
-        size = len(stores) * len(rows) * first.shape[1]
+        size = len(stores) * len(addresses) * first.shape[1]
         held = self._held
         if held is None or held.numel() < size or held.dtype != first.dtype or held.device != first.device:
             held = first.new_empty(size + size // 4)  # more than asked: sequences grow by a column a step
             self._held = held
-        gathered = held[:size].view(len(stores), len(rows), first.shape[1])
+        gathered = held[:size].view(len(stores), len(addresses), first.shape[1])
         for store, out in zip(stores, gathered, strict=True):
-            torch.index_select(store, 0, rows, out=out)
+            torch.index_select(store, 0, addresses, out=out)
         return gathered
 
 
@@ -67,24 +69,24 @@ class DecodeGroup:
     """The leading sequences that have one query each, B of them, computed together.
 
     Attributes:
-        rows: [Hkv * B * width] int64, rows of a store seen as [any, D], head after head.
-        width: columns that are read of each sequence: whole blocks.
+        addresses: [Hkv * B * width] int64, into a store seen as [any, D], head after head.
+        width: columns that are read of each sequence: whole tiles.
         hidden: [B, 1, width] bool, True: not to be seen.
     """
 
-    rows: Tensor
+    addresses: Tensor
     width: int
     hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class QueryBlock:
-    """Some neighbouring queries of one sequence: at most QUERY_BLOCK.
+class QueryTile:
+    """Some neighbouring queries of one sequence: at most QUERY_TILE.
 
     Attributes:
         queries: rows of the pass.
-        columns: of the sequence's gathered ones: whole blocks, with all that any of the queries sees.
-        hidden: [QUERY_BLOCK, the last so many columns] bool, True: not to be seen. All before those are seen.
+        columns: of the sequence's gathered ones: whole tiles, with all that any of the queries sees.
+        hidden: [QUERY_TILE, the last so many columns] bool, True: not to be seen. All before those are seen.
     """
 
     queries: slice
@@ -94,30 +96,38 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegment:
-    """One sequence with several queries, computed block by block.
+    """One sequence with several queries, computed tile by tile.
 
     Attributes:
-        rows: [Hkv * columns] int64, rows of a store seen as [any, D], head after head.
-        blocks: its queries, in order.
+        addresses: [Hkv * columns] int64, into a store seen as [any, D], head after head.
+        tiles: its queries, in order.
     """
 
-    rows: Tensor
-    blocks: tuple[QueryBlock, ...]
+    addresses: Tensor
+    tiles: tuple[QueryTile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenIndices:
     """All sequences' columns one after the other, the form in which varlen kernels take keys.
 
+    Of each sequence come the columns that any of its queries sees, A in all: a window leaves the first ones out.
+    Its last column always comes, and varlen kernels count distances from there: a sequence's last query belongs to
+    its last key, the query before to the key before. So what is left out in front moves nothing.
+
     Attributes:
-        rows: [sum of kv_lengths] int64, rows of a store seen as [any, Hkv, D].
+        addresses: [A] int64, into a store seen as [any, Hkv, D].
         query_offsets: [B + 1] int32, where each sequence's queries begin, and their end.
-        kv_offsets: [B + 1] int32, where each sequence's rows begin, and their end.
+        kv_offsets: [B + 1] int32, where each sequence's addresses begin, and their end.
+        max_queries: most queries of a sequence, on the host.
+        max_columns: most addresses of a sequence, on the host.
     """
 
-    rows: Tensor
+    addresses: Tensor
     query_offsets: Tensor
     kv_offsets: Tensor
+    max_queries: int
+    max_columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,7 @@ class AttentionLayout:
     # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
     _decode_groups: dict[int | None, DecodeGroup] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
-    _varlen: VarlenIndices | None = field(default=None, init=False)
+    _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
     _paged: PagedIndices | None = field(default=None, init=False)
     _rest: AttentionLayout | None = field(default=None, init=False)
 
@@ -190,11 +200,11 @@ class AttentionLayout:
             self._prefill_segments[window] = self._build_prefill_segments(window)
         return self._prefill_segments[window]
 
-    def varlen(self) -> VarlenIndices:
-        """For every sequence of the layout, whatever its number of queries."""
-        if self._varlen is None:
-            self._varlen = self._build_varlen()
-        return self._varlen
+    def varlen(self, window: int | None) -> VarlenIndices:
+        """For layers with this window: every sequence of the layout, whatever its number of queries."""
+        if window not in self._varlen:
+            self._varlen[window] = self._build_varlen(window)
+        return self._varlen[window]
 
     def paged(self) -> PagedIndices:
         """For the leading sequences of one query; there must be one."""
@@ -216,16 +226,16 @@ class AttentionLayout:
             )
         return self._rest
 
-    def _rows(self, tables: Tensor, columns: Tensor) -> Tensor:
+    def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
         """Where these columns lie, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
 
-        Rows of a store seen as [blocks * block_size * Hkv, D]. A head's keys become one matrix this way, read from
-        its first number to its last. As they lie in the store, with the other heads' in between, products with them
+        Into a store seen as [blocks * block_size * Hkv, D]. A head's keys become one matrix this way, read from its
+        first number to its last. As they lie in the store, with the other heads' in between, products with them
         take a CPU several times as long.
         """
-        rows = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
+        tokens = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
         heads = torch.arange(self.heads_kv, device=self.device)
-        return (rows.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
+        return (tokens.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
 
     def _build_paged(self) -> PagedIndices:
         lengths = self.kv_lengths[: self.num_single]
@@ -233,29 +243,40 @@ class AttentionLayout:
         on_device = on_host.to(self.device, non_blocking=True)  # a plain copy would wait for the device
         return PagedIndices(self.block_table[: len(lengths)], on_device, max(lengths), sum(lengths))
 
-    def _build_varlen(self) -> VarlenIndices:
-        kv = torch.tensor(self.kv_lengths, device=self.device)
-        sequence = torch.repeat_interleave(kv)  # [sum of kv_lengths]: 0, 0, …, 1, 1, …
-        columns = torch.arange(sequence.shape[0], device=self.device) - (kv.cumsum(0) - kv)[sequence]
-        rows = self.block_table[sequence, columns // self.block_size] * self.block_size
-        offsets = [
-            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
-            for lengths in (self.query_lengths, self.kv_lengths)
-        ]
-        return VarlenIndices(rows + columns % self.block_size, *offsets)
+    def _build_varlen(self, window: int | None) -> VarlenIndices:
+        lengths = list(self.kv_lengths)
+        if window is not None:  # a sequence's first query sees furthest back
+            lengths = [min(kv, window + n - 1) for n, kv in zip(self.query_lengths, lengths, strict=True)]
+        ends = torch.tensor(self.kv_lengths, device=self.device)
+        counts = torch.tensor(lengths, device=self.device)
+        sequence = torch.repeat_interleave(counts, output_size=sum(lengths))  # [A]: 0, 0, …, 1, 1, …
+        # A sequence's last address is its last column, the address before it the column before.
+        columns = torch.arange(sum(lengths), device=self.device) + (ends - counts.cumsum(0))[sequence]
+        addresses = self.block_table[sequence, columns // self.block_size] * self.block_size
+        query_offsets, kv_offsets = (
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=self.device)
+            for each in (self.query_lengths, lengths)
+        )
+        return VarlenIndices(
+            addresses=addresses + columns % self.block_size,
+            query_offsets=query_offsets,
+            kv_offsets=kv_offsets,
+            max_queries=max(self.query_lengths),
+            max_columns=max(lengths),
+        )
 
     def _build_decode_group(self, window: int | None) -> DecodeGroup:
         count = self.num_single
         lengths = self.kv_lengths[:count]
         visible = [length if window is None else min(length, window) for length in lengths]
-        width = _whole_blocks(max(visible))
+        width = _whole_tiles(max(visible))
         kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
         first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
         hidden = (columns >= kv).unsqueeze(1)  # past a sequence's end
         # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
-        rows = self._rows(self.block_table[:count], torch.minimum(columns, kv - 1))
-        return DecodeGroup(rows, width, hidden)
+        addresses = self._addresses(self.block_table[:count], torch.minimum(columns, kv - 1))
+        return DecodeGroup(addresses, width, hidden)
 
     def _build_prefill_segments(self, window: int | None) -> list[PrefillSegment]:
         segments: list[PrefillSegment] = []
@@ -265,32 +286,32 @@ class AttentionLayout:
             queries, end = self.query_lengths[i], self.kv_lengths[i]
             start = end - queries
             first = _first_read(start, window)
-            columns = torch.arange(first, first + _whole_blocks(end - first), device=self.device)
+            columns = torch.arange(first, first + _whole_tiles(end - first), device=self.device)
             columns.clamp_(max=end - 1)  # past its end, a sequence reads its own last column
-            blocks = tuple(
-                self._query_block(at, min(at + QUERY_BLOCK, end), window, row - start, first)
-                for at in range(start, end, QUERY_BLOCK)
+            tiles = tuple(
+                self._query_tile(at, min(at + QUERY_TILE, end), window, row - start, first)
+                for at in range(start, end, QUERY_TILE)
             )
-            segments.append(PrefillSegment(self._rows(self.block_table[i], columns), blocks))
+            segments.append(PrefillSegment(self._addresses(self.block_table[i], columns), tiles))
             row += queries
         return segments
 
-    def _query_block(
+    def _query_tile(
         self, start: int, end: int, window: int | None, row_of_0: int, first_column: int
-    ) -> QueryBlock:
+    ) -> QueryTile:
         """The queries at positions `start` to `end`, in a pass where position 0 would be row `row_of_0`."""
         first = _first_read(start, window)
-        last = first + _whole_blocks(end - first)
+        last = first + _whole_tiles(end - first)
         # What came before these queries is seen by all of them, unless a window leaves it behind.
         left_behind = window is not None and end - first > window
         columns = torch.arange(first if left_behind else start, last, device=self.device)
-        # What fills the block behind the last query is to see something, or its softmax would divide by zero.
-        positions = torch.arange(start, start + QUERY_BLOCK, device=self.device).clamp_(max=end - 1)
+        # What fills the tile behind the last query is to see something, or its softmax would divide by zero.
+        positions = torch.arange(start, start + QUERY_TILE, device=self.device).clamp_(max=end - 1)
         distance = positions.unsqueeze(1) - columns  # p - c
         hidden = distance < 0
         if window is not None:
             hidden |= distance >= window
-        return QueryBlock(
+        return QueryTile(
             queries=slice(row_of_0 + start, row_of_0 + end),
             columns=slice(first - first_column, last - first_column),
             hidden=hidden,
@@ -298,10 +319,10 @@ class AttentionLayout:
 
 
 def _first_read(position: int, window: int | None) -> int:
-    """Where the block of columns begins in which the first one lies that a query at `position` sees."""
+    """Where the tile of columns begins in which the first one lies that a query at `position` sees."""
     first_seen = 0 if window is None else max(0, position - window + 1)
-    return first_seen // COLUMN_BLOCK * COLUMN_BLOCK
+    return first_seen // COLUMN_TILE * COLUMN_TILE
 
 
-def _whole_blocks(columns: int) -> int:
-    return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+def _whole_tiles(columns: int) -> int:
+    return -(-columns // COLUMN_TILE) * COLUMN_TILE

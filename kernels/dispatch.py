@@ -2,7 +2,8 @@
 
 A module with a kernel holds three things side by side: a reference in plain torch, a Triton kernel with its
 launcher, and one public function that calls one or the other. The reference is not only there to be read: it
-is the code that runs wherever Triton does not, and what the kernel is tested against.
+is the code that runs wherever Triton does not, and what the kernel is tested against. Attention alone has more
+ways than two: `kernels.attention` holds them, and there the reference of the paged kernel is only to be read.
 """
 
 import contextlib

@@ -61,12 +61,12 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
     def _gated_act_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
-        gate_up_ptr, out_ptr, row_stride, size, activation: tl.constexpr, block: tl.constexpr
+        gate_up_ptr, out_ptr, row_stride, size, activation: tl.constexpr, tile: tl.constexpr
     ):
-        """Program (t, b) computes columns b * block, … of row t. `size` is F."""
+        """Program (t, i) computes columns i * tile, … of row t. `size` is F."""
         # 64-bit, because row * stride passes 2^31 in a long prefill.
         row = tl.program_id(0).to(tl.int64)
-        columns = tl.program_id(1) * block + tl.arange(0, block)
+        columns = tl.program_id(1) * tile + tl.arange(0, tile)
         mask = columns < size
         source = gate_up_ptr + row * row_stride + columns
         gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
@@ -88,9 +88,9 @@ def gated_act_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return out  # no rows, nothing to launch
     if gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
-    block = min(1024, triton.next_power_of_2(size))
+    tile = min(1024, triton.next_power_of_2(size))
     with device_guard(gate_up):
-        _gated_act_kernel[(tokens, triton.cdiv(size, block))](
-            gate_up, out, gate_up.stride(0), size, activation=activation, block=block, num_warps=4
+        _gated_act_kernel[(tokens, triton.cdiv(size, tile))](
+            gate_up, out, gate_up.stride(0), size, activation=activation, tile=tile, num_warps=4
         )
     return out

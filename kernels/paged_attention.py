@@ -65,7 +65,7 @@ PROGRAMS_PER_PROCESSOR = 2
 # --- torch ---------------------------------------------------------------------------------------------
 
 
-def paged_decode_reference(
+def paged_attention_reference(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
@@ -78,7 +78,7 @@ def paged_decode_reference(
     """What the kernel computes, one sequence at a time, in float32; on CUDA the host waits for `lengths`.
 
     Written to be read and to test against. The path that runs where Triton does not is
-    `kernels.attention.paged_attention_reference`: all sequences at once, with indices built once a pass.
+    `kernels.attention.gathered_attention`: all sequences at once, with indices built once a pass.
 
     Arguments and result as in `paged_attention_triton`.
     """
@@ -123,8 +123,11 @@ if HAS_TRITON:
         rest = (weights - rounded.to(tl.float32)).to(v.dtype)
         return tl.dot(rest, v, acc=tl.dot(rounded, v))
 
-    # What changes from step to step must not be specialised on, or a serving engine keeps compiling.
-    @triton.jit(do_not_specialize=["window", "num_splits", "min_split", "table_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
+    # What changes from step to step must be no constant and must not be specialised on (Triton does that by itself
+    # for 1 and for multiples of 16), or a serving engine keeps compiling. That goes for `block_size` too: a block
+    # may be as long as a batch's longest sequence. Strides stay specialised: multiples of 16 are what lets 16 bytes
+    # be loaded at a time.
+    @triton.jit(do_not_specialize=["window", "num_splits", "min_split", "block_size", "table_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         q_ptr,
         k_ptr,
@@ -138,6 +141,7 @@ if HAS_TRITON:
         num_splits,
         min_split,
         group,
+        block_size,
         q_stride,
         q_head_stride,
         block_stride,
@@ -145,7 +149,6 @@ if HAS_TRITON:
         kv_head_stride,
         table_stride,
         head_dim: tl.constexpr,
-        block_size: tl.constexpr,
         is_split: tl.constexpr,
         tile_rows: tl.constexpr,
         tile_columns: tl.constexpr,
@@ -181,8 +184,8 @@ if HAS_TRITON:
             columns = start + tl.arange(0, tile_columns)
             inside = columns < end
             block = tl.load(table + columns // block_size, mask=inside, other=0).to(tl.int64)
-            row = block * block_stride + (columns % block_size).to(tl.int64) * column_stride
-            offsets = row[:, None] + dims[None, :]
+            address = block * block_stride + (columns % block_size).to(tl.int64) * column_stride
+            offsets = address[:, None] + dims[None, :]
             # A zero weight does not undo a NaN (0 * NaN is NaN): what lies outside must not even be loaded.
             mask = inside[:, None] & (dims < head_dim)[None, :]
 
@@ -272,7 +275,7 @@ def paged_attention_triton(
     Args:
         q: [B, Hq, D] float32, bfloat16 or float16. Last dimension contiguous or it is copied.
         k_store, v_store: [blocks, block_size, Hkv, D], dtype of `q`, the same strides, last dimension contiguous.
-            Hq is a multiple of Hkv. Rows that no sequence sees are not read.
+            Hq is a multiple of Hkv. Columns that no sequence sees are not read.
         block_table: [B, N] int32 or int64. Entries past a sequence's last block are not read.
         lengths: [B] int32 or int64; 0 gives a row of zeros.
         scale: factor on the scores.
@@ -324,6 +327,7 @@ def paged_attention_triton(
             num_splits,
             MIN_SPLIT_COLUMNS,
             group,
+            block_size,
             q.stride(0),
             q.stride(1),
             k_store.stride(0),
@@ -331,7 +335,6 @@ def paged_attention_triton(
             k_store.stride(2),
             block_table.stride(0),
             head_dim=head_dim,
-            block_size=block_size,
             is_split=is_split,
             tile_rows=tile_rows,
             tile_columns=tile_columns,
@@ -382,9 +385,9 @@ def _processors(device: torch.device) -> int:
 def _tile(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
     """(query heads, columns, dimensions, warps) of one program's tile.
 
-    Tile sides are powers of two, and a matrix multiplication on tensor cores has no side below 16: what is over
-    is masked, and costs arithmetic, of which there is plenty. A tile's keys take 16 KiB: with the next tiles
-    already on their way, several programs still fit into one processor's shared memory.
+    Tile sides are powers of two, and `tl.dot` takes none below 16: what is over is masked, and costs arithmetic,
+    of which there is plenty. A tile's keys take 16 KiB: with the next tiles already on their way, several programs
+    still fit into one processor's shared memory.
     """
     rows = max(16, triton.next_power_of_2(group))
     dims = max(16, triton.next_power_of_2(head_dim))

@@ -119,7 +119,8 @@ if HAS_TRITON:
         mean_square = tl.sum(x * x, axis=1) / hidden_size
         return x * tl.rsqrt(mean_square + eps)[:, None] * (weight + offset)[None, :]
 
-    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    # `num_rows` changes from pass to pass: specialised on, a kernel is compiled again for 1 and multiples of 16.
+    @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         x_ptr,
         weight_ptr,
@@ -149,7 +150,7 @@ if HAS_TRITON:
         out = out_ptr + rows[:, None] * hidden_size + columns[None, :]
         tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
-    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _fused_add_rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         x_ptr,
         residual_ptr,

@@ -111,7 +111,7 @@ if HAS_TRITON:
     def _rotate_heads(  # type: ignore[no-untyped-def]  # Triton has no types
         x_ptr, out_ptr, head_stride, heads, num_heads, columns, half, cos, sin
     ):
-        """Rotate a block of one token's heads; x_ptr and out_ptr point at that token."""
+        """Rotate a tile of one token's heads; x_ptr and out_ptr point at that token."""
         heads = heads.to(tl.int64)  # heads may lie further apart than tokens: [heads, T, D] transposed
         mask = (heads < num_heads)[:, None] & (columns < half)[None, :]
         source = x_ptr + heads[:, None] * head_stride + columns[None, :]
@@ -141,26 +141,26 @@ if HAS_TRITON:
         heads_kv,
         half,
         has_positions: tl.constexpr,
-        block_heads: tl.constexpr,
-        block_half: tl.constexpr,
+        tile_heads: tl.constexpr,
+        tile_half: tl.constexpr,
     ):
-        """Program (t, b) rotates head block b of token t: q's blocks come first, then k's."""
+        """Program (t, i) rotates heads of token t, those of tile i: q's tiles come first, then k's."""
         # 64-bit, because token * stride passes 2^31 in a long prefill.
         token = tl.program_id(0).to(tl.int64)
         row = tl.load(positions_ptr + token).to(tl.int64) if has_positions else token
-        columns = tl.arange(0, block_half)
+        columns = tl.arange(0, tile_half)
         cos = tl.load(cos_ptr + row * cos_stride + columns, mask=columns < half, other=0.0)[None, :]
         sin = tl.load(sin_ptr + row * sin_stride + columns, mask=columns < half, other=0.0)[None, :]
 
-        block = tl.program_id(1)
-        blocks_q = tl.cdiv(heads_q, block_heads)
-        if block < blocks_q:
-            heads = block * block_heads + tl.arange(0, block_heads)
+        tile = tl.program_id(1)
+        tiles_q = tl.cdiv(heads_q, tile_heads)
+        if tile < tiles_q:
+            heads = tile * tile_heads + tl.arange(0, tile_heads)
             q = q_ptr + token * q_token_stride
             q_out = q_out_ptr + token * heads_q * (2 * half)
             _rotate_heads(q, q_out, q_head_stride, heads, heads_q, columns, half, cos, sin)
         else:
-            heads = (block - blocks_q) * block_heads + tl.arange(0, block_heads)
+            heads = (tile - tiles_q) * tile_heads + tl.arange(0, tile_heads)
             k = k_ptr + token * k_token_stride
             k_out = k_out_ptr + token * heads_kv * (2 * half)
             _rotate_heads(k, k_out, k_head_stride, heads, heads_kv, columns, half, cos, sin)
@@ -184,11 +184,11 @@ def rope_triton(
     if positions is not None:
         positions = positions.contiguous()
     half = head_dim // 2
-    # Small blocks of heads: a decode step has few tokens, and its parallelism must come from the heads.
-    block_heads = min(4, triton.next_power_of_2(heads_q))
-    blocks = triton.cdiv(heads_q, block_heads) + triton.cdiv(heads_kv, block_heads)
+    # Small tiles of heads: a decode step has few tokens, and its parallelism must come from the heads.
+    tile_heads = min(4, triton.next_power_of_2(heads_q))
+    tiles = triton.cdiv(heads_q, tile_heads) + triton.cdiv(heads_kv, tile_heads)
     with device_guard(q):
-        _rope_kernel[(tokens, blocks)](
+        _rope_kernel[(tokens, tiles)](
             q,
             k,
             cos,
@@ -206,8 +206,8 @@ def rope_triton(
             heads_kv,
             half,
             has_positions=positions is not None,
-            block_heads=block_heads,
-            block_half=triton.next_power_of_2(half),
+            tile_heads=tile_heads,
+            tile_half=triton.next_power_of_2(half),
             num_warps=2,
         )
     return q_out, k_out

@@ -10,6 +10,9 @@ prompts of 3, 7 and 5 tokens, up to 4 new ones       row length = 7 + 4 = 11
 
 A row counts its own columns, so a short prompt's first new token is stored right after its last real one, whatever
 was padded beside it.
+
+How long rows are is known when the batch is complete. So this pool, alone of all, takes its memory while a plan is
+executed: in the `view` of the batch's first pass. It gives it back with the batch's last member.
 """
 
 from __future__ import annotations
@@ -76,9 +79,6 @@ class StaticKVCache(KVPool):
     @property
     def reserved_tokens(self) -> int:
         return self._rows * self.block_size
-
-    def erase(self, slot: int) -> None:
-        """Nothing to do: no later batch sees this memory."""
 
     def view(self, spans: Sequence[Span]) -> KVView:
         if not self.k:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from common.kv import Span
 from common.request import Request
-from common.runner import ForwardPass, PassRow, Runner
+from common.runner import ForwardPass, PassShare, Runner
 from common.scheduling import PrefillChunk, StepPlan
 
 PAD_TOKEN = 0  # any id will do: pad columns lie above every real query and decode overwrites them
@@ -27,8 +27,8 @@ class StaticRunner(Runner):
     def prefill_pass(self, chunks: Sequence[PrefillChunk]) -> ForwardPass:
         """Every prompt padded on the right to the longest: T = B × longest. The padding is the lesson."""
         longest = max(chunk.end for chunk in chunks)
-        rows = tuple(
-            PassRow(
+        shares = tuple(
+            PassShare(
                 request=chunk.request,
                 span=Span(slot=self.slot(chunk.request), start=0, end=longest, length=chunk.end),
                 token_ids=[*chunk.token_ids, *[PAD_TOKEN] * (longest - chunk.end)],
@@ -37,25 +37,25 @@ class StaticRunner(Runner):
             for chunk in chunks
         )
         padded = sum(longest - chunk.end for chunk in chunks)
-        return ForwardPass(rows, splittable=False, padded_tokens=padded)
+        return ForwardPass(shares, splittable=False, padded_tokens=padded)
 
     def decode_pass(self, requests: Sequence[Request]) -> ForwardPass:
         """The last token of every row; rows that are done go along idle."""
-        rows = tuple(self.idle_row(r) if r.is_terminal else self.decode_row(r) for r in requests)
-        return ForwardPass(rows, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
+        shares = tuple(self.idle_share(r) if r.is_terminal else self.decode_share(r) for r in requests)
+        return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
-    def decode_row(self, request: Request) -> PassRow:
+    def decode_share(self, request: Request) -> PassShare:
         """The latest token, which is not in the cache yet, goes into the column after those that are."""
         slot = self.slot(request)
         column = self.pool.get_seq_len(slot)
-        return PassRow(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], sample_at=0)
+        return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], sample_at=0)
 
-    def idle_row(self, request: Request) -> PassRow:
+    def idle_share(self, request: Request) -> PassShare:
         """A dummy token into the row's own last column, again and again: it stands still and harms nobody."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)
-        return PassRow(request, Span(slot, column, column + 1, length), [PAD_TOKEN], sample_at=None)
+        return PassShare(request, Span(slot, column, column + 1, length), [PAD_TOKEN], sample_at=None)
 
     @staticmethod
     def slot(request: Request) -> int:

@@ -12,8 +12,10 @@ time ──>
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 
+from common.config import EngineConfig
 from common.engine import Clock
 from common.kv import KVPool
 from common.request import Request, RequestState
@@ -21,19 +23,17 @@ from common.scheduling import PrefillChunk, Scheduler, StepPlan
 from phase4_static.config import Config
 
 
-class StaticScheduler(Scheduler):
-    """First come, first served, a batch at a time.
+class SeatingScheduler(Scheduler):
+    """First come, first served: a queue of `max_waiting_requests`, and `max_batch_size` seats for those who run.
 
-    A batch forms when `max_batch_size` requests wait, or `batch_wait_timeout_s` after the first of them came to
-    an idle engine. For a backlog the time starts when the batch before retires.
+    How seats are filled and cleared is what its subclasses differ in.
     """
 
-    def __init__(self, config: Config, clock: Clock) -> None:
+    def __init__(self, config: EngineConfig, clock: Clock) -> None:
         self.config = config
         self.clock = clock
         self.waiting: deque[Request] = deque()
         self._active: list[Request] = []
-        self._forming_since: float | None = None  # when the batch to come began to wait for company
 
     # ------------------------------------------------------------------ the queue
 
@@ -41,7 +41,6 @@ class StaticScheduler(Scheduler):
         if self.queue_room() < 1:
             return False
         self.waiting.append(request)
-        self._start_timer()
         return True
 
     def queue_room(self) -> int:
@@ -66,28 +65,17 @@ class StaticScheduler(Scheduler):
             self.waiting = deque(request for request in self.waiting if not request.is_terminal)
         return dropped
 
-    # ------------------------------------------------------------------ the step
+    # ------------------------------------------------------------------ the seats
 
     def retire(self) -> list[Request]:
-        retired = self._drop_waiting() + self._take_out_done()
-        self._start_timer()
-        return retired
+        return self._drop_waiting() + self._take_out_done()
 
+    @abstractmethod
     def _take_out_done(self) -> list[Request]:
-        """The whole batch once its last member is done; nobody before."""
-        if not all(request.is_terminal for request in self._active):
-            return []
-        done, self._active = self._active, []
-        return done
+        """Members that are done and may leave now."""
 
     def make_room(self, pool: KVPool) -> None:
-        """Nothing to do: a row is reserved at its full length when the batch forms."""
-
-    def admit(self, pool: KVPool) -> None:
-        """Form a batch, if none runs and it is time."""
-        if not self._active and self._is_due(self.clock()):
-            self._fill_seats(pool)
-            self._forming_since = None
+        """Nothing to do: all that a request can need is reserved when it gets its seat."""
 
     def _fill_seats(self, pool: KVPool) -> None:
         """First come, first served: stops at the first request that finds no seat or no memory."""
@@ -105,6 +93,42 @@ class StaticScheduler(Scheduler):
         request.start_prefill()
         self._active.append(request)
         return True
+
+
+class StaticScheduler(SeatingScheduler):
+    """A batch at a time.
+
+    A batch forms when `max_batch_size` requests wait, or `batch_wait_timeout_s` after the first of them came to
+    an idle engine. For a backlog the time starts when the batch before retires.
+    """
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        super().__init__(config, clock)
+        self.batch_wait_timeout_s = config.batch_wait_timeout_s
+        self._forming_since: float | None = None  # when the batch to come began to wait for company
+
+    def add_request(self, request: Request) -> bool:
+        taken = super().add_request(request)
+        self._start_timer()
+        return taken
+
+    def retire(self) -> list[Request]:
+        retired = super().retire()
+        self._start_timer()
+        return retired
+
+    def _take_out_done(self) -> list[Request]:
+        """The whole batch once its last member is done; nobody before."""
+        if not all(request.is_terminal for request in self._active):
+            return []
+        done, self._active = self._active, []
+        return done
+
+    def admit(self, pool: KVPool) -> None:
+        """Form a batch, if none runs and it is time."""
+        if not self._active and self._is_due(self.clock()):
+            self._fill_seats(pool)
+            self._forming_since = None
 
     def plan(self) -> StepPlan:
         """The whole rectangle: every member's prompt first, then every member's row in each step.
@@ -138,4 +162,4 @@ class StaticScheduler(Scheduler):
 
     def _deadline(self) -> float:
         assert self._forming_since is not None
-        return self._forming_since + self.config.batch_wait_timeout_s
+        return self._forming_since + self.batch_wait_timeout_s

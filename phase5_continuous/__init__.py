@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from common.build import EngineBuilder
+import functools
+
+from common.build import EngineBuilder, RunnerFactory
 from common.engine import Phase
 from phase5_continuous.cache import SlottedKVCache
 from phase5_continuous.config import Config
 from phase5_continuous.runner import ContinuousRunner as Runner
-from phase5_continuous.runner import OneByOneRunner
 from phase5_continuous.scheduler import ContinuousScheduler as Scheduler
 
 __all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
@@ -19,11 +20,14 @@ PHASE = Phase(
     idea="admit and retire on every step, one cache slot per sequence",
 )
 
-_RUNNERS = {"together": Runner, "one_by_one": OneByOneRunner}
+
+def make_runner(config: Config) -> RunnerFactory:
+    return functools.partial(Runner, max_prefill_pass_tokens=config.max_prefill_pass_tokens)
+
 
 build_engine: EngineBuilder[Config] = EngineBuilder(
     phase=PHASE,
     scheduler=Scheduler,
-    runner=lambda config: _RUNNERS[config.prefill_newcomers],
+    runner=make_runner,
     pool=SlottedKVCache,
 )

@@ -46,6 +46,7 @@ class SlottedKVCache(KVPool):
         self._free_slots.append(slot)
 
     def free_slot_count(self) -> int:
+        """How many more sequences can begin."""
         return len(self._free_slots)
 
     # ------------------------------------------------------------------ the protocol

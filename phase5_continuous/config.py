@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from phase4_static.config import Config as StaticConfig
+from common.config import EngineConfig
 
 
-class Config(StaticConfig):
-    """Phase 4's options, less the waiting, and how newcomers are prefilled."""
+class Config(EngineConfig):
+    """The base options, and how many tokens a pass may compute. Nobody waits for a batch to fill."""
 
-    batch_wait_timeout_s: float = Field(
-        default=0.0, ge=0.0, le=0.0, description="always 0: here nobody waits for a batch to fill"
+    max_prefill_pass_tokens: int = Field(
+        default=8192,
+        ge=1,
+        description="prompt tokens computed in one pass; a longer prompt has a pass of its own",
     )
-    prefill_newcomers: Literal["together", "one_by_one"] = Field(
-        default="together",
-        description="one pass over all newcomers' tokens, or a pass each (slower; to measure the difference)",
-    )
+
+    def max_pass_tokens(self) -> int:
+        assert self.max_seq_len is not None
+        return min(super().max_pass_tokens(), max(self.max_prefill_pass_tokens, self.max_seq_len))

@@ -13,14 +13,18 @@ from __future__ import annotations
 from common.kv import KVPool
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk, StepPlan
-from phase4_static.scheduler import StaticScheduler
+from phase4_static.scheduler import SeatingScheduler
 
 
-class ContinuousScheduler(StaticScheduler):
+class ContinuousScheduler(SeatingScheduler):
     """Retire whoever is done, admit whoever waits, first come first served, in every step."""
 
     def queue_room(self) -> int:
-        """A request that the next step will seat is not waiting, so free seats count as room."""
+        """Free seats count as room: the next step gives them to those who wait, as far as there is memory.
+
+        A slot is there for every seat. Where memory is another limit (phase 6) and has run out, they stay free, and
+        that many more than `max_waiting_requests` may come to wait.
+        """
         return super().queue_room() + self.free_seats
 
     def _take_out_done(self) -> list[Request]:

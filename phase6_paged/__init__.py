@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from common.build import EngineBuilder
+from common.build import EngineBuilder, RunnerFactory
 from common.engine import Phase
 from common.kv import KVPool, KVShape
 from phase5_continuous.cache import SlottedKVCache
-from phase5_continuous.runner import OneByOneRunner
 from phase6_paged.cache import PagedKVCachePool
 from phase6_paged.config import Config
 from phase6_paged.runner import PagedRunner as Runner
@@ -30,11 +31,13 @@ def make_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
     return backends[config.kv_cache_backend](config, shape, device)
 
 
-_RUNNERS = {"together": Runner, "one_by_one": OneByOneRunner}
+def make_runner(config: Config) -> RunnerFactory:
+    return functools.partial(Runner, max_prefill_pass_tokens=config.max_prefill_pass_tokens)
+
 
 build_engine: EngineBuilder[Config] = EngineBuilder(
     phase=PHASE,
     scheduler=Scheduler,
-    runner=lambda config: _RUNNERS[config.prefill_newcomers],
+    runner=make_runner,
     pool=make_pool,
 )

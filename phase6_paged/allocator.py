@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
@@ -75,10 +76,14 @@ class BlockAllocator(Generic[Owner]):
         """A copy."""
         return set(self._owners)
 
-    def find_leaked_blocks(self, active_owners: Iterable[Owner]) -> set[int]:
-        """Blocks whose owner is not among `active_owners`."""
+    def find_leaked_blocks(self, active_owners: Iterable[Owner]) -> dict[Owner, set[int]]:
+        """Owners that are not among `active_owners`, and the blocks that each of them still has."""
         active = set(active_owners)
-        return {block for block, owner in self._owners.items() if owner not in active}
+        leaked: dict[Owner, set[int]] = defaultdict(set)
+        for block, owner in self._owners.items():
+            if owner not in active:
+                leaked[owner].add(block)
+        return dict(leaked)
 
     def find_unreferenced_blocks(self, referenced: Iterable[int]) -> set[int]:
         """Allocated blocks that are not among `referenced`."""

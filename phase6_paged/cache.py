@@ -81,6 +81,10 @@ class PagedKVCachePool(KVPool):
         del self._lengths[slot]
         self.allocator.free(table)
 
+    def free_slot_count(self) -> int:
+        """How many more sequences can begin. Tables are not limited, but each sequence takes a block at least."""
+        return self.allocator.num_free
+
     # ------------------------------------------------------------------ the protocol
 
     def reserve(self, request: Request, tokens: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from common.build import EngineBuilder, RunnerFactory
 from common.engine import Clock, Phase
 from phase6_paged import Runner as PagedRunner
@@ -26,9 +28,9 @@ def make_scheduler(config: Config, clock: Clock) -> PagedScheduler:
 
 
 def make_runner(config: Config) -> RunnerFactory:
-    if not config.use_chunked_prefill:
-        return build_paged_engine.runner(config)
-    return Runner if config.mixed_batches else PagedRunner
+    mixed = config.use_chunked_prefill and config.mixed_batches
+    runner = Runner if mixed else PagedRunner
+    return functools.partial(runner, max_prefill_pass_tokens=config.max_prefill_pass_tokens)
 
 
 build_engine: EngineBuilder[Config] = EngineBuilder(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from phase6_paged.config import Config as PagedConfig
 
 
-class Config(PagedConfig):
-    """Phase 6's options, and how much of a prompt one step computes.
+def one_chunk(validated: dict[str, Any]) -> int | None:
+    """The default of `prefill_token_budget`. Without a valid chunk size there is none, and no config either."""
+    return validated.get("prefill_chunk_size")
 
-    A step's work is bounded by `prefill_chunk_size` × `max_prefill_chunks_per_step` tokens (with none, a chunk for
-    every seat) and one for everybody who decodes.
+
+class Config(PagedConfig):
+    """Phase 6's options, and how much of all prompts one step computes.
+
+    That is `prefill_token_budget` tokens at the most, of `max_prefill_chunks_per_step` prompts at the most,
+    `prefill_chunk_size` of each at the most; and a token for everybody who decodes.
     """
 
     use_chunked_prefill: bool = Field(default=True, description="without it this phase is phase 6")
@@ -21,9 +26,12 @@ class Config(PagedConfig):
         default=256, ge=1, description="most tokens of one prompt computed in a step"
     )
     max_prefill_chunks_per_step: int | None = Field(
-        default=1,
+        default=None, ge=1, description="prompts that advance in a step, by a chunk each; none: all pending"
+    )
+    prefill_token_budget: int | None = Field(
+        default_factory=one_chunk,
         ge=1,
-        description="prompt tokens in a step, in full chunks; none: a chunk of every pending prompt",
+        description="prompt tokens computed in a step; default: one chunk; none: no bound",
     )
     mixed_batches: bool = Field(
         default=True,
@@ -32,16 +40,24 @@ class Config(PagedConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        fields = type(self).model_fields
-        if not self.use_chunked_prefill:
-            for name in ("prefill_chunk_size", "max_prefill_chunks_per_step", "mixed_batches"):
-                if getattr(self, name) != fields[name].default:
-                    raise ValueError(
-                        f"{name} has no meaning without use_chunked_prefill: leave one of them out"
-                    )
-        elif self.prefill_newcomers != "together":
-            raise ValueError(
-                "prefill_newcomers = one_by_one contradicts use_chunked_prefill, which decides that itself: "
-                "leave it out, or set use_chunked_prefill to false"
-            )
+        if self.use_chunked_prefill:
+            return self
+        for name in (
+            "prefill_chunk_size",
+            "max_prefill_chunks_per_step",
+            "prefill_token_budget",
+            "mixed_batches",
+        ):
+            field = type(self).model_fields[name]
+            default = field.get_default(call_default_factory=True, validated_data=self.__dict__)
+            if getattr(self, name) != default:
+                raise ValueError(f"{name} has no meaning without use_chunked_prefill: leave one of them out")
         return self
+
+    def max_pass_tokens(self) -> int:
+        """Chunks within the step's budget, and a token for everybody who decodes."""
+        whole = super().max_pass_tokens()
+        if not self.use_chunked_prefill:
+            return whole
+        chunks = self.prefill_token_budget or self.max_batch_size * self.prefill_chunk_size
+        return min(whole, chunks + self.max_batch_size)

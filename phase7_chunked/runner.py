@@ -4,8 +4,8 @@ The flat pass needs nothing new. A chunk is tokens at positions `start` to `end`
 the columns before them, those of earlier chunks included.
 
 ```text
-  one pass     a b c d | C256 C257 … C511           decode tokens of A, B, C', D, then a chunk of C
-  positions    9 4 7 31| 256  257  … 511
+  one pass     a b c d  | E256 E257 … E511           decode tokens of A, B, C and D, then a chunk of E
+  positions    9 4 7 31 | 256  257  … 511
 ```
 """
 
@@ -19,13 +19,13 @@ from phase6_paged.runner import PagedRunner
 
 
 class ChunkedRunner(PagedRunner):
-    """Phase 6's rows, in one pass instead of two."""
+    """Phase 6's work, in one pass instead of two: decode goes along with the first chunks."""
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        # Decode rows first: sequences with one query are computed together (see `AttentionLayout`).
-        rows = (
-            *(self.decode_row(request) for request in plan.decode),
-            *(self.prefill_row(chunk) for chunk in plan.prefill),
-        )
-        if rows:
-            yield ForwardPass(rows)
+        # Decode first: sequences with one query are computed together (see `AttentionLayout`).
+        shares = tuple(self.decode_share(request) for request in plan.decode)
+        for chunks in self.share_out(plan.prefill):
+            yield ForwardPass((*shares, *(self.prefill_share(chunk) for chunk in chunks)))
+            shares = ()
+        if shares:
+            yield ForwardPass(shares)

@@ -1,13 +1,20 @@
 """Long prompts a chunk at a time (Agrawal et al. 2023, Sarathi): nobody's next token waits for all of it.
 
+Who decodes is in every step; prompts share a budget of tokens, those that have begun first. That is the stall-free
+schedule of Sarathi-Serve (Agrawal et al., OSDI 2024).
+
 ```text
-a prompt of 1000 arrives while A and B decode         steps ──>
-  phase 6   A a a a ················ a a a             the prompt has a step to itself
-            B b b b ················ b b b
-            C       └ 1000 at once ┘ c c c
-  phase 7   A a a a  a   a   a   a   a a a             each step is a little longer, none is long
-            B b b b  b   b   b   b   b b b
-            C       └256┘└256┘└256┘└232┘ c c
+a prompt of 1000 tokens arrives while A and B decode                                  time ──>
+
+  phase 6   steps  ├──┼──┼──┼──────────────────────────────────┼──┼──┼──┤      one step is long
+            A         a  a  a                                  a  a  a  a
+            B         b  b  b                                  b  b  b  b
+            C               └───────────── 1000 ──────────────┘c  c  c  c
+
+  phase 7   steps  ├──┼──┼──┼──────────┼──────────┼──────────┼─────────┼──┼──┤   none is long
+            A         a  a  a          a          a          a         a  a  a
+            B         b  b  b          b          b          b         b  b  b
+            C               └── 256 ──┘└── 256 ──┘└── 256 ──┘└─ 232 ──┘c  c  c
 ```
 """
 
@@ -29,33 +36,35 @@ class ChunkedScheduler(PagedScheduler):
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
         self.chunk_size = config.prefill_chunk_size
-        most = config.max_prefill_chunks_per_step
-        # Prompt tokens that a step has room for: without an end, every pending prompt gets its chunk.
-        self.prefill_tokens = sys.maxsize if most is None else most * self.chunk_size
+        self.max_chunks = config.max_prefill_chunks_per_step
+        self.token_budget = config.prefill_token_budget
 
     def plan(self) -> StepPlan:
-        """A token for everyone who decodes, and chunks of as many prompts as a step has room for."""
+        """A token for everyone who decodes, and a chunk of each prompt that a step has room for."""
         return StepPlan(
             decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
-            prefill=tuple(self.chunks(self.prefill_requests())),
+            prefill=tuple(self.chunks(self.prefill_requests(self.max_chunks))),
         )
 
-    def prefill_requests(self) -> list[Request]:
-        """Whose prompts advance, in this order: those that have begun, oldest first, then newcomers."""
+    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
+        """Whose prompts advance, in this order: those that have begun, oldest first, then newcomers.
+
+        Args:
+            max_chunks: how many of them at the most; None: all.
+        """
         prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
-        return sorted(prefilling, key=lambda r: (r.prefill_progress == 0, r.arrival))
+        return sorted(prefilling, key=lambda r: (r.prefill_progress == 0, r.arrival))[:max_chunks]
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
-        """The next chunk of each, until the tokens of `max_prefill_chunks_per_step` full ones are dealt out.
+        """The next chunk of each, until the tokens of the budget are dealt out.
 
-        Where a prompt has less left than a chunk, the next one gets the rest of the room, and is cut to it: fewer
-        steps then carry the same prompts.
+        The last one to get some is cut to what is left: fewer steps then carry the same prompts.
         """
-        room = self.prefill_tokens
+        left = sys.maxsize if self.token_budget is None else self.token_budget
         for request in requests:
-            if room == 0:
+            if left == 0:
                 return
             start = request.prefill_progress
-            tokens = min(self.chunk_size, room, len(request.token_ids) - start)
+            tokens = min(self.chunk_size, left, len(request.token_ids) - start)
             yield PrefillChunk(request, start, start + tokens)
-            room -= tokens
+            left -= tokens

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from common.engine import Engine
-from common.generate import SingleSequenceCache, generate
+from common.generate import ContiguousCache, generate
 from common.kv import KVPool, KVShape, KVView, Span
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import CausalLM, TokenBatch
@@ -166,7 +166,7 @@ class RememberingModel:
             Call(layout.query_lengths, layout.kv_lengths, len(batch.token_ids), batch.logit_rows.tolist())
         )
         store = self.pool.k[0].view(-1)
-        store[view.write_rows] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
+        store[view.write_addresses] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
         sequences: list[list[int]] = []
         for sequence, end in enumerate(layout.kv_lengths):
             size = layout.block_size
@@ -272,7 +272,7 @@ def assert_all_free(engine: Engine) -> None:
 def fresh_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
     """[vocab]: the logits after `token_ids`, computed from nothing in one pass."""
     request = Request("fresh", list(token_ids), GREEDY)
-    cache = SingleSequenceCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
     assert cache.reserve(request, len(token_ids))
     view = cache.view([Span.exact(0, 0, len(token_ids))])
     last = torch.tensor([len(token_ids) - 1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from common.generate import SingleSequenceCache
+from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import ZOO, load_model, open_checkpoint
@@ -200,7 +200,7 @@ def run_pass(
 
 def solo_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
     """[T, vocab]: the whole of one sequence in one pass, alone."""
-    cache = SingleSequenceCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
     request = Request(request_id="solo", prompt_token_ids=list(token_ids), params=SamplingParams())
     cache.reserve(request, len(token_ids))
     return run_pass(model, cache, [(0, token_ids)])[0]

@@ -19,7 +19,7 @@ import phase4_static
 import phase5_continuous
 import phase6_paged
 import phase7_chunked
-from common.generate import SingleSequenceCache
+from common.generate import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
 from common.request import Request
 from phase4_static.cache import StaticKVCache
@@ -41,6 +41,7 @@ class Kind:
     sequences: int  # at most
     fills_up: bool = True  # refuses when there is no memory left
     admits_any_time: bool = True  # also once a pass has run
+    counts_slots: bool = False  # says how many more sequences can begin
     idle_tokens: int = 0  # reserved while nobody holds anything
 
 
@@ -51,11 +52,14 @@ def paged(block_size: int, config: Any = phase6_paged.Config) -> Kind:
         random.Random(block_size).shuffle(pool.allocator._free)
         return pool
 
-    return Kind(make, 3)
+    return Kind(make, 3, counts_slots=True)
 
 
 POOLS = {
-    "single": Kind(lambda: SingleSequenceCache(SHAPE, CPU, COLUMNS), 1, idle_tokens=COLUMNS),
+    "contiguous, of one": Kind(lambda: ContiguousCache(SHAPE, CPU, COLUMNS), 1, idle_tokens=COLUMNS),
+    "contiguous, of three": Kind(
+        lambda: ContiguousCache(SHAPE, CPU, COLUMNS, sequences=3), 3, idle_tokens=3 * COLUMNS
+    ),
     "static": Kind(
         lambda: StaticKVCache(phase4_static.Config(max_seq_len=COLUMNS), SHAPE, CPU),
         3,
@@ -67,6 +71,7 @@ POOLS = {
             phase5_continuous.Config(max_seq_len=COLUMNS, max_batch_size=3), SHAPE, CPU
         ),
         3,
+        counts_slots=True,
     ),
     **{f"paged-{size}": paged(size) for size in (1, 3, 4, 16, 64)},
     "paged-of-phase-7": paged(16, phase7_chunked.Config),
@@ -105,7 +110,7 @@ def rows_of(pool: KVPool, request: Request) -> list[int]:
 def write(pool: KVPool, spans: Sequence[Span], value: float = 1.0) -> None:
     """A pass over the spans that stores `value` in every layer."""
     view = pool.view(spans)
-    tokens = len(view.write_rows)
+    tokens = len(view.write_addresses)
     q, k = torch.zeros(tokens, HEADS, HEAD_DIM), torch.full((tokens, KV_HEADS, HEAD_DIM), value)
     for layer in range(LAYERS):
         view.attend(layer, q, k, k, scale=1.0, window=None)
@@ -156,6 +161,28 @@ def test_a_sequence_grows_to_all_it_can_become(kind: Kind, pool: KVPool) -> None
         assert pool.capacity(slot) >= tokens
         table = list(pool.block_table(slot))
         assert table[: len(before)] == before, "what was written stays where it is"
+
+
+def test_it_says_how_many_sequences_it_holds(kind: Kind, pool: KVPool) -> None:
+    assert pool.active_seq_count() == 0
+    requests = seat(pool, *lengths(kind))
+    assert pool.active_seq_count() == len(requests)
+    pool.release(requests[0])
+    assert pool.active_seq_count() == len(requests) - 1
+
+
+def test_as_many_more_can_begin_as_it_says(kind: Kind, pool: KVPool) -> None:
+    if not kind.counts_slots:
+        pytest.skip("rows, or a single sequence: nobody counts them")
+    assert isinstance(pool, (SlottedKVCache, PagedKVCachePool))
+    seat(pool, 16)
+    free = pool.free_slot_count()
+    assert free > 0
+    shortest = seat(pool, *[1] * free)
+    assert pool.free_slot_count() == 0
+    assert not pool.reserve(Request("one more", [1], greedy(1)), 1)
+    pool.release(shortest[0])
+    assert pool.free_slot_count() == 1
 
 
 def test_releasing_gives_all_of_it_back_and_twice_is_once(kind: Kind, pool: KVPool) -> None:
@@ -256,7 +283,7 @@ def test_a_view_addresses_every_token_in_its_owners_rows(kind: Kind, pool: KVPoo
     view = pool.view(spans)
     owners = requests[::-1]
     assert view.positions.tolist() == [c for s in spans for c in range(s.start, s.end)]
-    assert view.write_rows.tolist() == [
+    assert view.write_addresses.tolist() == [
         rows_of(pool, r)[c] for r, s in zip(owners, spans, strict=True) for c in range(s.start, s.end)
     ]
     layout = view.layout
@@ -313,30 +340,6 @@ def test_lengths_are_the_real_ones_and_come_with_success(kind: Kind, pool: KVPoo
     assert pool.get_seq_len(own) == pool.used_tokens == 3
     pool.view([Span.exact(own, 3, 5)])  # a pass that fails never advances
     assert pool.get_seq_len(own) == 3
-
-
-@pytest.mark.parametrize("length", [1, 5, 16])
-def test_nothing_of_an_erased_sequence_reaches_the_next_owner(pool: KVPool, length: int) -> None:
-    (sick,) = seat(pool, length)
-    write(pool, [Span.exact(slot_of(sick), 0, length)], value=torch.nan)
-    pool.erase(slot_of(sick))
-    pool.release(sick)
-    (heir,) = seat(pool, length)
-    write(pool, [Span.exact(slot_of(heir), 0, 1)])
-    rows = rows_of(pool, heir)
-    for layer in (*pool.k, *pool.v):
-        assert not layer.flatten(0, 1)[rows].isnan().any()
-
-
-def test_erasing_leaves_the_others_alone(kind: Kind, pool: KVPool) -> None:
-    if kind.sequences == 1:
-        pytest.skip("there are no others")
-    requests = seat(pool, *lengths(kind))
-    write(pool, [Span.exact(slot_of(r), 0, 5) for r in requests], value=2.0)
-    pool.erase(slot_of(requests[0]))
-    for each in requests[1:]:
-        for layer in (*pool.k, *pool.v):
-            assert (layer.flatten(0, 1)[rows_of(pool, each)[:5]] == 2.0).all()
 
 
 # ---------------------------------------------------------------------- attention

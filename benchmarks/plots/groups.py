@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
 from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of
-from benchmarks.results import RequestRecord, Run, load_runs, run_folders, slug
+from benchmarks.results import LOCAL, RequestRecord, Run, is_complete, load_comparisons, slug
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,14 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one figure compares: one workload, one model, one machine, measured together."""
+    """What one figure compares: one workload, one model, one machine, measured together.
+
+    Attributes:
+        folder: where its files lie, below the results.
+    """
 
     name: str
+    folder: str
     servers: Sequence[Server]
 
     @property
@@ -59,32 +64,30 @@ class Group:
         run = self.first
         machine = run.environment.get("gpu") or run.environment.get("cpu") or "unknown machine"
         quick = " (quick)" if run.workload.quick else ""
-        return f"{run.workload.name}{quick} · {run.server.model} · {machine}"
+        here = " · measured in this checkout" if self.folder == LOCAL.name else ""
+        return f"{run.workload.name}{quick} · {run.server.model} · {machine}{here}"
 
 
-def load_groups(folder: Path) -> list[Group]:
+def load_groups(results: Path) -> list[Group]:
     """The groups below a folder of results, in the order of their names.
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
     workload and model was measured several times, the comparison with the most servers is drawn, of those the
-    latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's options are
-    tables of the site, not figures.
+    latest; one that was cut short is not. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps
+    over a phase's options are tables of the site, not figures.
     """
-    comparisons: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for path in run_folders(folder):
-        prefix = "-".join((*path.relative_to(folder).parts, ""))
-        for run in load_runs(path):
-            if run.status == "ok":
-                quick = "-quick" if run.workload.quick else ""
-                name = f"{prefix}{run.workload.name}-{slug(run.server.model)}{quick}"
-                comparisons[name][run.comparison].append(run)
+    found: dict[tuple[str, str], list[list[Run]]] = defaultdict(list)
+    for folder, runs in load_comparisons(results):
+        measured = [run for run in runs if run.status == "ok"]
+        if measured and is_complete(runs) and not any(run.server.variant for run in runs):
+            run = measured[0]
+            quick = "-quick" if run.workload.quick else ""
+            parts = (*Path(folder).parts, run.workload.name, f"{slug(run.server.model)}{quick}")
+            found["-".join(parts), folder].append(measured)
     groups = []
-    for name, all_found in sorted(comparisons.items()):
-        found = {key: runs for key, runs in all_found.items() if not any(run.server.variant for run in runs)}
-        if not found:
-            continue
-        best = max(found, key=lambda comparison: (len(columns_of(found[comparison])), comparison))
-        groups.append(Group(name, _servers(found[best])))
+    for (name, folder), comparisons in sorted(found.items(), key=lambda item: item[0]):
+        best = max(comparisons, key=lambda runs: (len(columns_of(runs)), runs[0].comparison))
+        groups.append(Group(name, folder, _servers(best)))
     return groups
 
 

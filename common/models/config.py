@@ -91,13 +91,21 @@ class ModelConfig:
         """Read a `config.json` object.
 
         Raises:
-            StartupError: an architecture we do not implement, a missing or contradictory entry.
+            StartupError: an architecture we do not implement, a missing or contradictory entry. It names the
+                entry; whoever read the file adds its name.
         """
         model_type = raw.get("model_type")
         reader = _READERS.get(str(model_type))
         if reader is None:
             raise StartupError(
                 f"model_type {model_type!r} is not implemented; this server runs {', '.join(_READERS)}"
+            )
+        quantization = raw.get("quantization_config")
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+            raise StartupError(
+                f"quantization_config: the weights are quantized ({method or 'by a method it does not name'}), "
+                f"and only {', '.join(_DTYPES)} weights are run: take the checkpoint that this one was made from"
             )
         return reader(_Reader(raw))
 
@@ -116,7 +124,7 @@ class _Reader:
     def positive_int(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise StartupError(f"config.json: {key} must be a positive integer, not {value!r}")
+            raise StartupError(f"{key} must be a positive integer, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -125,7 +133,7 @@ class _Reader:
     def dtype(self) -> torch.dtype:
         name = self.get("dtype", self.get("torch_dtype", "float32"))
         if not isinstance(name, str) or name not in _DTYPES:
-            raise StartupError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+            raise StartupError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
     def eos_token_ids(self) -> frozenset[int]:
@@ -143,7 +151,7 @@ class _Reader:
 
     def refuse(self, key: str, neutral: tuple[Any, ...], why: str) -> None:
         if self.raw.get(key) not in neutral:
-            raise StartupError(f"config.json: {key} = {self.raw[key]!r} is not implemented: {why}")
+            raise StartupError(f"{key} = {self.raw[key]!r} is not implemented: {why}")
 
     def decoder(
         self,
@@ -161,13 +169,13 @@ class _Reader:
         kv_heads = self.positive_int("num_key_value_heads", heads)
         if heads % kv_heads:
             raise StartupError(
-                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
             )
         hidden_size = self.positive_int("hidden_size")
         head_dim = self.positive_int("head_dim", head_dim or hidden_size // heads)
         name = str(self.raw.get("hidden_act", self.raw.get("hidden_activation")) or activation)
         if name not in _ACTIVATIONS:
-            raise StartupError(f"config.json: hidden_act {name!r} is not one of {', '.join(_ACTIVATIONS)}")
+            raise StartupError(f"hidden_act {name!r} is not one of {', '.join(_ACTIVATIONS)}")
         return ModelConfig(
             architecture=architecture,
             vocab_size=self.positive_int("vocab_size"),
@@ -203,7 +211,7 @@ def token_id_set(value: Any) -> frozenset[int]:
 
 def _number(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise StartupError(f"config.json: {key} must be a positive number, not {value!r}")
+        raise StartupError(f"{key} must be a positive number, not {value!r}")
     return float(value)
 
 
@@ -228,7 +236,10 @@ def _scaling(parameters: Any) -> LinearScaling | Llama3Scaling | None:
                 original_max_position_embeddings=int(entry("original_max_position_embeddings")),
             )
         case _:
-            raise StartupError(f"config.json: rope_type {kind!r} is not one of default, linear, llama3")
+            raise StartupError(
+                f"rope_type {kind!r} is not one of default, linear, llama3: where it was added to stretch the "
+                "context, take it out and serve sequences no longer than the model was trained on"
+            )
 
 
 def _read_llama(reader: _Reader) -> ModelConfig:
@@ -267,7 +278,7 @@ def _read_gemma3(reader: _Reader) -> ModelConfig:
         types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
     if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
         raise StartupError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of {count} layers"
+            f"layer_types must name full_attention or sliding_attention for each of {count} layers"
         )
     if isinstance(reader.raw.get("rope_parameters"), Mapping):
         local, full = reader.rope("sliding_attention"), reader.rope("full_attention")
@@ -289,4 +300,26 @@ def _read_gemma3(reader: _Reader) -> ModelConfig:
     )
 
 
-_READERS = {"llama": _read_llama, "qwen3": _read_qwen3, "gemma3_text": _read_gemma3}
+# Published multimodal checkpoints leave these out of `text_config` where they equal transformers' defaults.
+_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def _read_multimodal_gemma3(reader: _Reader) -> ModelConfig:
+    """The language model of a `Gemma3ForConditionalGeneration`. Some of its entries stand outside `text_config`."""
+    text = reader.raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise StartupError(f"text_config must be the language model's own config, not {text!r}")
+    shared = {
+        key: reader.raw[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+        if reader.raw.get(key) is not None
+    }
+    return ModelConfig.from_json({**_GEMMA3_DEFAULTS, **text, **shared, "model_type": "gemma3_text"})
+
+
+_READERS = {
+    "llama": _read_llama,
+    "qwen3": _read_qwen3,
+    "gemma3_text": _read_gemma3,
+    "gemma3": _read_multimodal_gemma3,
+}

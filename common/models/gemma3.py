@@ -2,22 +2,25 @@
 
 Most layers see a sliding window of the latest tokens and rotate by a small base; every few layers one sees
 everything and rotates by a large one (both are in `ModelConfig.layers`).
+
+Multimodal checkpoints (`Gemma3ForConditionalGeneration`) hold this model and one for images, which is not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from common.models.config import LayerConfig, ModelConfig
-from common.models.layers import CausalLM, DecoderBlock, GatedMLP, HeldTensor, QKNormAttention, RMSNorm
+from common.models.layers import CausalLM, DecoderLayer, GatedMLP, HeldTensor, QKNormAttention, RMSNorm
 
 OFFSET = 1.0
 
 
-class Gemma3Block(DecoderBlock):
+class Gemma3Layer(DecoderLayer):
     """norm, attention, norm, add; norm, MLP, norm, add."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
@@ -50,9 +53,21 @@ class Gemma3Block(DecoderBlock):
 
 class Gemma3(CausalLM):
     norm_offset = OFFSET
+    # Multimodal checkpoints are written in two ways, with `language_model` outside or inside `model`.
+    renamed_prefixes: ClassVar[Mapping[str, str]] = {
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+    }
+    skipped_prefixes = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
 
-    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
-        return Gemma3Block(self.config, layer, index, self.dtype)
+    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
+        return Gemma3Layer(self.config, layer, index, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         # The factor is rounded to the weights' type, as it was in training.

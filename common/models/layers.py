@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from kernels.rope import rope
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of one forward pass.
+    """The tokens of one forward pass, of any sequences end to end (selective batching: Yu et al. 2022, Orca).
 
     Attributes:
         token_ids: [T] int64.
@@ -213,7 +213,7 @@ class GatedMLP(nn.Module):
         yield from self.down.held_tensors(prefix)
 
 
-class DecoderBlock(nn.Module, ABC):
+class DecoderLayer(nn.Module, ABC):
     """One layer of the stack; an architecture's file shows how its own is wired."""
 
     @abstractmethod
@@ -229,6 +229,10 @@ class CausalLM(nn.Module, ABC):
     """A decoder-only language model on the flat pass."""
 
     norm_offset = 0.0
+    #: Beginnings of tensor names in checkpoints that hold more than this model: what `held_tensors` has instead.
+    renamed_prefixes: ClassVar[Mapping[str, str]] = {}
+    #: Beginnings of the names of tensors that are not this model's.
+    skipped_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
         super().__init__()
@@ -242,8 +246,8 @@ class CausalLM(nn.Module, ABC):
         self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
         # Which table each layer rotates by. Looked up here, not in `compute`: compilers cannot compare configs.
         self.rotary_of_layer = [ropes.index(layer.rope) for layer in config.layers]
-        self.blocks = nn.ModuleList(
-            self.make_block(layer, index) for index, layer in enumerate(config.layers)
+        self.layers = nn.ModuleList(
+            self.make_layer(layer, index) for index, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, self.norm_offset)
         self.untied_head = (
@@ -253,7 +257,7 @@ class CausalLM(nn.Module, ABC):
         )
 
     @abstractmethod
-    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
+    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
         """The architecture's layer."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -279,9 +283,9 @@ class CausalLM(nn.Module, ABC):
         angles = [table(positions) for table in self.rotary]
         hidden = self.embed(token_ids)
         residual = torch.zeros_like(hidden)
-        for table, block in zip(self.rotary_of_layer, self.blocks, strict=True):
+        for table, layer in zip(self.rotary_of_layer, self.layers, strict=True):
             cos, sin = angles[table]
-            hidden, residual = block(hidden, residual, cos, sin)
+            hidden, residual = layer(hidden, residual, cos, sin)
         # The rows that need logits are picked before the head: full-prompt logits are never computed.
         hidden, _ = self.norm.add_and_norm(hidden[logit_rows], residual[logit_rows])
         return F.linear(hidden, self.embedding if self.untied_head is None else self.untied_head)
@@ -299,9 +303,9 @@ class CausalLM(nn.Module, ABC):
         """Every checkpoint tensor of this model and the parameter rows it fills."""
         vocab = self.config.vocab_size
         yield HeldTensor("model.embed_tokens.weight", self.embedding, 0, vocab)
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, DecoderBlock)
-            yield from block.held_tensors(f"model.layers.{index}.")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.held_tensors(f"model.layers.{index}.")
         yield from self.norm.held_tensors("model.norm")
         if self.untied_head is not None:
             yield HeldTensor("lm_head.weight", self.untied_head, 0, vocab)

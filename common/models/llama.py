@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from common.models.config import LayerConfig, ModelConfig
-from common.models.layers import Attention, CausalLM, DecoderBlock, GatedMLP, HeldTensor, RMSNorm
+from common.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP, HeldTensor, RMSNorm
 
 
-class LlamaBlock(DecoderBlock):
+class LlamaLayer(DecoderLayer):
     """norm, attention, add; norm, MLP, add. Each addition is fused with the norm that follows it."""
 
     def __init__(self, config: ModelConfig, attention: Attention, dtype: torch.dtype) -> None:
@@ -35,5 +35,5 @@ class LlamaBlock(DecoderBlock):
 
 
 class Llama(CausalLM):
-    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
-        return LlamaBlock(self.config, Attention(self.config, layer, index, self.dtype), self.dtype)
+    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
+        return LlamaLayer(self.config, Attention(self.config, layer, index, self.dtype), self.dtype)

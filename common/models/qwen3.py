@@ -1,12 +1,12 @@
-"""Qwen 3: Llama's block, with every head's query and key normalised."""
+"""Qwen 3: Llama's layer, with every head's query and key normalised."""
 
 from __future__ import annotations
 
 from common.models.config import LayerConfig
-from common.models.layers import CausalLM, DecoderBlock, QKNormAttention
-from common.models.llama import LlamaBlock
+from common.models.layers import CausalLM, DecoderLayer, QKNormAttention
+from common.models.llama import LlamaLayer
 
 
 class Qwen3(CausalLM):
-    def make_block(self, layer: LayerConfig, index: int) -> DecoderBlock:
-        return LlamaBlock(self.config, QKNormAttention(self.config, layer, index, self.dtype), self.dtype)
+    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
+        return LlamaLayer(self.config, QKNormAttention(self.config, layer, index, self.dtype), self.dtype)

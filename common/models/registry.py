@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {"llama": Llama, "qwen3": Qwen3, "gem
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
 DUMMY_SEED = 0  # every phase measures the same weights
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
 _HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -60,12 +62,27 @@ def open_checkpoint(name: str) -> Checkpoint:
     if name.startswith("dummy:"):
         return _open_dummy(name)
     folder = _find_folder(name)
-    config = ModelConfig.from_json(read_json(folder / "config.json"))
+    path = folder / "config.json"
+    raw = read_json(path)
+    with _naming(path):
+        config = ModelConfig.from_json(raw)
     # The generation config is where chat models keep the ids that end a turn.
-    generation = folder / "generation_config.json"
-    extra = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | token_id_set(extra))
+    path = folder / "generation_config.json"
+    if path.is_file():
+        raw = read_json(path)
+        with _naming(path):
+            more = token_id_set(raw.get("eos_token_id"))
+        config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
     return Checkpoint(name, config, weights=folder, tokenizer_folder=folder)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What is refused within is refused with the name of the file it stands in."""
+    try:
+        yield
+    except StartupError as error:
+        raise StartupError(f"{path}: {error}") from None
 
 
 def load_model(
@@ -82,13 +99,23 @@ def load_model(
     Raises:
         StartupError: the weights do not fit the config, or cannot be read.
     """
-    with torch.device("meta"):
-        model = ARCHITECTURES[checkpoint.config.architecture](checkpoint.config, dtype, max_positions)
+    model = _without_memory(checkpoint.config, dtype, max_positions)
     if checkpoint.weights is None:
         fill_randomly(model, device, DUMMY_SEED)
     else:
         load_weights(model, checkpoint.weights, device)
     return model.eval()
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that a model's weights take in `dtype`; none are taken to find out."""
+    return sum(weight.nbytes for weight in _without_memory(config, dtype, max_positions=1).parameters())
+
+
+def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> CausalLM:
+    """A model on the meta device: shapes and types, nothing else."""
+    with torch.device("meta"):
+        return ARCHITECTURES[config.architecture](config, dtype, max_positions)
 
 
 def _open_dummy(name: str) -> Checkpoint:
@@ -109,12 +136,16 @@ def _find_folder(name: str) -> Path:
             known = ", ".join(f"zoo:{path.parent.name}" for path in sorted(ZOO.glob("*/config.json")))
             raise StartupError(f"the zoo has no {name!r}; it has {known}")
         return folder
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise StartupError(f"{name} is a file: name the checkpoint's folder, {folder.parent}")
     if _HUB_ID.fullmatch(name):
         return _download(name)
     raise StartupError(
-        f"no model {name!r}: it is neither a folder, nor zoo:NAME, nor dummy:PRESET, nor a hub id like owner/name"
+        f"no model {name!r}: there is no folder {folder.absolute()}, "
+        "and it is neither zoo:NAME, nor dummy:PRESET, nor a hub id like owner/name"
     )
 
 
@@ -128,4 +159,4 @@ def _download(hub_id: str) -> Path:
         reason = "there is no such model, or it is private: log in with `hf auth login`"
     except Exception as error:  # HTTP, cache and name errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    raise StartupError(f"{hub_id} cannot be downloaded from the hub: {reason}")
+    raise StartupError(f"{hub_id} is no folder here, and cannot be downloaded from the hub: {reason}")

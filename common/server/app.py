@@ -2,7 +2,7 @@
 
 ```text
 POST /v1/completions
-  body under 2 MB ─> checked ─> places in the queue ─> tokenized (a thread) ─> engine's thread
+  body under 2 MB ─> checked ─> places in the queue ─> tokenized (threads) ─> engine's thread
                       400, 422     503                  400, 422                     │
                                                      JSON or event stream <── outputs ┘
 ```
@@ -16,6 +16,7 @@ import importlib.metadata
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ from common.worker import EngineWorker, RequestStream
 router = APIRouter()
 
 LAST_STEP_S = 5.0  # how long the end waits for a step whose clients have all been answered
+
+#: Requests that are tokenized at the same time. With one, a prompt of two megabytes would hold up every short one
+#: for a second; with more, many such prompts would take the cores that the engine computes on.
+TOKENIZING_THREADS = 2
 
 
 def create_app(
@@ -128,9 +133,13 @@ class CompletionServer:
         self.page = render_page(engine, model_name)
         self.ping_s = 15.0
         self.send_timeout_s = 60.0
+        self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenizing")
 
     async def submit(self, completion: CompletionRequest, answer_id: str) -> list[RequestStream]:
         """Hand every choice to the engine, or none: their streams, by index.
+
+        Places in the queue are held while the request waits for its turn to be tokenized, and given back if this is
+        cancelled.
 
         Raises:
             QueueFullError, ShuttingDownError, EngineDeadError: nothing was tokenized.
@@ -138,8 +147,9 @@ class CompletionServer:
         """
         choices = len(completion.prompts) * completion.choices_per_prompt
         with self.worker.hold_places(choices) as places:
-            requests = await asyncio.to_thread(self._make_requests, completion, answer_id)
-            return places.submit(requests)
+            loop = asyncio.get_running_loop()
+            making = loop.run_in_executor(self._tokenizing, self._make_requests, completion, answer_id)
+            return places.submit(await making)
 
     def _make_requests(self, completion: CompletionRequest, answer_id: str) -> list[EngineRequest]:
         params = [completion.sampling_params(choice) for choice in range(completion.choices_per_prompt)]
@@ -174,7 +184,7 @@ async def create_completion(request: Request) -> Response:
         asked_s = time.monotonic()
         completion = parse_completion_request(body, server.limits)
         answer = server.new_answer(completion)
-        streams = await server.submit(completion, answer.id)
+        streams = await while_connected(request.receive, server.submit(completion, answer.id))
     except ClientDisconnect:
         raise
     except Exception as error:

@@ -61,14 +61,19 @@ class UsageError(Exception):
     """The command line or the environment cannot be understood: one line that names the option and the mend."""
 
 
-def main(phase_name: str, argv: Sequence[str] | None = None) -> NoReturn:
+def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> NoReturn:
     """Serve a phase until a signal ends it; does not return.
+
+    Args:
+        phase_name: as `find_phase` takes it.
+        argv: the flags; the process's own if None.
+        prog: what `--help` calls this command; `python -m` and the phase if None.
 
     Exit codes: 0 after a signal, 1 where serving could not begin or was cut short, 2 for wrong options.
     """
     try:
         package = find_phase(phase_name)
-        options, config = read_options(package, sys.argv[1:] if argv is None else argv)
+        options, config = read_options(package, sys.argv[1:] if argv is None else argv, prog)
         configure_logging(options.log_level)
         sys.exit(serve(package, options, config))
     except UsageError as error:
@@ -97,13 +102,15 @@ def exit_at_once(code: int) -> NoReturn:
 # ---------------------------------------------------------------------- options
 
 
-def read_options(package: PhasePackage, argv: Sequence[str]) -> tuple[ServerOptions, EngineConfig]:
+def read_options(
+    package: PhasePackage, argv: Sequence[str], prog: str | None = None
+) -> tuple[ServerOptions, EngineConfig]:
     """The options of server and phase from flags, then the environment, then defaults.
 
     Raises:
         UsageError: an option is unknown, or its value is not one of its values.
     """
-    settings_class = settings_for(package)
+    settings_class = settings_for(package, prog)
     try:
         settings = settings_class(_cli_parse_args=list(argv))
     except SettingsError as error:
@@ -116,7 +123,7 @@ def read_options(package: PhasePackage, argv: Sequence[str]) -> tuple[ServerOpti
     )
 
 
-def settings_for(package: PhasePackage) -> type[BaseSettings]:
+def settings_for(package: PhasePackage, prog: str | None = None) -> type[BaseSettings]:
     """A phase's options and the server's, with flags and environment names."""
     return type(
         "Settings",
@@ -134,7 +141,7 @@ def settings_for(package: PhasePackage) -> type[BaseSettings]:
             ),
             "model_config": SettingsConfigDict(
                 env_prefix=ENV_PREFIX,
-                cli_prog_name=f"python -m {package.PHASE.slug}",
+                cli_prog_name=prog or f"python -m {package.PHASE.slug}",
                 cli_kebab_case=True,
                 cli_implicit_flags=True,
                 cli_exit_on_error=False,

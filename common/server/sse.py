@@ -98,7 +98,7 @@ class Answer:
         if output.logprobs is None or output.token_id is None:
             return None
         return {
-            "tokens": [_token_text(self.tokenizer, output.token_id)],
+            "tokens": [self.tokenizer.token_text(output.token_id)],
             "token_logprobs": [_finite(output.logprobs.logprob)],
             "top_logprobs": [self._top_logprobs(output.logprobs)],
             "text_offset": [choice.text_length],
@@ -108,7 +108,7 @@ class Answer:
         """Most likely first. Of tokens that read the same (parts of characters do), the likeliest is kept."""
         top: dict[str, float] = {}
         for token_id, logprob in logprobs.top:
-            top.setdefault(_token_text(self.tokenizer, token_id), _finite(logprob))
+            top.setdefault(self.tokenizer.token_text(token_id), _finite(logprob))
         return top
 
 
@@ -122,13 +122,6 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
-
-
-def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token by itself; special tokens, which are left out of text, by their names."""
-    if token_id in tokenizer.special_ids:
-        return str(tokenizer.backend.id_to_token(token_id))
-    return tokenizer.decode([token_id])
 
 
 # ---------------------------------------------------------------------- wire formats
@@ -305,6 +298,10 @@ async def _disconnect(receive: Receive) -> None:
 
 async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all streams as they come, each with its stream's number. Close it when you stop early."""
+    if len(streams) == 1:  # the ordinary request: its items need neither a task nor a second queue
+        async for only in streams[0]:
+            yield 0, only
+        return
     arrived: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
 
     async def forward(number: int, stream: AsyncIterator[T]) -> None:

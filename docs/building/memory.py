@@ -1,13 +1,13 @@
-"""KV memory of real models, computed by the helper that the server itself uses."""
+"""Memory of real models: keys and values by the server's own helper, weights by its loader's."""
 
 from __future__ import annotations
 
 import torch
 
-from common.build import format_bytes
-from common.kv import KVShape, kv_bytes
+from common.kv import kv_bytes
+from common.memory import format_bytes
 from common.models.config import ModelConfig
-from common.models.registry import open_checkpoint
+from common.models.registry import open_checkpoint, weight_bytes
 
 MODELS = {
     "Llama 3.2 1B": "dummy:llama-3.2-1b",
@@ -28,18 +28,26 @@ def kv_size(model: str, tokens: int, dtype: str = "bfloat16") -> str:
     return format_bytes(kv_bytes(config_of(model), tokens, getattr(torch, dtype)))
 
 
+def weight_size(model: str, times: int = 1) -> str:
+    """A model's weights in bfloat16, read or held so many times, such as `6.0 GB`."""
+    return format_bytes(times * weight_bytes(config_of(model), torch.bfloat16))
+
+
 def memory_table() -> str:
-    """KV memory of eight sequences of 4096 tokens, for each model."""
+    """What eight sequences of 4096 tokens take beside the weights, for each model in bfloat16."""
     rows = [
-        f"| model | layers | KV heads | head size | one token | {SEQUENCES} × {LENGTH} tokens |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| model | layers | KV heads | head size | KV of one token "
+        f"| weights | KV of {SEQUENCES} × {LENGTH} tokens | together |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for model in MODELS:
         config = config_of(model)
-        per_token = KVShape.of(config, torch.bfloat16).bytes_per_token
+        tokens = SEQUENCES * LENGTH
+        total = weight_bytes(config, torch.bfloat16) + kv_bytes(config, tokens, torch.bfloat16)
         rows.append(
             f"| {model} | {config.num_layers} | {config.num_kv_heads} | {config.head_dim} "
-            f"| {per_token / 1024:.0f} kB | {kv_size(model, SEQUENCES * LENGTH)} |"
+            f"| {kv_bytes(config, 1, torch.bfloat16) / 1024:.0f} kB "
+            f"| {weight_size(model)} | {kv_size(model, tokens)} | {format_bytes(total)} |"
         )
     return "\n".join(rows) + "\n"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Set
 from typing import Any
 
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from benchmarks.workloads import WORKLOADS, Lengths
+from benchmarks.calibrate import LOADS
+from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
 from common.server.cli import ServerOptions, flag_of
 from common.server.schemas import CompletionRequest
@@ -63,6 +65,7 @@ def workloads_table() -> str:
         "| name | requests | prompt tokens | new tokens | arrivals | shows |",
         "| --- | ---: | --- | --- | --- | --- |",
     ]
+    numbers = {find_phase(name).PHASE.number for name in phase_names()}
     for workload in WORKLOADS.values():
         prompts = ", ".join(
             f"{share:.0%}: {_range(lengths)}" if share < 1 else _range(lengths)
@@ -73,9 +76,20 @@ def workloads_table() -> str:
         rate = f", {workload.rate:g} a second" if workload.rate else ""
         rows.append(
             f"| `{workload.name}` | {workload.requests} | {prompts} | {_range(workload.new_tokens)} "
-            f"| {workload.arrivals}{rate} | {workload.shows} |"
+            f"| {workload.arrivals}{rate} | {_shows(workload, numbers)} |"
         )
     return "\n".join(rows) + "\n"
+
+
+def offered_load(workload: str) -> str:
+    """Requests a workload sends for each that could be served, see `benchmarks.calibrate`."""
+    return f"{LOADS[workload]:g}"
+
+
+def _shows(workload: Workload, numbers: Set[int]) -> str:
+    """What to look at, and in which phases, where there are both."""
+    pair = workload.phase, workload.phase - 1
+    return f"{workload.shows}: {pair[0]} against {pair[1]}" if numbers >= set(pair) else workload.shows
 
 
 def _range(lengths: Lengths) -> str:
@@ -87,6 +101,8 @@ def _default(name: str, field: FieldInfo) -> str:
         return "8000 + the phase's number"
     if field.is_required():
         return "required"
+    if field.default_factory is not None:  # it follows another option: the description says which
+        return ""
     return "" if field.default is None else f"`{_json(field.default)}`"
 
 
@@ -97,10 +113,6 @@ def _json(value: Any) -> str:
 def _values(field: FieldInfo) -> str:
     """The values a field takes, as people write them."""
     bounds = []
-    limits = {type(each): each for each in field.metadata}
-    low, high = limits.get(annotated_types.Ge), limits.get(annotated_types.Le)
-    if low is not None and high is not None and low.ge == high.le:
-        return f"only {_bound(low.ge)}"
     for each in field.metadata:
         match each:
             case annotated_types.Ge():

@@ -4,35 +4,59 @@ from __future__ import annotations
 
 import torch
 
-from common.build import format_bytes
-from common.kv import KVShape
-from docs.building.memory import config_of, kv_size
-from phase7_chunked import Config
+import phase5_continuous
+import phase6_paged
+import phase7_chunked
+from benchmarks.servers import SEQUENCES_PER_SLOT
+from common.kv import kv_bytes
+from common.memory import format_bytes
+from common.server.cli import flag_of
+from docs.building.memory import LENGTH, SEQUENCES, config_of
 
-SLOTS, SLOT_LENGTH, BLOCK = 8, 4096, 16
+SLOTS, SLOT_LENGTH, BLOCK = SEQUENCES, LENGTH, 16
+BLOCKS = SLOTS * SLOT_LENGTH // BLOCK
 
 
 def capacity_table() -> str:
     """Sequences that the same bytes hold, in slots and in blocks, by their average length."""
-    blocks = SLOTS * SLOT_LENGTH // BLOCK
     rows = [
-        f"| average length | {SLOTS} slots of {SLOT_LENGTH} | {blocks} blocks of {BLOCK} |",
+        f"| average length | {SLOTS} slots of {SLOT_LENGTH} | {BLOCKS} blocks of {BLOCK} |",
         "| ---: | ---: | ---: |",
     ]
     rows += [
-        f"| {length} | {SLOTS} | {blocks // -(-length // BLOCK)} |" for length in (256, 512, 1024, 2048, 4096)
+        f"| {length} | {SLOTS} | {BLOCKS // -(-length // BLOCK)} |" for length in (256, 512, 1024, 2048, 4096)
     ]
     return "\n".join(rows) + "\n"
 
 
-def block_table_size(model: str) -> str:
-    """Bytes of one block over all layers of a model."""
-    return format_bytes(KVShape.of(config_of(model), torch.bfloat16).bytes_per_token * BLOCK)
+def seats_table() -> str:
+    """Seats and KV memory by the options that a phase is started with."""
+    seats = SLOTS * SEQUENCES_PER_SLOT
+    starts = [
+        (phase5_continuous, {}),
+        (phase6_paged, {}),
+        (phase6_paged, {"max_batch_size": seats}),
+        (phase6_paged, {"max_batch_size": seats, "num_blocks": BLOCKS}),
+    ]
+    rows = ["| | started with | seats | tokens of KV memory |", "| --- | --- | ---: | ---: |"]
+    for phase, options in starts:
+        config = phase.Config(max_seq_len=SLOT_LENGTH, **options)
+        flags = " ".join(f"{flag_of(name)} {value}" for name, value in options.items())
+        rows.append(
+            f"| phase {phase.PHASE.number} | {f'`{flags}`' if flags else 'its defaults'} "
+            f"| {config.max_batch_size} | {config.kv_tokens()} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def block_size(model: str) -> str:
+    """Memory of one block over all layers of a model, in bfloat16."""
+    return format_bytes(kv_bytes(config_of(model), BLOCK, torch.bfloat16))
 
 
 def chunk_table(prompt: int = 2048) -> str:
     """What cutting one prompt costs, by chunk size."""
-    default = Config().prefill_chunk_size
+    default = phase7_chunked.Config().prefill_chunk_size
     rows = [
         "| chunk | steps to the first token | keys read by all chunks | against one pass |",
         "| ---: | ---: | ---: | ---: |",
@@ -43,16 +67,3 @@ def chunk_table(prompt: int = 2048) -> str:
         mark = " (default)" if chunk == default else ""
         rows.append(f"| {chunk}{mark} | {steps} | {keys} | {keys / prompt:.1f} × |")
     return "\n".join(rows) + "\n"
-
-
-def weight_reads(model: str, chunks: int) -> dict[str, str]:
-    """Bytes of weights read by `chunks` chunks in a pass each, and in one pass."""
-    config = config_of(model)
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    parameters = config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
-    size = parameters * torch.bfloat16.itemsize
-    return {"apart": format_bytes(chunks * size), "together": format_bytes(size)}
-
-
-__all__ = ["block_table_size", "capacity_table", "chunk_table", "kv_size", "weight_reads"]

@@ -63,10 +63,10 @@ class Schedule:
 def schedule(phase: str, clients: Sequence[Client] = CLIENTS, seats: int = SEATS) -> Schedule:
     """Run a phase's scheduler over some clients, one step at a time, as `Engine.step` does."""
     package = find_phase(phase)
-    config = package.Config(max_batch_size=seats, max_seq_len=64, batch_wait_timeout_s=0.0)
-    scheduler = package.build_engine.scheduler(config, lambda: 0.0)
-    pool = package.build_engine.pool(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
+    config = package.Config(max_batch_size=seats, max_seq_len=64)
     result = Schedule()
+    scheduler = package.build_engine.scheduler(config, lambda: result.steps)  # a step takes a second
+    pool = package.build_engine.pool(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
     to_come = list(clients)
     while to_come or scheduler.has_work:
         step = result.steps

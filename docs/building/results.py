@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
-from benchmarks.results import Run, load_runs, run_folders
+from benchmarks.results import LOCAL, Run, is_complete, load_comparisons
 from benchmarks.tables import MeasuredTable, load_tables, show
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ HEADLINES = (
     "ITL p50",
     "ITL p99",
     "longest stall",
-    "goodput",
+    "SLO attainment",
     "mean batch",
     "wasted work",
     "KV used, mean tokens",
@@ -61,6 +61,11 @@ class Group:
         return self.runs[0]
 
     @property
+    def local(self) -> bool:
+        """Whether these are the reader's own results."""
+        return self.folder == LOCAL.name
+
+    @property
     def labels(self) -> list[str]:
         return [repeats[0].server.label for repeats in columns_of(self.runs)]
 
@@ -77,19 +82,18 @@ class Group:
 @functools.cache
 def groups(results: Path = RESULTS) -> tuple[Group, ...]:
     """All comparisons below the folder of results, newest first."""
-    found: dict[tuple[str, str, str, str], list[Run]] = defaultdict(list)
-    for folder in run_folders(results):
-        for run in load_runs(folder):
-            name = "/".join(folder.relative_to(results).parts)
-            found[run.comparison, run.workload.name, run.server.model, name].append(run)
-    ordered = sorted(found.items(), key=lambda item: item[0], reverse=True)
-    return tuple(Group(key[3], runs) for key, runs in ordered)
+    return tuple(Group(folder, runs) for folder, runs in reversed(load_comparisons(results)))
+
+
+def complete_groups(results: Path) -> list[Group]:
+    """Those of which every run is there. All that pages say of numbers comes from these."""
+    return [group for group in groups(results) if is_complete(group.runs)]
 
 
 def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
     """For each model and machine the newest full comparison of a workload that has all these servers."""
     kept: dict[tuple[str, str], Group] = {}
-    for group in groups(results):
+    for group in complete_groups(results):
         run = group.first
         fits = run.workload.name == workload and set(labels) <= set(group.labels)
         if fits and not run.workload.quick and not group.swept:
@@ -122,11 +126,20 @@ def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
 
 
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """One line for each setting of the newest sweep over exactly these options; a sentence where there is none."""
-    for group in groups(results):
+    """One line for each setting of the newest sweep over exactly these options; a sentence where there is none.
+
+    The reader's own newest has a table beside the published one.
+    """
+    found: dict[bool, Group] = {}
+    for group in complete_groups(results):
         if group.first.workload.name == workload and group.swept == set(options):
-            lines = [line for line in LINES if line.title in SWEEP_LINES]
-            return f"{_setup(group)}\n\n{_turned_table(group, lines)}"
+            found.setdefault(group.local, group)
+    if found:
+        lines = [line for line in LINES if line.title in SWEEP_LINES]
+        return "\n".join(
+            f"{_setup(group)}\n\n{_turned_table(group, lines)}"
+            for _, group in sorted(found.items(), key=lambda item: item[0])
+        )
     return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
 
 
@@ -142,30 +155,71 @@ def headline(workload: str, before: str, after: str, results: Path = RESULTS) ->
     """What a comparison says in a sentence for each model, if it has three runs of both servers; else nothing."""
     lines = {line.title: line for line in LINES}
     sentences = []
+    for group, old_runs, new_runs in _repeated(workload, before, after, results):
+        said = []
+        for words, title in (
+            ("throughput is", "output tokens / s"),
+            ("the 99th percentile of TTFT is", "TTFT p99"),
+            ("that of ITL is", "ITL p99"),
+        ):
+            old, new = median_of(old_runs, lines[title]), median_of(new_runs, lines[title])
+            if old and new is not None:
+                said.append(f"{words} {_change(new / old)}")
+        if said:
+            sentences.append(f"- {_where(group)}: {', '.join(said)}.")
+    return _listed(f"{after.capitalize()} against {before}:", sentences)
+
+
+def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
+    """What a comparison won and what it lost, in a sentence for each model; nothing without three runs of both.
+
+    A line counts as won or lost where the repeats agree: no repeat of one server reaches into those of the other.
+    """
+    lines = [line for line in LINES if line.title in HEADLINES and line.better]
+    sentences = []
+    for group, old_runs, new_runs in _repeated(workload, before, after, results):
+        better, worse, alike = [], [], []
+        for line in lines:
+            old, new = median_of(old_runs, line), median_of(new_runs, line)
+            if old is None or new is None:
+                continue
+            title = line.title.partition(",")[0]
+            change = f"{title} ({line.show(old)} → {line.show(new)})"
+            if _beyond_repeats(line, old_runs, new_runs):
+                (worse if _is_worse(line, old, new) else better).append(change)
+            else:
+                alike.append(title)
+        named = (("better", better), ("worse", worse), ("within what repeats differ by", alike))
+        said = "; ".join(f"**{verdict}**: {', '.join(found)}" for verdict, found in named if found)
+        sentences.append(f"- {_where(group)}: {said}.")
+    return _listed(f"What {after} wins and loses against {before}:", sentences)
+
+
+def _repeated(
+    workload: str, before: str, after: str, results: Path
+) -> Iterator[tuple[Group, list[Run], list[Run]]]:
+    """Comparisons with three complete runs of both servers, and those: fewer say little about chance."""
     for group in chosen(workload, [before, after], results):
         columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
-        if min(len(columns[label]) for label in (before, after)) < 3:
-            continue
+        if min(len(columns[before]), len(columns[after])) >= 3:
+            yield group, columns[before], columns[after]
 
-        def ratio(title: str, columns: dict[str, list[Run]] = columns) -> float | None:
-            old, new = (median_of(columns[label], lines[title]) for label in (before, after))
-            return new / old if old and new is not None else None
 
-        said = [
-            f"{words} {_change(value)}"
-            for words, title in (
-                ("throughput is", "output tokens / s"),
-                ("the 99th percentile of TTFT is", "TTFT p99"),
-                ("that of ITL is", "ITL p99"),
-            )
-            if (value := ratio(title)) is not None
-        ]
-        if said:
-            run = group.first
-            sentences.append(f"- `{run.server.model}`, {_machine(run.environment)}: {', '.join(said)}.")
-    if not sentences:
-        return ""
-    return f"{after.capitalize()} against {before}:\n\n" + "\n".join(sentences) + "\n"
+def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]) -> bool:
+    """Whether all repeats of one server lie on the same side of all those of the other."""
+    old, new = (
+        [value for run in runs if (value := line.value(run)) is not None] for runs in (old_runs, new_runs)
+    )
+    return min(new) > max(old) or max(new) < min(old)
+
+
+def _listed(opening: str, sentences: Sequence[str]) -> str:
+    return f"{opening}\n\n" + "\n".join(sentences) + "\n" if sentences else ""
+
+
+def _where(group: Group) -> str:
+    run = group.first
+    return f"`{run.server.model}`, {_place(run.environment, local=group.local)}"
 
 
 def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
@@ -193,14 +247,14 @@ def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
 
 def ledger(results: Path = RESULTS) -> str:
     """Every comparison with its setup and all its lines, newest first."""
-    found, tables = groups(results), load_tables(results)
-    if not found and not tables:
+    found, tables = complete_groups(results), load_tables(results)
+    if not groups(results) and not tables:
         return (
             "The results folder is empty: nothing has been measured in this checkout. "
             "[Benchmarks](benchmarks.md) says how to measure.\n"
         )
     files = sum(len(group.runs) for group in found)
-    parts = [f"{files} runs in {len(found)} comparisons.\n"]
+    parts = [f"{files} runs in {len(found)} comparisons.\n", _cut_short(results)]
     for group in found:
         run = group.first
         quick = ", quick" if run.workload.quick else ""
@@ -216,6 +270,11 @@ def ledger(results: Path = RESULTS) -> str:
 # ---------------------------------------------------------------------- parts
 
 
+def _place(environment: dict[str, Any], *, local: bool) -> str:
+    """The machine, and whether the results are the reader's own."""
+    return _machine(environment) + (", measured in this checkout" if local else "")
+
+
 def _machine(environment: dict[str, Any]) -> str:
     cpu = f"{environment.get('cpu', 'unknown CPU')}, {environment.get('cores')} cores"
     return environment.get("gpu") or cpu
@@ -229,7 +288,7 @@ def _software(environment: dict[str, Any]) -> list[str]:
 def _measured(table: MeasuredTable) -> str:
     """A sentence on the setup, and the table."""
     facts = [
-        f"**{table.title}** on {_machine(table.environment)}",
+        f"**{table.title}** on {_place(table.environment, local=table.local)}",
         *(f"{name} {value}" for name, value in table.setup.items()),
         *_software(table.environment),
         table.started_at[:10],
@@ -246,7 +305,7 @@ def _measured(table: MeasuredTable) -> str:
 def _setup(group: Group) -> str:
     run = group.first
     facts = [
-        f"**{run.server.model}** on {_machine(run.environment)}",
+        f"**{run.server.model}** on {_place(run.environment, local=group.local)}",
         str((run.server.version or {}).get("dtype", "")),
         f"{run.workload.rate:.3g} requests a second" if run.workload.rate is not None else "",
         f"table's rate × {run.calibration.factor:.3g}" if run.workload.rate and run.calibration else "",
@@ -298,6 +357,16 @@ def _turned_table(group: Group, lines: Sequence[Line]) -> str:
         cells = [_cell(line, values[place], best_of(values, line.better)) for line, values in shown]
         rows.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def _cut_short(results: Path) -> str:
+    """Comparisons that nothing here is made of."""
+    named = [
+        f"`{group.first.workload.name}` of {group.first.started_at[:10]} ({len(group.runs)} runs)"
+        for group in groups(results)
+        if not is_complete(group.runs)
+    ]
+    return f"Cut short, and left out everywhere: {', '.join(named)}.\n" if named else ""
 
 
 def _losses(group: Group) -> str:

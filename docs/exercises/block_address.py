@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def row_of(column: int, table: Sequence[int], block_size: int) -> int:
-    """The row of the flat store that holds a sequence's column.
+def address_of(column: int, table: Sequence[int], block_size: int) -> int:
+    """The address of a sequence's column in the flat store.
 
-    The flat store is all blocks one after the other: block 0 has rows 0 to block_size - 1, block 1 those after.
+    All blocks lie one after the other: block 0 has addresses 0 to block_size - 1, block 1 those after.
 
     Args:
         table: the sequence's blocks, in the order of its columns.

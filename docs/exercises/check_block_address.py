@@ -1,10 +1,10 @@
-"""Compares `row_of` with the rows that phase 6's pool really writes to, after blocks have changed hands."""
+"""Compares `address_of` with where phase 6's pool really writes, after blocks have changed hands."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from block_address import row_of
+from block_address import address_of
 
 import phase6_paged
 from common.kv import KVShape, Span
@@ -23,6 +23,6 @@ def test_every_column_is_where_the_pool_writes_it(block_size: int) -> None:
     latest = Request("latest", [0] * 50, SamplingParams())
     assert pool.reserve(latest, 50)
     assert latest.slot is not None
-    rows = pool.view([Span.exact(latest.slot, 0, 50)]).write_rows.tolist()
+    addresses = pool.view([Span.exact(latest.slot, 0, 50)]).write_addresses.tolist()
     table = pool.block_table(latest.slot)
-    assert rows == [row_of(column, table, block_size) for column in range(50)]
+    assert addresses == [address_of(column, table, block_size) for column in range(50)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from short_prompts_first import ShortPromptsFirst
 
@@ -13,8 +14,25 @@ from phase6_paged.cache import PagedKVCachePool
 LENGTHS = {"long": 300, "middle": 150, "short": 60, "late": 60}
 
 
-def test_the_fewest_tokens_left_go_first() -> None:
-    config = phase7_chunked.Config(max_seq_len=512, prefill_chunk_size=100)
+# Whose chunks, of how many tokens, in the order of computation.
+SHARED = [
+    *(("short", 60), ("late", 40)),
+    *(("late", 20), ("middle", 80)),
+    *(("middle", 70), ("long", 30)),
+    *(("long", 100), ("long", 100), ("long", 70)),
+]
+ONE_A_STEP = [
+    *(("short", 60), ("late", 60)),
+    *(("middle", 100), ("middle", 50)),
+    *(("long", 100), ("long", 100), ("long", 100)),
+]
+
+
+@pytest.mark.parametrize(("max_chunks", "expected"), [(None, SHARED), (1, ONE_A_STEP)])
+def test_the_fewest_tokens_left_go_first(max_chunks: int | None, expected: list[tuple[str, int]]) -> None:
+    config = phase7_chunked.Config(
+        max_seq_len=512, prefill_chunk_size=100, max_prefill_chunks_per_step=max_chunks
+    )
     pool = PagedKVCachePool(config.model_copy(), KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
     scheduler = ShortPromptsFirst(config, lambda: 0.0)
     for arrival, (name, length) in enumerate(LENGTHS.items()):
@@ -32,9 +50,4 @@ def test_the_fewest_tokens_left_go_first() -> None:
             chunk.request.prefill_progress = chunk.end
             if chunk.is_last:
                 chunk.request.start_decode()
-    assert order == [
-        *(("short", 60), ("late", 40)),
-        *(("late", 20), ("middle", 80)),
-        *(("middle", 70), ("long", 30)),
-        *(("long", 100), ("long", 100), ("long", 70)),
-    ]
+    assert order == expected

@@ -12,6 +12,7 @@ from benchmarks.metrics import summarize, summarize_server
 from benchmarks.results import (
     Calibration,
     Generator,
+    Lineup,
     RequestRecord,
     Run,
     ServerInfo,
@@ -62,6 +63,7 @@ def make_run(
     comparison: str = "20260101-000000",
     quick: bool = False,
     steps: bool = True,
+    lineup: Lineup | None = None,
 ) -> Run:
     """A complete run of four requests with evenly spaced tokens."""
     requests = [
@@ -87,6 +89,7 @@ def make_run(
     return Run(
         comparison=comparison,
         repeat=repeat,
+        lineup=lineup,
         started_at="2026-01-01T00:00:00+00:00",
         status="ok",
         workload=WorkloadInfo(name=workload, arrivals="burst", quick=quick),

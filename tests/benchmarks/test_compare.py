@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 from rich.console import Console
 
 import benchmarks.__main__ as command_line
+import benchmarks.compare
+from benchmarks import attention_kernel, decode_step, memory_pressure, server_cost
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement
-from benchmarks.results import Run, load_runs
+from benchmarks.plots.groups import load_groups
+from benchmarks.results import LOCAL, Run, is_complete, load_comparisons, load_runs
 from benchmarks.servers import Target
 from benchmarks.workloads import WORKLOADS, Lengths, PromptWriter, Workload
 from tests.benchmarks.fake_server import FakeServer
@@ -67,6 +71,39 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     saved = load_runs(tmp_path)
     assert sorted(run.file_name for run in saved) == sorted(run.file_name for run in runs)
     assert {run.model_dump_json() for run in saved} == {run.model_dump_json() for run in runs}
+    assert f"4 runs written to {tmp_path}" in printed
+    ((folder, together),) = load_comparisons(tmp_path)
+    assert folder == ""
+    assert is_complete(together)
+    assert [group.name for group in load_groups(tmp_path)] == ["tiny-fake"]
+
+
+def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
+    tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the second repeat, with a run of each server there: what is there says that more was to come."""
+    run_once = benchmarks.compare.run_once
+
+    def stopped(*arguments: object) -> Run:
+        if len(list(tmp_path.glob("*.json"))) == 3:
+            raise KeyboardInterrupt
+        return run_once(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(benchmarks.compare, "run_once", stopped)
+    targets = [fake_target("phase 4", 4), fake_target("phase 5", 5)]
+    with pytest.raises(KeyboardInterrupt):
+        run_comparison(targets, writer, tmp_path, repeats=2)
+    assert f"3 of 4 runs written to {tmp_path}" in capsys.readouterr().out
+    ((_, together),) = load_comparisons(tmp_path)
+    assert len(together) == 3
+    assert not is_complete(together)
+    assert load_groups(tmp_path) == []
+    # Of two workloads, the one that was done stands.
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        run_comparison(targets, writer, tmp_path, TINY, replace(TINY, name="second"))
+    assert [group.name for group in load_groups(tmp_path)] == ["tiny-fake"]
 
 
 def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None:
@@ -184,6 +221,36 @@ def test_run_measures_any_server(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (run,) = load_runs(tmp_path)
     assert (run.server.label, run.server.options, run.workload.quick) == ("fake", None, True)
     assert "output tokens / s" in capsys.readouterr().out
+
+
+def test_results_are_the_visitors_own_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FakeServer() as server:
+        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--workload", "single"]
+        assert command_line.main(arguments) == 0
+    (path,) = tmp_path.rglob("*.json")
+    assert path.parent == tmp_path / "benchmarks" / "results" / "local"
+    assert f"1 runs written to {LOCAL}" in capsys.readouterr().out
+
+
+def test_every_program_that_writes_writes_there() -> None:
+    for module in (attention_kernel, decode_step, memory_pressure, server_cost):
+        assert module.parser().parse_args([]).out == LOCAL, module.__name__
+    assert command_line.parser().parse_args(["compare"]).out == LOCAL
+
+
+def test_figures_without_matplotlib_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command_line.main(["plots", "--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert "matplotlib" in printed
+    assert "make plots" in printed
+    assert "'.[docs]'" in printed  # not taken for markup
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(

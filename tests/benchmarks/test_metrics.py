@@ -60,7 +60,7 @@ def test_a_run_by_hand() -> None:
     assert found.latency_s is not None
     assert found.latency_s.mean == pytest.approx((1.1 + 0.3 + 1.0) / 3)
     assert found.longest_stall_s == pytest.approx(0.4)
-    assert found.goodput == pytest.approx(0.25)  # 0 stalls, 2 broke, 3 begins too late
+    assert found.slo_attainment == pytest.approx(0.25)  # 0 stalls, 2 broke, 3 begins too late
 
 
 def test_servers_that_may_end_early_have_no_short_answers() -> None:
@@ -69,7 +69,7 @@ def test_servers_that_may_end_early_have_no_short_answers() -> None:
     assert summarize([early], slo_ttft_s=1, slo_itl_s=1, full_length=False).short == 0
 
 
-def test_goodput_by_hand() -> None:
+def test_slo_attainment_by_hand() -> None:
     def answer(slow_gaps: int, gaps: int = 200) -> list[float]:
         times = [0.5]
         for index in range(gaps):
@@ -86,7 +86,7 @@ def test_goodput_by_hand() -> None:
 
 def test_all_failed() -> None:
     found = summarize([record(0, 0.0, [], error="x")], slo_ttft_s=1, slo_itl_s=1)
-    assert (found.completed, found.output_tokens_per_s, found.goodput) == (0, 0, 0)
+    assert (found.completed, found.output_tokens_per_s, found.slo_attainment) == (0, 0, 0)
     assert found.ttft_s is found.itl_s is found.latency_s is found.longest_stall_s is None
 
 

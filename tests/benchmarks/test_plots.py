@@ -10,7 +10,7 @@ import pytest
 import benchmarks.plots
 from benchmarks.plots import CAPTIONS, draw_all
 from benchmarks.plots.groups import distribution, load_groups, prefill_start_s, thin, watched_client
-from benchmarks.results import Run
+from benchmarks.results import Lineup, Run
 from tests.benchmarks.conftest import make_run, record
 
 
@@ -166,6 +166,61 @@ def test_sweeps_are_not_drawn(tmp_path: Path) -> None:
     save(tmp_path, make_run("phase 6", 6, comparison=plain))
     (group,) = load_groups(tmp_path)
     assert group.first.comparison == plain
+
+
+def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
+    whole, cut = Lineup(servers=["phase 4", "phase 5"], repeats=1), Lineup(servers=["phase 4"], repeats=2)
+    for run in two_phases():
+        run.lineup = whole
+        save(tmp_path, run)
+    save(tmp_path, make_run(comparison="20990101-000000", lineup=cut))
+    (group,) = load_groups(tmp_path)
+    assert group.first.comparison == "20260101-000000"
+    save(tmp_path, make_run(comparison="20990101-000000", lineup=cut, repeat=2))
+    (group,) = load_groups(tmp_path)
+    assert len(group.servers) == 2  # complete now, and with fewer servers
+    (tmp_path / two_phases()[1].file_name).unlink()
+    (group,) = load_groups(tmp_path)
+    assert group.first.comparison == "20990101-000000"
+
+
+def test_files_from_before_runs_knew_their_lineup_are_drawn(tmp_path: Path) -> None:
+    """And those that call SLO attainment goodput."""
+    for run in two_phases():
+        fields = json.loads(run.model_dump_json())
+        fields["schema_version"] = 1
+        del fields["lineup"]
+        fields["metrics"]["goodput"] = fields["metrics"].pop("slo_attainment")
+        (tmp_path / run.file_name).write_text(json.dumps(fields))
+    (group,) = load_groups(tmp_path)
+    assert [server.label for server in group.servers] == ["phase 4", "phase 5"]
+    assert group.first.metrics == two_phases()[0].metrics
+
+
+def test_figures_of_the_readers_own_results_say_so(tmp_path: Path) -> None:
+    save(tmp_path, make_run())
+    save(tmp_path / "local", make_run())
+    local, published = load_groups(tmp_path)
+    assert local.name == f"local-{published.name}"
+    assert local.title == f"{published.title} · measured in this checkout"
+
+
+def test_a_run_that_is_killed_while_it_is_written_leaves_no_half_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def half(path: Path, text: str, **options: str) -> int:
+        write(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt):
+            make_run().save(tmp_path)
+    assert load_groups(tmp_path) == []
+    save(tmp_path, make_run())
+    assert len(load_groups(tmp_path)) == 1
 
 
 def test_runs_that_failed_are_not_drawn(tmp_path: Path) -> None:

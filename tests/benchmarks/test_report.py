@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
-from benchmarks.report import LINES, bases_of, best_of, columns_of, format_seconds, median_of, report
+from benchmarks import demo
+from benchmarks.compare import Comparison
+from benchmarks.report import LINES, bases_of, best_of, columns_of, format_seconds, median_of, report, summary
 from benchmarks.results import Run
 from tests.benchmarks.conftest import make_run
 
@@ -75,6 +78,37 @@ def test_a_failed_run_has_no_part_in_the_medians_and_is_named() -> None:
     text = printed(runs)
     assert "9,999" not in text
     assert "phase 4, run 2 failed: it fell over" in text
+
+
+def test_the_summary_fits_a_narrow_terminal_however_many_servers_there_are() -> None:
+    runs = []
+    for number in range(4, 10):
+        run = make_run(f"phase {number}", number)
+        assert run.metrics is not None
+        assert run.metrics.ttft_s is not None
+        run.metrics.output_tokens_per_s = 12345.0 * number
+        run.metrics.ttft_s.p99 = 123.456
+        run.metrics.longest_stall_s = 0.1234
+        runs.append(run)
+    console = Console(record=True, width=80)
+    console.print(summary(runs))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    for number in range(4, 10):  # a line each: nothing is wrapped
+        (line,) = (line for line in lines if f"phase {number}" in line)
+        for value in (f"{12345 * number:,}", "123.46 s", "123 ms", "10 ms"):
+            assert value in line
+    failed = make_run()
+    failed.status, failed.reason, failed.metrics = "failed", "it fell over", None
+    console.print(summary([failed]))
+    assert "it fell over" in console.export_text()
+
+
+def test_the_demo_closes_with_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Comparison] = []
+    monkeypatch.setattr(demo, "compare", lambda comparison, console: compared.append(comparison) or [])
+    demo.race(["phase4_static"], Console(quiet=True))
+    assert compared[0].show is summary
 
 
 def test_only_failures_is_still_a_table() -> None:

@@ -39,6 +39,16 @@ def test_a_table_is_found_again_as_it_was(tmp_path: Path) -> None:
     assert [each.name for each in load_tables(tmp_path)] == ["memory_pressure", "decode_step"]
 
 
+def test_a_table_of_the_readers_own_says_so(tmp_path: Path) -> None:
+    a_table().save(tmp_path)
+    own = a_table("decode_step", "2026-02-02T00:00:00+00:00").save(tmp_path / "local")
+    assert "local" not in own.read_text()
+    assert [table.local for table in load_tables(tmp_path)] == [True, False]
+    newest, older = pages.measured_table("decode_step", tmp_path).split("A Processor, 2 cores")[1:]
+    assert newest.startswith(", measured in this checkout")
+    assert "measured in this checkout" not in older
+
+
 def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "other.json").write_text("{}")
@@ -83,15 +93,17 @@ def test_less_memory_gives_the_same_tokens_and_more_preemptions() -> None:
         (prompt[:40], min(new, 40)) for prompt, new in memory_pressure.draw_orders(6, model.config.vocab_size)
     ]
     rows = memory_pressure.measure("phase6_paged", model, checkpoint.tokenizer(), orders)
-    blocks, preemptions, same = (
+    blocks, per_step, preemptions, again, same = (
         [row[memory_pressure.COLUMNS.index(name)] for row in rows]
-        for name in ("blocks", "preemptions", "same tokens")
+        for name in ("blocks", "tokens per step", "preemptions", "prefilled again, tokens", "same tokens")
     )
     assert blocks == sorted(blocks, reverse=True)
     assert blocks[0] == sum(map(memory_pressure.blocks_of, orders))
     assert blocks[-1] == max(map(memory_pressure.blocks_of, orders))
     assert preemptions[0] == 0
     assert any(preemptions)
+    assert [bool(tokens) for tokens in again] == [bool(count) for count in preemptions]
+    assert per_step[0] > per_step[-1]
     assert set(same) == {"6 of 6"}
 
 

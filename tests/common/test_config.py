@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from pydantic import ValidationError
 
 import common.build
-from common.build import check_kv_memory, format_bytes
+import common.phases
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
 from common.kv import KVShape, kv_bytes
@@ -28,11 +29,19 @@ def test_defaults(phase: str) -> None:
     assert config.seed == 0
 
 
-def test_a_static_batch_waits_and_a_continuous_one_does_not() -> None:
-    assert find_phase("static").Config().batch_wait_timeout_s == 0.05
-    assert find_phase("continuous").Config().batch_wait_timeout_s == 0.0
-    with pytest.raises(ValidationError, match="batch_wait_timeout_s"):
-        find_phase("continuous").Config(batch_wait_timeout_s=0.1)
+@pytest.mark.parametrize("phase", phase_names())
+def test_only_a_static_batch_waits(phase: str) -> None:
+    """Elsewhere there is nothing to wait for, and no such option."""
+    config = find_phase(phase).Config
+    if phase == "phase4_static":
+        assert config().batch_wait_timeout_s == 0.05
+        return
+    assert "batch_wait_timeout_s" not in config.model_fields
+    for seconds in (0.0, 0.1):
+        with pytest.raises(ValidationError) as caught:
+            config(batch_wait_timeout_s=seconds)
+        (error,) = caught.value.errors()
+        assert (error["loc"], error["type"]) == (("batch_wait_timeout_s",), "extra_forbidden")
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -95,28 +104,74 @@ def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda")
 
 
+X86, ARM = {"architecture": "x86_64", "avx512_bf16": True}, {"architecture": "aarch64", "bf16": True}
+OLD_X86, OLD_ARM = X86 | {"avx512_bf16": False}, {"architecture": "aarch64", "bf16": False}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
 @pytest.mark.parametrize(
-    ("name", "checkpoint", "device", "native", "expected"),
+    ("checkpoint", "cpu", "onednn", "expected"),
     [
-        ("float16", torch.bfloat16, "cpu", False, torch.float16),
-        ("float32", torch.bfloat16, "cuda", True, torch.float32),
-        ("auto", torch.bfloat16, "cuda", False, torch.bfloat16),
-        ("auto", torch.bfloat16, "cpu", True, torch.bfloat16),
-        ("auto", torch.bfloat16, "cpu", False, torch.float32),
-        ("auto", torch.float16, "cpu", True, torch.float32),
-        ("auto", torch.float32, "cpu", True, torch.float32),
+        (BF16, X86, True, BF16),
+        (BF16, OLD_X86, True, FP32),
+        (BF16, ARM, True, BF16),
+        (BF16, OLD_ARM, True, FP32),
+        (BF16, ARM, False, FP32),  # a Mac has the instructions, torch's build for it does not use them
+        (BF16, {"architecture": "ppc64le"}, True, FP32),
+        (FP16, X86, True, FP32),
+        (FP32, X86, True, FP32),
     ],
 )
-def test_dtypes(
-    name: str,
+def test_auto_dtype_on_a_cpu(
     checkpoint: torch.dtype,
-    device: str,
-    native: bool,
+    cpu: dict[str, Any],
+    onednn: bool,
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
-    assert resolve_dtype(name, checkpoint, torch.device(device)) == expected
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    assert resolve_dtype("auto", checkpoint, CPU) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "capability", "expected"),
+    [
+        (BF16, (9, 0), BF16),
+        (BF16, (8, 0), BF16),
+        (BF16, (7, 5), FP32),  # torch would emulate it there
+        (BF16, (7, 0), FP32),
+        (FP16, (7, 0), FP16),
+        (FP32, (9, 0), FP32),
+    ],
+)
+def test_auto_dtype_on_a_gpu(
+    checkpoint: torch.dtype,
+    capability: tuple[int, int],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    major, minor = capability
+    card = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    assert resolve_dtype("auto", checkpoint, torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dtype_that_was_asked_for_is_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    for name, dtype in (("float16", FP16), ("bfloat16", BF16), ("float32", FP32)):
+        assert resolve_dtype(name, FP16, torch.device(device)) == dtype
+
+
+def test_this_cpus_instructions_are_known_by_the_names_we_ask_for() -> None:
+    known = torch.cpu.get_capabilities()
+    if known["architecture"] in ("x86_64", "aarch64", "arm64"):
+        assert "avx512_bf16" in known or "bf16" in known
 
 
 # ---------------------------------------------------------------------- memory
@@ -129,32 +184,6 @@ def test_kv_bytes_is_keys_and_values_of_every_layer() -> None:
     keys, values = KVShape.of(config, torch.float32).allocate(5, 7, CPU)
     assert sum(t.nbytes for t in (*keys, *values)) == kv_bytes(config, 35, torch.float32)
     assert {tuple(t.shape) for t in (*keys, *values)} == {(5, 7, 3, 20)}
-
-
-def test_a_cache_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(max_batch_size=8, max_seq_len=4096)
-    shape = KVShape(28, 8, 128, torch.bfloat16)  # Llama 3.2 3B: 3.5 GB
-    monkeypatch.setattr(common.build, "free_memory", lambda _: 2 * 2**30)
-    with pytest.raises(StartupError) as caught:
-        check_kv_memory(config, shape, CPU)
-    message = str(caught.value)
-    assert "8 × 4096 tokens = 3.5 GB" in message
-    assert "2.0 GB are free on cpu" in message
-    assert "--max-batch-size" in message
-    assert "\n" not in message
-    monkeypatch.setattr(common.build, "free_memory", lambda _: 4 * 2**30)
-    check_kv_memory(config, shape, CPU)
-
-
-def test_free_memory_of_the_cpu_is_what_the_system_has_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = psutil.virtual_memory()._replace(available=12345)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    assert common.build.free_memory(CPU) == 12345
-
-
-def test_sizes_are_readable() -> None:
-    assert format_bytes(3_758_096_384) == "3.5 GB"
-    assert format_bytes(5 * 2**20) == "5.0 MB"
 
 
 # ---------------------------------------------------------------------- phases
@@ -177,9 +206,11 @@ def test_phases_are_registered_in_order() -> None:
         ("phase4_static", "phase4_static"),
         ("5", "phase5_continuous"),
         ("continuous", "phase5_continuous"),
+        (4, "phase4_static"),
+        (5, "phase5_continuous"),
     ],
 )
-def test_a_phase_by_number_or_name(name: str, slug: str) -> None:
+def test_a_phase_by_number_or_name(name: int | str, slug: str) -> None:
     package = find_phase(name)
     assert package.PHASE.slug == slug
     assert package.PHASE.default_port == 8000 + package.PHASE.number
@@ -190,9 +221,26 @@ def test_an_ambiguous_name_lists_what_it_could_be() -> None:
         find_phase("phase")
 
 
-def test_an_unknown_name_lists_what_there_is() -> None:
-    with pytest.raises(StartupError, match="no phase 'phase3_cache'; there are phase4_static"):
-        find_phase("phase3_cache")
+@pytest.mark.parametrize(
+    "name", ["phase3_cache", "json", "json.decoder", "./phase4_static", ".", "4.0", 3, -4]
+)
+def test_what_is_no_phase_lists_what_there_is(name: int | str) -> None:
+    with pytest.raises(StartupError, match=f"no phase '{re.escape(str(name))}'; there are phase4_static"):
+        find_phase(name)
+
+
+def test_a_number_is_a_whole_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.phases, "phase_names", lambda: ["phase4_static", "phase14_later"])
+    assert find_phase(4).PHASE.slug == "phase4_static"
+    with pytest.raises(StartupError, match="no phase '1'"):
+        find_phase(1)
+
+
+def test_a_phase_without_an_entry_point_is_named_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.phases, "phase_names", lambda: ["phase4_static"])
+    assert find_phase("phase5_continuous").PHASE.number == 5
+    with pytest.raises(StartupError, match="no phase 'continuous'; there are phase4_static"):
+        find_phase("continuous")
 
 
 @pytest.mark.parametrize("phase", PHASES)

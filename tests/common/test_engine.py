@@ -31,6 +31,7 @@ from tests.engine_helpers import (
     continuation,
     end_of,
     greedy,
+    model_config,
     one_hot,
     run,
     solo,
@@ -557,7 +558,7 @@ def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
     assert [tokens_of(outputs, request) for request in requests] == expected * 2
 
 
-def test_nan_of_a_request_that_failed_otherwise_is_erased_too(
+def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model()
@@ -572,7 +573,7 @@ def test_nan_of_a_request_that_failed_otherwise_is_erased_too(
 
     monkeypatch.setattr(common.runner, "sample", picky)
     run(engine)
-    # The second one's prompt is longer, so that the first one's columns past its end are read (and masked).
+    # One of them gets the memory as it was left, and is computed together with a longer one.
     requests = [add(engine, [1, 2, 3], greedy(8)), add(engine, list(range(1, 40)), greedy(8))]
     outputs = run(engine)
     for request in requests:
@@ -782,6 +783,16 @@ def test_requests_that_cannot_be_served_are_refused(
         build(phase).create_request(prompt, params)
     assert type(caught.value) is error
     assert caught.value.param == param
+
+
+def test_a_text_of_too_many_tokens_is_refused_before_its_ids_are_looked_at(phase: str) -> None:
+    """Looking at two megabytes of them takes a while."""
+    engine = build(phase, RememberingModel(config=model_config(vocab_size=ord("y"))))
+    with pytest.raises(InvalidPromptError, match=f"token id {ord('y')} is not in the vocabulary"):
+        engine.create_request("xy", greedy(1))
+    with pytest.raises(InvalidRequestError, match="the prompt has 64 tokens"):
+        engine.create_request("y" * 64, greedy(1))
+    assert engine.create_request("x" * 63, greedy(1)).num_prompt_tokens == 63
 
 
 def test_a_request_may_fill_the_whole_sequence(phase: str) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from common.errors import InvalidRequestError, NaNLogitsError, StartupError
-from common.generate import SingleSequenceCache, generate
+from common.generate import ContiguousCache, generate
 from common.kv import KVCapacityError, KVShape, Span
-from common.llm import LLM
+from common.llm import LLM, Completion
 from common.models.layers import CausalLM, TokenBatch
+from common.phases import find_phase
 from common.request import Request, RequestState, SamplingParams
 from common.text import IncrementalDetokenizer
 from tests.engine_helpers import (
@@ -95,7 +101,7 @@ def test_generate_raises_where_the_model_gives_no_number() -> None:
 
 
 def test_a_single_sequences_cache_holds_one_sequence() -> None:
-    cache = SingleSequenceCache(KVShape(1, 1, 1, torch.float32), CPU, 10)
+    cache = ContiguousCache(KVShape(1, 1, 1, torch.float32), CPU, 10)
     first, second = (Request(str(i), [1, 2], greedy(2)) for i in range(2))
     assert not cache.reserve(first, 11)
     assert cache.reserve(first, 10)
@@ -110,11 +116,11 @@ def test_a_single_sequences_cache_holds_one_sequence() -> None:
 
 
 @pytest.fixture
-def llm(request: pytest.FixtureRequest) -> LLM:
+def llm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """An LLM around an engine that is ready."""
-    made = LLM.__new__(LLM)
-    made.engine = build(request.param)
-    return made
+    engine = build(request.param)
+    monkeypatch.setattr(find_phase(request.param), "build_engine", lambda config: engine)
+    return LLM("a model that remembers", phase=request.param)
 
 
 @pytest.mark.parametrize("llm", PHASES, indirect=True)
@@ -160,14 +166,88 @@ def test_a_request_that_fails_is_an_answer_with_its_error(llm: LLM) -> None:
     assert str(failed.error) == "boom"
 
 
-def test_no_prompts_no_answers() -> None:
-    made = LLM.__new__(LLM)
-    made.engine = build("continuous")
-    assert made.generate([], progress=False) == []
+@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+def test_no_prompts_no_answers(llm: LLM) -> None:
+    assert llm.generate([], progress=False) == []
 
 
-@pytest.mark.parametrize("phase", ["4", "continuous", None])
-def test_a_model_by_its_name(phase: str | None) -> None:
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+@pytest.mark.parametrize("prompt", ["one text", [111, 110, 101], (111,)])
+def test_a_single_prompt_has_a_single_answer(llm: LLM, prompt: str | Sequence[int]) -> None:
+    for params in (greedy(4), [greedy(4)]):
+        (answer,) = llm.generate(prompt, params, progress=False)
+        assert answer.prompt == prompt
+        assert answer.token_ids == continuation(
+            list(map(ord, prompt)) if isinstance(prompt, str) else prompt, 4
+        )
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.generate("", greedy(1), progress=False)
+    assert len(llm.generate(["o", "n"], greedy(1), progress=False)) == 2
+
+
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+def test_the_tokens_of_an_answer_and_their_logprobs_where_asked_for(llm: LLM) -> None:
+    params = [greedy(3), greedy(5, logprobs=0), greedy(4, logprobs=2)]
+    silent, alone, ranked = llm.generate(["one", "two", "three"], params, progress=False)
+    for answer, each in ((silent, params[0]), (alone, params[1]), (ranked, params[2])):
+        assert answer.token_ids == continuation(list(answer.prompt.encode()), each.max_new_tokens)
+        assert len(answer.token_ids) == answer.completion_tokens
+    assert silent.logprobs is None
+    assert [entry.top for entry in alone.logprobs] == [()] * 5
+    assert [len(entry.top) for entry in ranked.logprobs] == [2] * 4
+    for token_id, entry in zip(ranked.token_ids, ranked.logprobs, strict=True):
+        assert entry.top[0] == (token_id, entry.logprob)
+
+
+def test_the_token_that_ends_an_answer_is_one_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = RememberingModel(rule=lambda token_ids: EOS if len(token_ids) == 5 else ord("a"))
+    engine = build("continuous", model)
+    monkeypatch.setattr(find_phase("continuous"), "build_engine", lambda config: engine)
+    (answer,) = LLM("any", phase="continuous").generate("one", greedy(9, logprobs=1), progress=False)
+    assert (answer.text, answer.finish_reason) == ("aa", "eos")
+    assert answer.token_ids == [ord("a"), ord("a"), EOS]
+    assert len(answer.logprobs) == 3
+
+
+@pytest.mark.parametrize("llm", PHASES, indirect=True)
+def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
+    """Both have every answer whole, and no pass computes for both."""
+    owners: list[set[str]] = []
+
+    def before_pass(sequences: list[list[int]]) -> None:
+        owners.append({chr(token_ids[0]) for token_ids in sequences})
+        time.sleep(0.001)  # lets the other thread run
+
+    assert isinstance(llm.engine.runner.model, RememberingModel)
+    llm.engine.runner.model.before_pass = before_pass
+    together = threading.Barrier(2)
+
+    def generate(name: str) -> list[Completion]:
+        together.wait()
+        return llm.generate([f"{name}{i}" for i in range(12)], greedy(8), progress=False)
+
+    with ThreadPoolExecutor(2) as threads:
+        for name, answers in zip("AB", threads.map(generate, "AB"), strict=True):
+            assert [answer.prompt for answer in answers] == [f"{name}{i}" for i in range(12)]
+            for answer in answers:
+                assert answer.token_ids == continuation(list(answer.prompt.encode()), 8)
+                assert answer.finish_reason == "length"
+    assert [names for names, _ in itertools.groupby(owners)] in ([{"A"}, {"B"}], [{"B"}, {"A"}])
+
+
+@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+@pytest.mark.parametrize("progress", [True, False])
+def test_nothing_is_printed_where_stdout_is_no_terminal(
+    llm: LLM, progress: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these, rich takes everything for a terminal
+        monkeypatch.delenv(name, raising=False)
+    assert len(llm.generate(["one", "two"], greedy(3), progress=progress)) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("phase", [4, "4", "continuous", None])
+def test_a_model_by_its_name(phase: int | str | None) -> None:
     options = {"dtype": "float32", "device": "cpu", "max_seq_len": 64, "max_batch_size": 2}
     made = LLM("zoo:llama-tiny", phase=phase, **options)
     answers = made.generate(["Once upon a time", "The little"], greedy(6), progress=True)
@@ -181,6 +261,31 @@ def test_startup_errors_are_for_people() -> None:
         LLM("zoo:llama-tiny", phase="phase3_cache")
     with pytest.raises(StartupError, match="the zoo has no"):
         LLM("zoo:nobody", phase="static")
+    with pytest.raises(StartupError, match="no phase '3'; there are phase4_static"):
+        LLM("zoo:llama-tiny", phase=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size: Input should be greater than or equal to 1, not 0"),
+        ({"dtype": "int3"}, "dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16', not 'int3'"),
+        (
+            {"max_batchsize": 4},
+            "phase7_chunked has no option max_batchsize; it has model, device, dtype, max_batch",
+        ),
+        (
+            {"use_chunked_prefill": False, "mixed_batches": False},
+            "mixed_batches has no meaning without use_ch",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_option_is_one_line_that_names_it(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        LLM("zoo:llama-tiny", phase="chunked", **options)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("llm", PHASES, indirect=True)

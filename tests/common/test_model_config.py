@@ -188,6 +188,50 @@ def test_gemma_scaling_is_for_global_layers_only() -> None:
         assert ropes == {512: RopeConfig(10_000.0), None: RopeConfig(1_000_000.0, LinearScaling(8.0))}
 
 
+# What Google's 4B says of its language model, and all that it says.
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}
+
+
+def test_of_a_multimodal_gemma_the_language_model_is_read() -> None:
+    config = ModelConfig.from_json(GEMMA_3_4B)
+    assert config.architecture == "gemma3_text"
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (34, 8, 4, 256)
+    assert (config.hidden_size, config.vocab_size, config.tie_word_embeddings) == (2560, 262_208, True)
+    assert (config.dtype, config.eos_token_ids) == (torch.bfloat16, {1, 106})
+    assert {layer.window: layer.rope for layer in config.layers} == {
+        1024: RopeConfig(10_000.0),
+        None: RopeConfig(1_000_000.0, LinearScaling(8.0)),
+    }
+    theirs = AutoConfig.for_model(**copy.deepcopy(GEMMA_3_4B)).to_dict()
+    assert ModelConfig.from_json(theirs | {"dtype": "bfloat16"}) == config
+    text = theirs["text_config"] | {"dtype": "bfloat16", "eos_token_id": [1, 106]}
+    assert ModelConfig.from_json(text) == config
+
+
+def test_entries_outside_the_text_config_hold_for_it() -> None:
+    text = GEMMA_3_1B | {"eos_token_id": None, "torch_dtype": None}
+    outside = {"eos_token_id": 7, "torch_dtype": "float16", "tie_word_embeddings": False}
+    config = ModelConfig.from_json({"model_type": "gemma3", "text_config": text, **outside})
+    assert config == ModelConfig.from_json(gemma(**outside))
+
+
 @EVERY_ARCHITECTURE
 def test_both_styles_are_one_config(architecture: str) -> None:
     old = OF_ARCHITECTURE[architecture]
@@ -270,7 +314,26 @@ def test_eos_ids_are_null_one_or_many(written: Any, ids: set[int]) -> None:
         pytest.param(llama(torch_dtype=["float32"]), ["dtype"], id="dtype is a list"),
         pytest.param(llama(rope_theta=-1), ["rope_theta", "-1"], id="theta"),
         pytest.param(
-            llama(rope_scaling={"rope_type": "yarn", "factor": 2}), ["rope_type", "'yarn'"], id="yarn"
+            llama(rope_scaling={"rope_type": "yarn", "factor": 2}),
+            ["rope_type", "'yarn'", "default, linear, llama3", "take it out"],
+            id="yarn",
+        ),
+        *(
+            pytest.param(
+                llama(quantization_config={"quant_method": method, "bits": 4}, torch_dtype="float8_e4m3fn"),
+                ["quantized", f"({method})", "float32, bfloat16, float16", "take the checkpoint"],
+                id=method,
+            )
+            for method in ("gptq", "awq", "fp8", "bitsandbytes")
+        ),
+        pytest.param(
+            llama(quantization_config={"group_size": 64, "bits": 4}), ["quantized"], id="some quantization"
+        ),
+        pytest.param({"model_type": "gemma3"}, ["text_config", "None"], id="multimodal without text"),
+        pytest.param(
+            {"model_type": "gemma3", "text_config": {"hidden_size": 8, "quantization_config": {}}},
+            ["quantized"],
+            id="multimodal and quantized",
         ),
         pytest.param(llama(rope_scaling={"rope_type": "linear"}), ["factor"], id="linear without factor"),
         pytest.param(

@@ -21,9 +21,20 @@ from common.errors import StartupError
 from common.kv import KVShape
 from common.models import registry
 from common.models.layers import CausalLM
-from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
+from common.models.registry import ARCHITECTURES, load_model, open_checkpoint, weight_bytes
 from common.zoo.presets import PRESETS
-from tests.helpers import CPU, ZOO_NAMES, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+from tests.helpers import (
+    CPU,
+    ZOO_NAMES,
+    draw_ids,
+    largest_difference,
+    load,
+    read_config,
+    save_tiny,
+    solo_logits,
+    write_config,
+    zoo,
+)
 
 
 def refusal(name: str) -> str:
@@ -64,6 +75,52 @@ def test_unknown_names_say_what_there_is() -> None:
         assert all(form in message for form in ("folder", "zoo:NAME", "dummy:PRESET", "owner/name"))
 
 
+@pytest.mark.parametrize("name", ["./nope", "../nope", "nope/", "./a/nope", "~/nope", "/nope", ".", ".."])
+def test_a_path_is_never_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reach_out(*_: Any, **__: Any) -> None:
+        pytest.fail("the hub was asked")
+
+    monkeypatch.setattr(registry.huggingface_hub, "snapshot_download", reach_out)
+    monkeypatch.chdir(tmp_path)
+    message = refusal(name)
+    if Path(name).is_dir():
+        assert "has no config.json" in message
+    else:
+        assert f"there is no folder {Path(name).absolute()}" in message
+    save_tiny(tmp_path / "nope", "llama")
+    assert open_checkpoint("./nope").config.vocab_size == 97
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    message = refusal(str(tmp_path / "model.safetensors"))
+    assert f"model.safetensors is a file: name the checkpoint's folder, {tmp_path}" in message
+    assert open_checkpoint(str(tmp_path)).weights == tmp_path
+
+
+def test_a_config_is_refused_with_its_path_and_what_to_do(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = read_config(tmp_path)
+    yarn = config["rope_parameters"] | {"rope_type": "yarn", "factor": 2.0}
+    write_config(tmp_path, config | {"rope_parameters": yarn})
+    message = refusal(str(tmp_path))
+    assert message.startswith(
+        f"{tmp_path / 'config.json'}: rope_type 'yarn' is not one of default, linear, llama3"
+    )
+    assert "take it out" in message
+    write_config(tmp_path, config)
+    assert open_checkpoint(str(tmp_path)).config.architecture == "llama"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ZOO_NAMES)
+def test_weight_bytes_are_known_before_the_weights(name: str, dtype: torch.dtype) -> None:
+    expected = sum(weight.nbytes for weight in load(zoo(name), dtype=dtype).parameters())
+    assert weight_bytes(open_checkpoint(f"zoo:{name}").config, dtype) == expected
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "union"),
     [
@@ -89,7 +146,7 @@ def test_eos_ids_are_the_union_of_both_configs(
 def test_a_broken_generation_config_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    assert "eos_token_id" in refusal(str(tmp_path))
+    assert f"{tmp_path / 'generation_config.json'}: eos_token_id" in refusal(str(tmp_path))
     (tmp_path / "generation_config.json").write_text("{")
     assert "generation_config.json" in refusal(str(tmp_path))
 
@@ -163,6 +220,7 @@ def test_a_dummy_takes_kv_memory_of_the_real_shape() -> None:
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO, GATED, NO_REPO = "someone/tiny", "someone/gated", "someone/else"
+NOT_HERE = "is no folder here, and cannot be downloaded from the hub"
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port, which nobody serves
 NOT_NEEDED = ("pytorch_model.bin", "original/consolidated.00.pth", "original/model.safetensors", "README.md")
 
@@ -310,13 +368,17 @@ def test_a_hub_id_is_downloaded_once_and_only_what_is_needed(hub: StubHub, tmp_p
 
 def test_hub_models_that_we_may_not_have(hub: StubHub, tmp_path: Path) -> None:
     missing, gated = open_in_a_process([NO_REPO, GATED], hub.url, tmp_path / "cache")
-    assert missing.startswith(f"REFUSED {NO_REPO} cannot be downloaded from the hub: there is no such model")
-    assert gated.startswith(f"REFUSED {GATED} cannot be downloaded from the hub: its owner wants their terms")
+    assert missing.startswith(
+        f"REFUSED {NO_REPO} is no folder here, and cannot be downloaded from the hub: there is no such model"
+    )
+    assert gated.startswith(
+        f"REFUSED {GATED} is no folder here, and cannot be downloaded from the hub: its owner wants their terms"
+    )
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     (line,) = open_in_a_process([REPO], UNREACHABLE, tmp_path / "cache")
-    assert line.startswith(f"REFUSED {REPO} cannot be downloaded from the hub: ")
+    assert line.startswith(f"REFUSED {REPO} {NOT_HERE}: ")
     assert "Connect" in line
 
 

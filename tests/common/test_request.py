@@ -240,3 +240,9 @@ def test_ending_token_ids() -> None:
     assert endings(ignore_eos=True) == set()
     assert endings(stop_token_ids=(3,)) == {3, 10, 11}
     assert endings(ignore_eos=True, stop_token_ids=(3, 10)) == {3, 10}
+
+
+def test_ending_token_ids_are_made_once() -> None:
+    """They are looked at for every token."""
+    request = Request("r", [1], SamplingParams(stop_token_ids=(3,)), frozenset({10}))
+    assert request.ending_token_ids is request.ending_token_ids

@@ -46,24 +46,28 @@ def ids_of(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 
 
 def softmax(scores: Sequence[float]) -> list[float]:
+    """Infinite scores share it all."""
     top = max(scores)
-    weights = [math.exp(score - top) for score in scores]
+    weights = [1.0 if score == top else math.exp(score - top) for score in scores]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
 
 
 def distribution(logits: Sequence[float], request: Request) -> list[tuple[int, float]]:
     """(token, probability) in the order in which the uniform number is compared, in the documented order of
-    filters: penalties, endings not allowed yet, temperature, top-k, top-p, min-p."""
+    filters: penalties, endings not allowed yet, temperature, top-k, top-p, min-p. Empty: there is no token."""
     params = request.params
     scores = list(logits)
-    for token, count in Counter(request.token_ids).items():
+    for token in set(request.token_ids):
         factor = params.repetition_penalty
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token, count in Counter(request.token_ids[request.num_prompt_tokens :]).items():
         scores[token] -= params.frequency_penalty * count + params.presence_penalty
     if request.num_generated_tokens < params.min_tokens:
         for token in request.ending_token_ids:
             scores[token] = -math.inf
+    if any(map(math.isnan, scores)) or max(scores) == -math.inf:
+        return []
     if params.temperature == 0.0:
         return [(max(range(len(scores)), key=scores.__getitem__), 1.0)]
     scores = [score / params.temperature for score in scores]
@@ -80,7 +84,7 @@ def distribution(logits: Sequence[float], request: Request) -> list[tuple[int, f
         order = order[:kept]
         probabilities = softmax([scores[token] for token in order])
     floor = params.min_p * max(probabilities)
-    pairs = [(token, p) for token, p in zip(order, probabilities, strict=True) if p >= floor]
+    pairs = [(token, p) for token, p in zip(order, probabilities, strict=True) if p >= floor and p > 0.0]
     total = math.fsum(p for _, p in pairs)
     return [(token, p / total) for token, p in pairs]
 
@@ -93,12 +97,12 @@ def plain_sample(logits: Sequence[float], request: Request, uniform: float) -> t
         if reached + p > uniform:
             return token, min(uniform - reached, reached + p - uniform)
         reached += p
-    return pairs[-1][0], 0.0
+    return (pairs[-1][0], 0.0) if pairs else (NOT_A_TOKEN, 1.0)
 
 
 PARAMS = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.0, 2.5]),
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.0, 2.5, 1e38, 1e300]),
     top_p=st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.1, 1e-6]),
     top_k=st.sampled_from([None, None, 1, 3, 10, VOCAB, 1000]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
@@ -110,6 +114,7 @@ PARAMS = st.builds(
     logprobs=st.sampled_from([None, 0, 5]),
 )
 HISTORY = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
+ENDLESS = st.sampled_from([math.inf, -math.inf, math.nan])
 
 
 @settings(max_examples=400, deadline=None)
@@ -117,11 +122,17 @@ HISTORY = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
     rows=st.lists(st.tuples(PARAMS, HISTORY, HISTORY), min_size=1, max_size=6),
     seed=st.integers(0, 10_000),
     spread=st.sampled_from([0.5, 3.0, 10.0]),
+    endless=st.lists(st.tuples(st.integers(0, 5), HISTORY, ENDLESS), max_size=3),
 )
 def test_every_row_of_any_batch_against_the_oracle(
-    rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int, spread: float
+    rows: list[tuple[SamplingParams, list[int], list[int]]],
+    seed: int,
+    spread: float,
+    endless: list[tuple[int, list[int], float]],
 ) -> None:
     logits = random_logits(len(rows), seed=seed, spread=spread)
+    for row, tokens, value in endless:
+        logits[row % len(rows), tokens] = value
     requests = [make(params, prompt=p, generated=g[1:], ends=[2, 5]) for params, p, g in rows]
     chosen = ids_of(logits, requests)
     for row, request in enumerate(requests):
@@ -130,6 +141,7 @@ def test_every_row_of_any_batch_against_the_oracle(
         allowed = dict(distribution(values, request))
         if request.params.greedy or margin > 1e-5:
             assert chosen[row] == expected
+            continue
         # A cut that float32 puts one token further is a tie of the oracle's, not an error of the sampler's.
         assert chosen[row] in allowed or request.params.top_p < 1.0 or request.params.min_p > 0.0
 
@@ -155,12 +167,12 @@ def test_frequencies_of_20000_draws(values: dict[str, Any]) -> None:
     """Chi-square against the oracle's probabilities; the seeds are fixed, so this cannot fail by chance."""
     draws, batch = 20_000, 500
     logits = random_logits(1, vocab=20, seed=3, spread=1.5)
-    history = [1, 1, 4]
+    history: dict[str, Any] = {"prompt": [1, 1, 4], "generated": [4, 7, 7]}
     counts: Counter[int] = Counter()
     for first in range(0, draws, batch):
-        requests = [make(prompt=history, seed=first + i, **values) for i in range(batch)]
+        requests = [make(seed=first + i, **history, **values) for i in range(batch)]
         counts.update(ids_of(logits.expand(batch, -1), requests))
-    expected = dict(distribution(logits[0].tolist(), make(prompt=history, **values)))
+    expected = dict(distribution(logits[0].tolist(), make(**history, **values)))
     assert set(counts) <= set(expected)
     statistic = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in expected.items())
     freedom = len(expected) - 1
@@ -288,6 +300,98 @@ def test_min_tokens_with_ignored_eos_leaves_eos_possible() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 2] = 50.0
     assert ids_of(logits, [make(temperature=0.0, ends=[2], min_tokens=3, ignore_eos=True)]) == [2]
+
+
+# ---------------------------------------------------------------------- penalties
+
+
+def best_two(logits: Tensor, **values: Any) -> list[int]:
+    """What is most likely, and what it is once that has been generated."""
+    (first,) = ids_of(logits, [make(temperature=0.0, **values)])
+    (second,) = ids_of(logits, [make(temperature=0.0, generated=[first], **values)])
+    return [first, second]
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_presence_and_frequency_look_at_generated_tokens_alone(penalty: str) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 9] = 2.0, 1.0
+    assert best_two(logits, prompt=[3] * 50, **{penalty: 1.5}) == [3, 9]
+
+
+def test_repetition_looks_at_the_prompt_too() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 9], logits[0, 11] = 3.0, 2.5, 2.0
+    assert best_two(logits, prompt=[3], repetition_penalty=2.0) == [9, 11]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"presence_penalty": -1e300, "frequency_penalty": 1e300},
+        {"frequency_penalty": -1e300},
+    ],
+    ids=str,
+)
+def test_penalties_beyond_float32_leave_a_token(values: dict[str, Any]) -> None:
+    for last in (2.0, math.inf):
+        logits = torch.tensor([[0.0, -math.inf, 1.0, -1.0, last]])
+        for history in ([0], [1], [2], [3], [4], [0, 1, 2, 3, 4]):
+            (token,) = ids_of(logits, [make(prompt=history, generated=history, seed=1, **values)])
+            assert token not in (NOT_A_TOKEN, 1)
+
+
+# ---------------------------------------------------------------------- the ends of the numbers
+
+FILTERS: list[dict[str, Any]] = [{}, {"top_k": 30}, {"top_p": 0.99}, {"min_p": 1e-6}]
+
+
+@pytest.mark.parametrize("values", [*FILTERS, {"presence_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-9, 1.0, 1e38])
+def test_infinite_logits_share_the_probability(temperature: float, values: dict[str, Any]) -> None:
+    logits = random_logits(65)
+    alone = ids_of(logits[-1:], [make(seed=64)])
+    logits[:-1, [5, 9]] = math.inf
+    requests = [make(seed=i, temperature=temperature, logprobs=3, **values) for i in range(64)]
+    sampled = sample(logits, [*requests, make(seed=64)])
+    *tokens, neighbour = sampled.token_ids.tolist()
+    assert tokens == [5 if request.next_uniform() < 0.5 else 9 for request in requests]
+    assert [neighbour] == alone
+    assert ids_of(logits[:1], [make(temperature=0.0)]) == [5]
+    entry = read_logprobs(sampled, [*requests, make()])[0]
+    assert entry is not None
+    assert [entry.logprob, *(p for _, p in entry.top)] == pytest.approx([math.log(0.5)] * 3 + [-math.inf])
+
+
+@pytest.mark.parametrize("values", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 1e38, 1e300])
+def test_minus_infinity_is_never_sampled(temperature: float, values: dict[str, Any]) -> None:
+    logits = random_logits(200)
+    logits[:, ::2] = -math.inf
+    tokens = ids_of(logits, [make(seed=i, temperature=temperature, **values) for i in range(200)])
+    assert all(token % 2 for token in tokens)
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e300])
+@pytest.mark.parametrize(("values", "left"), [({}, VOCAB), ({"top_k": 5}, 5), ({"top_p": 0.51}, 21)], ids=str)
+def test_a_huge_temperature_makes_all_that_the_filters_leave_equally_likely(
+    temperature: float, values: dict[str, Any], left: int
+) -> None:
+    logits = random_logits(1).expand(200, -1)
+    requests = [make(seed=i, temperature=temperature, **values) for i in range(200)]
+    order = logits[0].argsort(descending=True).tolist() if values else range(VOCAB)
+    assert ids_of(logits, requests) == [order[int(request.next_uniform() * left)] for request in requests]
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0.0}, *FILTERS, {"temperature": 1e38}], ids=str)
+def test_nothing_but_minus_infinity_is_no_token_and_harms_nobody(values: dict[str, Any]) -> None:
+    logits = random_logits(3)
+    expected = ids_of(logits, [make(seed=i, **values) for i in range(3)])
+    logits[1] = -math.inf
+    requests = [make(seed=i, logprobs=2, **values) for i in range(3)]
+    assert sample(logits, requests).token_ids.tolist() == [expected[0], NOT_A_TOKEN, expected[2]]
 
 
 # ---------------------------------------------------------------------- not a number

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -238,6 +240,26 @@ def test_a_foreign_id_ends_an_unfinished_character(tokenizer: Tokenizer) -> None
     assert "".join(tell(tokenizer, ids)) == f"a\ufffd<{tokenizer.foreign_from}>b"
 
 
+def test_each_token_by_itself_is_decoded_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def counted(self: Tokenizer, token_ids: Iterable[int]) -> str:
+        ids = list(token_ids)
+        decoded.extend(ids)
+        return decode(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    fresh = Tokenizer(tokenizer.backend, vocab_size=tokenizer.vocab_size)
+    texts = [fresh.token_text(i) for i in range(fresh.vocab_size)]
+    assert [fresh.token_text(i) for i in range(fresh.vocab_size)] == texts
+    ordinary = [i for i in range(fresh.vocab_size) if i not in fresh.special_ids]
+    assert decoded == ordinary
+    assert [texts[i] for i in ordinary] == [decode(fresh, [i]) for i in ordinary]
+    assert [texts[i] for i in fresh.special_ids] == [fresh.backend.id_to_token(i) for i in fresh.special_ids]
+    assert texts[fresh.foreign_from] == f"<{fresh.foreign_from}>"
+
+
 # ---------------------------------------------------------------------- other kinds of tokenizers
 
 
@@ -356,6 +378,53 @@ def test_special_tokens_are_added_or_not() -> None:
     assert llama.encode("a")[1:] == encode(llama, "a")
     assert gemma.encode("a")[1:] == encode(gemma, "a")
     assert qwen.encode("a") == encode(qwen, "a")
+
+
+@pytest.mark.parametrize("name", ZOO_NAMES)
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS)
+def test_ids_are_those_of_the_library(name: str, text: str) -> None:
+    tokenizer = zoo(name)
+    for given_text in (text, tokenizer.token_text(min(tokenizer.special_ids)) + text):
+        assert tokenizer.encode(given_text) == tokenizer.backend.encode(given_text).ids
+        plain = tokenizer.backend.encode(given_text, add_special_tokens=False)
+        assert encode(tokenizer, given_text) == plain.ids
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    plain = zoo("llama-tiny")
+    backend = tokenizers.Tokenizer.from_file(str(ZOO / "llama-tiny" / "tokenizer.json"))
+    backend.enable_truncation(max_length=8)
+    backend.enable_padding(length=12)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path, vocab_size=plain.vocab_size)
+    for text in ("Hi", "The little robot went home. " * 5):
+        assert tokenizer.encode(text) == plain.encode(text)
+
+
+def test_other_threads_run_while_two_megabytes_are_tokenized() -> None:
+    """Were the GIL held all the while, only a turn before and after would pass."""
+    tokenizer = zoo("llama-tiny")
+    text = "The little robot went home. " * 70_000
+    turns, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            time.sleep(0.001)
+            turns += 1
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    try:
+        before = turns
+        ids = tokenizer.encode(text)
+        during = turns - before
+    finally:
+        done.set()
+        counting.join()
+    assert tokenizer.decode(ids[-200:]).endswith("The little robot went home. ")
+    assert during > 20
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ chromium ──> 127.0.0.1: the site       every request is recorded with its st
 ```
 
 Each page is opened in a frame as wide as a phone. A script beside the frame looks at it and posts what it found. An
-image that the server holds back until then keeps chromium from finishing early: no driver is needed.
+image that the server holds back until then keeps chromium from finishing early: no driver is needed. A site opened
+from disk has no server; there the document is read when its scripts have had their time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -162,6 +164,20 @@ def record(site: Path) -> Iterator[Record]:
 
 def browse(record: Record, profile: Path, page: str, *, width: int, dark: bool = False) -> dict[str, Any]:
     """Open a page in a frame of this width: what the probe found in it."""
+    record.found = {}
+    record.posted.clear()
+    done = chromium(
+        record,
+        profile,
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        f"{record.url}/__probe/{width}/{page}",
+    )
+    assert record.found, f"{page} did not load: {done.stderr[-2000:]}"
+    return record.found
+
+
+def chromium(record: Record, profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Open a page and write its document, as scripts left it, to stdout."""
     command = [
         str(CHROMIUM),
         "--headless",
@@ -175,17 +191,12 @@ def browse(record: Record, profile: Path, page: str, *, width: int, dark: bool =
         "--disable-domain-reliability",
         "--disable-client-side-phishing-detection",
         f"--proxy-server={record.proxy}",  # loopback addresses do not go through it
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
         f"--user-data-dir={profile}",
         "--window-size=1400,1000",
         "--dump-dom",
-        f"{record.url}/__probe/{width}/{page}",
+        *arguments,
     ]
-    record.found = {}
-    record.posted.clear()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert record.found, f"{page} did not load: {done.stderr[-2000:]}"
-    return record.found
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +222,20 @@ def test_search_finds_something_without_a_network(record: Record, tmp_path: Path
     _assert_at_home(record)
 
 
+def test_search_finds_something_in_a_site_opened_from_disk(
+    record: Record, site: Path, tmp_path: Path
+) -> None:
+    for page in ("index.html", "phases/paged.html"):
+        # Ten seconds by the page's own clock, which chromium puts forward when nothing else is due.
+        done = chromium(
+            record, tmp_path, "--virtual-time-budget=10000", f"{(site / page).as_uri()}?q=padding"
+        )
+        found = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', done.stdout)
+        assert found, done.stderr[-2000:]
+        assert all(link.startswith(site.as_uri()) for link in found)
+    _assert_nothing_asked_of_others(record)
+
+
 def test_light_and_dark_follow_the_reader(record: Record, tmp_path: Path) -> None:
     light, dark = (
         browse(record, tmp_path / str(d), "index.html", width=DESKTOP, dark=d) for d in (False, True)
@@ -232,9 +257,13 @@ def test_a_page_that_loads_from_elsewhere_would_be_noticed(
     record.refused.clear()
 
 
-def _assert_at_home(record: Record) -> None:
+def _assert_nothing_asked_of_others(record: Record) -> None:
     hosts = {urlsplit(target if "://" in target else f"//{target}").hostname for target in record.refused}
     assert hosts <= BROWSERS_OWN
+
+
+def _assert_at_home(record: Record) -> None:
+    _assert_nothing_asked_of_others(record)
     failed = [(path, status) for path, status in record.served if status >= 400 and path != "/favicon.ico"]
     assert failed == []
     assert record.served

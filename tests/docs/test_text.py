@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import pkgutil
 import re
 import subprocess
@@ -13,11 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.results import Metrics, Percentiles, Run
-from common.build import format_bytes
-from common.kv import kv_bytes
+import phase5_continuous
+import phase6_paged
+import phase7_chunked
+from benchmarks.results import Lineup, Metrics, Percentiles, Run
+from benchmarks.servers import Setup, phase_target
+from common.kv import KVShape, Span, kv_bytes
+from common.memory import format_bytes
 from common.models.registry import open_checkpoint
-from docs.building import code, memory, options, pictures, results
+from common.phases import find_phase, phase_names
+from common.request import Request, SamplingParams
+from common.scheduling import PrefillChunk, StepPlan
+from common.telemetry import Telemetry
+from docs.building import code, memory, options, paging, pictures, results
 from tests.docs.conftest import ROOT
 
 PACKAGES = ("common", "kernels", "benchmarks", "phase")
@@ -79,6 +88,57 @@ def test_python_examples_are_python_and_their_imports_work(path: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_claims_of_identity_name_their_type(path: Path) -> None:
+    claim = r"(same|exactly the) tokens|tokens (of `generate`|(it|they) (got|would))"
+    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+        if re.search(claim, " ".join(paragraph.split()), re.IGNORECASE):
+            assert "float32" in paragraph, paragraph
+
+
+WORDS = (
+    "request, sequence, queue, hold a place, seat, active, batch, step, plan, admit, prefill, chunk, decode, "
+    "pass, preempt, retire, reserve, release, column, block, block table, slot, store, address, pool, view, "
+    "layer, row, tile"
+)
+
+
+def test_the_glossary_defines_each_word_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = [term for line in re.findall(r"^(.+)\n:   ", text, re.MULTILINE) for term in line.split(", ")]
+    assert len(terms) == len(set(terms))
+    assert set(WORDS.split(", ")) <= set(terms)
+    measured = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert not set(terms) & set(re.findall(r"^(.+)\n:   ", measured, re.MULTILINE))
+
+
+def test_the_flat_pass_on_its_page_is_one_that_a_runner_makes() -> None:
+    text = (ROOT / "docs" / "flat-pass.md").read_text(encoding="utf-8")
+    shown = {
+        name: [int(number) for number in numbers.split(",")]
+        for name, numbers in re.findall(
+            r"^(token_ids|positions|logit_rows) +\[([\d ,]+)\]", text, re.MULTILINE
+        )
+    }
+    config = phase7_chunked.Config(max_seq_len=256)
+    pool = phase7_chunked.build_engine.pool(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
+    requests = []
+    for name, held, new in (("A", 131, [812]), ("B", 7, [44]), ("C", 0, [17, 5, 90])):
+        request = Request(name, [0] * held + new, SamplingParams())
+        assert pool.reserve(request, held + len(new))
+        assert request.slot is not None
+        if held:
+            pool.advance([Span.exact(request.slot, 0, held)])
+        requests.append(request)
+    plan = StepPlan(decode=tuple(requests[:2]), prefill=(PrefillChunk(requests[2], 0, 3),))
+    [forward_pass] = phase7_chunked.Runner(None, pool, Telemetry(), max_prefill_pass_tokens=8192).passes(plan)
+    shares = forward_pass.shares
+    assert shown["token_ids"] == [token for share in shares for token in share.token_ids]
+    assert shown["positions"] == pool.view([share.span for share in shares]).positions.tolist()
+    ends = itertools.accumulate(len(share.token_ids) for share in shares)
+    assert shown["logit_rows"] == [end - 1 for end in ends]
+
+
 def test_references_leave_no_module_out() -> None:
     text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     calls = re.findall(r"reference\((.*?)\)", text)
@@ -93,15 +153,42 @@ def test_references_leave_no_module_out() -> None:
 # ---------------------------------------------------------------------- numbers
 
 
+#: Published counts; an embedding that is the head, too, counts once.
+PARAMETERS = {
+    "Llama 3.2 1B": 1_235_814_400,
+    "Llama 3.2 3B": 3_212_749_824,
+    "Qwen3 1.7B": 1_720_574_976,
+    "Qwen3 4B": 4_022_468_096,
+    "Gemma 3 1B": 999_885_952,
+}
+
+
 def test_memory_table_is_kv_bytes() -> None:
     rows = [line.split("|")[1:-1] for line in memory.memory_table().splitlines()[2:]]
     assert [row[0].strip() for row in rows] == list(memory.MODELS)
     for row in rows:
         config = open_checkpoint(memory.MODELS[row[0].strip()]).config
-        assert row[-1].strip() == format_bytes(kv_bytes(config, 8 * 4096, torch.bfloat16))
+        per_token, weights, kv, total = (cell.strip() for cell in row[-4:])
         by_hand = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
         assert kv_bytes(config, 1, torch.bfloat16) == by_hand
-        assert row[-2].strip() == f"{by_hand / 1024:.0f} kB"
+        assert per_token == f"{by_hand / 1024:.0f} kB"
+        assert weights == format_bytes(2 * PARAMETERS[row[0].strip()])
+        assert kv == format_bytes(8 * 4096 * by_hand)
+        assert total == format_bytes(8 * 4096 * by_hand + 2 * PARAMETERS[row[0].strip()])
+
+
+def test_more_seats_in_the_same_bytes_take_the_options_that_the_page_names() -> None:
+    text = (ROOT / "docs" / "phases" / "paged.md").read_text(encoding="utf-8")
+    [flags] = re.findall(r"python -m phase6_paged (--.*)", text)
+    named = dict(re.findall(r"--([\w-]+) (\S+)", flags))
+    assert named.items() <= phase_target("6", Setup()).options.items()
+    slots = phase5_continuous.Config(max_seq_len=4096)
+    default = phase6_paged.Config(max_seq_len=4096)
+    options = {name.replace("-", "_"): int(value) for name, value in named.items()}
+    more = phase6_paged.Config(max_seq_len=4096, **options)
+    assert slots.kv_tokens() == default.kv_tokens() == more.kv_tokens()
+    assert slots.max_batch_size == default.max_batch_size < more.max_batch_size
+    assert f"| phase 6 | `{flags}` | {more.max_batch_size} | {more.kv_tokens()} |" in paging.seats_table()
 
 
 def test_timelines_are_whole() -> None:
@@ -115,10 +202,26 @@ def test_timelines_are_whole() -> None:
         assert found.steps > max(found.last_token.values())
 
 
+def test_workloads_name_only_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared() -> set[tuple[int, int]]:
+        table = options.workloads_table()
+        return {(int(a), int(b)) for a, b in re.findall(r": (\d+) against (\d+) \|", table)}
+
+    numbers = {find_phase(name).PHASE.number for name in phase_names()}
+    assert compared() == {(number, number - 1) for number in numbers if number - 1 in numbers}
+    monkeypatch.setattr(options, "phase_names", lambda: ["phase4_static", "phase5_continuous"])
+    assert compared() == {(5, 4)}
+
+
 def test_every_option_is_in_its_table() -> None:
     text = options.options_table() + options.options_table(phase="phase4_static")
     for flag in ("--model", "--port", "--max-batch-size", "--max-seq-len", "--batch-wait-timeout-s"):
         assert f"`{flag}`" in text
+
+
+def test_a_default_that_follows_another_option_is_left_to_the_description() -> None:
+    row = "| `--prefill-token-budget` |  | prompt tokens computed in a step; default: one chunk; none: no bound |"
+    assert row in options.options_table(phase="phase7_chunked")
 
 
 def test_source_is_cut_out_whole() -> None:
@@ -142,6 +245,7 @@ def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
         "continuous_batching", "phase 4", "phase 5", results=tmp_path
     )
     assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
+    assert results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
     assert results.plots("continuous_batching", folder=tmp_path) == ""
 
 
@@ -163,7 +267,7 @@ def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, statu
         itl_s=Percentiles(p50=0.1, p95=0.1, p99=order / 10, max=0.9, mean=0.1),
         latency_s=spread,
         longest_stall_s=0.9,
-        goodput=0.5,
+        slo_attainment=0.5,
         slo_ttft_s=2.0,
         slo_itl_s=0.2,
     )
@@ -237,6 +341,82 @@ def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
     assert "throughput is" in said[3]
 
 
+def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -> None:
+    for repeat in (1, 2, 3):
+        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat)):
+            run.save(tmp_path)
+            run.comparison = "20990101-000000"
+            run.save(tmp_path / "local")
+    compared = "continuous_batching", "phase 4", "phase 5"
+    for text in (
+        results.results_table(*compared, results=tmp_path),
+        results.headline(*compared, tmp_path),
+        results.trade_offs(*compared, tmp_path),
+    ):
+        published, own = text.split("A Processor, 2 cores")[1:]
+        assert "measured in this checkout" not in published
+        assert own.startswith(", measured in this checkout")
+
+
+def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> None:
+    for repeat, (ttft, waste) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
+        old, new = (
+            a_run("phase 4", 4, repeat=repeat, ttft=2 * ttft),
+            a_run("phase 5", 5, repeat=repeat, ttft=ttft),
+        )
+        assert old.metrics is not None
+        assert new.metrics is not None
+        old.metrics.slo_attainment, new.metrics.slo_attainment = waste, waste - 0.01 * repeat  # they overlap
+        new.metrics.longest_stall_s = 1.4
+        for run in (old, new):
+            run.save(tmp_path)
+            run.server.model = "dummy:once"
+            if repeat == 1:
+                run.save(tmp_path)
+    said = results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path)
+    assert said.startswith("What phase 5 wins and loses against phase 4:\n\n- `dummy:llama-60m`, A Processor")
+    assert said.count("\n- ") == 1  # of what ran once, nothing can be said
+    better, worse, alike = re.split(r"; \*\*", said)
+    assert "**better**: output tokens / s (400 → 500), TTFT p50 (1.00 s → 500 ms), TTFT p99" in better
+    assert "worse**: ITL p99 (400 ms → 500 ms), longest stall (900 ms → 1.40 s)" in worse
+    assert "within what repeats differ by**: ITL p50, SLO attainment." in alike
+    assert results.trade_offs("continuous_batching", "phase 5", "phase 6", tmp_path) == ""
+
+
+def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
+    """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
+
+    def pages() -> list[str]:
+        results.groups.cache_clear()
+        compared = "continuous_batching", "phase 4", "phase 5"
+        return [
+            results.results_table(*compared, results=tmp_path),
+            results.headline(*compared, tmp_path),
+            results.trade_offs(*compared, tmp_path),
+        ]
+
+    for repeat in (1, 2, 3):
+        a_run("phase 4", 4, repeat=repeat, ttft=2.0).save(tmp_path)
+        a_run("phase 5", 5, repeat=repeat).save(tmp_path)
+    before = pages()
+    assert all(before)
+    for repeat in (1, 2, 3):
+        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat, ttft=9.0)):
+            run.comparison = "20990101-000000"
+            run.lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
+            run.save(tmp_path)
+    assert pages() == before
+    ledger = results.ledger(tmp_path)
+    assert "6 runs in 1 comparisons" in ledger
+    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in ledger
+    for repeat in (1, 2, 3):
+        run = a_run("phase 6", 6, repeat=repeat)
+        run.comparison = "20990101-000000"
+        run.save(tmp_path)
+    assert all(new != old for new, old in zip(pages(), before, strict=True))
+    assert "Cut short" not in results.ledger(tmp_path)
+
+
 def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     a_run("phase 4", 4).save(tmp_path)
     a_run("phase 5", 5, ttft=0.5).save(tmp_path)
@@ -249,6 +429,15 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     column = next(line for line in lines if "TTFT p99" in line).split(" | ").index("TTFT p99")
     assert [line.split(" | ")[column] for line in lines if "seats=" in line] == ["3.00 s", "**2.00 s**"]
     assert "has been measured yet" in results.sweep_table("continuous_batching", "others", results=tmp_path)
+    # The reader's own is shown beside the published one, and says what it is.
+    own = a_run("phase 5, seats=9", 5.001)
+    own.comparison, own.server.variant = "20990202-000000", {"seats": "9"}
+    own.save(tmp_path / "local")
+    results.groups.cache_clear()
+    both = results.sweep_table("continuous_batching", "seats", results=tmp_path)
+    assert both.startswith(table)
+    assert both.count("measured in this checkout") == 1
+    assert "seats=9" in both
     # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
     plain = results.results_table("continuous_batching", "phase 5", results=tmp_path)
     assert "seats" not in plain

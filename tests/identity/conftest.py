@@ -42,16 +42,25 @@ class Variant:
 VARIANTS = [
     Variant("phase4_static", {"batch_wait_timeout_s": 0.0}),
     Variant("phase5_continuous"),
-    Variant("phase5_continuous", {"prefill_newcomers": "one_by_one"}),
+    Variant("phase5_continuous", {"max_prefill_pass_tokens": 40}),
     Variant("phase6_paged"),
     Variant("phase6_paged", {"kv_cache_backend": "contiguous"}),
     Variant("phase6_paged", {"block_size": 1}),
     Variant("phase6_paged", {"block_size": 64, "num_blocks": 12}),
     Variant("phase7_chunked", {"prefill_chunk_size": 16}),
     Variant(
-        "phase7_chunked", {"prefill_chunk_size": 7, "max_prefill_chunks_per_step": None, "block_size": 4}
+        "phase7_chunked",
+        {
+            "prefill_chunk_size": 7,
+            "prefill_token_budget": None,
+            "block_size": 4,
+            "max_prefill_pass_tokens": 16,
+        },
     ),
-    Variant("phase7_chunked", {"prefill_chunk_size": 1, "max_prefill_chunks_per_step": 3}),
+    Variant(
+        "phase7_chunked",
+        {"prefill_chunk_size": 1, "prefill_token_budget": None, "max_prefill_chunks_per_step": 3},
+    ),
     Variant("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 16, "num_blocks": 48}),
     Variant("phase7_chunked", {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7}),
     Variant("phase7_chunked", {"use_chunked_prefill": False}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kernels.attention
 from kernels import attention_layout
-from kernels.attention import attention, paged_attention_reference, varlen_attention
+from kernels.attention import attention, gathered_attention, varlen_attention
 from kernels.attention_layout import AttentionLayout, Workspace
 
 SCALE = 0.3
@@ -83,8 +83,7 @@ def make(
 ) -> Store:
     """A pass whose sequences own shuffled blocks.
 
-    Blocks that no sequence owns are full of `poison`; columns past a sequence's end in its own blocks are large
-    (a NaN there would be the pool's fault: it zeroes them).
+    Blocks that no sequence owns are full of `poison`, and so are columns past a sequence's end in its own blocks.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-columns // block_size) for _, columns in sequences]
@@ -96,8 +95,6 @@ def make(
     tables, own = [], []
     for (_, columns), count in zip(sequences, counts, strict=True):
         table = [order.pop() for _ in range(count)]
-        for store in (k, v):
-            store[table] = 1e4
         keys = torch.randn(columns, heads[1], 8, generator=generator).to(dtype)
         values = torch.randn(columns, heads[1], 8, generator=generator).to(dtype)
         for column in range(columns):
@@ -117,12 +114,12 @@ def make(
     return Store(layout, q, k.to(device, dtype), v.to(device, dtype), own)
 
 
-def reference(store: Store, window: int | None) -> Tensor:
-    return paged_attention_reference(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+def gathered(store: Store, window: int | None) -> Tensor:
+    return gathered_attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
 
 
 def assert_follows_the_rule(store: Store, window: int | None) -> None:
-    out = reference(store, window)
+    out = gathered(store, window)
     assert out.shape == store.q.shape
     assert out.is_contiguous()
     torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=1e-5, atol=1e-5)
@@ -176,10 +173,10 @@ def test_any_pass_follows_the_rule(
 def test_one_layout_serves_layers_of_different_windows() -> None:
     """Its cached indices belong to a window each; asking in any order and again gives the same."""
     store = make(PASSES["decode, then chunks and prompts"], block_size=3)
-    outs = {window: reference(store, window) for window in (5, None, 2)}
+    outs = {window: gathered(store, window) for window in (5, None, 2)}
     for window in (None, 2, 5):
         torch.testing.assert_close(outs[window].double(), store.oracle(window), rtol=1e-5, atol=1e-5)
-        assert torch.equal(reference(store, window), outs[window])
+        assert torch.equal(gathered(store, window), outs[window])
     assert store.layout.decode_group(5) is store.layout.decode_group(5)
     assert store.layout.prefill_segments(None) is store.layout.prefill_segments(None)
 
@@ -187,25 +184,25 @@ def test_one_layout_serves_layers_of_different_windows() -> None:
 def test_nothing_is_written() -> None:
     store = make(PASSES["decode, then chunks and prompts"], block_size=3, poison=7.0)
     before = [tensor.clone() for tensor in (store.q, store.k, store.v, store.layout.block_table)]
-    reference(store, 5)
+    gathered(store, 5)
     for tensor, was in zip((store.q, store.k, store.v, store.layout.block_table), before, strict=True):
         assert torch.equal(tensor, was)
 
 
 def test_queries_may_be_a_view_of_a_fused_matrix() -> None:
     store = make(PASSES["decode, then chunks and prompts"], block_size=3)
-    expected = reference(store, 5)
+    expected = gathered(store, 5)
     fused = torch.cat([store.q, torch.full_like(store.q, math.nan)], dim=1)
     store.q = fused[:, : store.q.shape[1]]
     assert not store.q.is_contiguous()
-    torch.testing.assert_close(reference(store, 5), expected)
+    torch.testing.assert_close(gathered(store, 5), expected)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", ["decode at different places", "decode, then chunks and prompts"])
 def test_half_precision_stays_close(name: str, window: int | None) -> None:
     store = make(PASSES[name], block_size=3, dtype=torch.bfloat16)
-    out = reference(store, window)
+    out = gathered(store, window)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), store.oracle(window), rtol=2e-2, atol=2e-2)
 
@@ -213,14 +210,14 @@ def test_half_precision_stays_close(name: str, window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
     healthy = make(PASSES["decode, then chunks and prompts"], block_size=3)
-    expected = reference(healthy, window)
+    expected = gathered(healthy, window)
     starts = np.cumsum([0, *healthy.layout.query_lengths])
     for sick in range(5):
         store = make(PASSES["decode, then chunks and prompts"], block_size=3)
         blocks = -(-store.layout.kv_lengths[sick] // 3)
         for tensor in (store.k, store.v):
             tensor[store.layout.block_table[sick, :blocks]] = math.nan
-        out = reference(store, window)
+        out = gathered(store, window)
         own = slice(starts[sick], starts[sick + 1])
         assert out[own].isnan().all()
         others = torch.ones(len(out), dtype=torch.bool)
@@ -231,24 +228,151 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
 # ---------------------------------------------------------------------- the choice
 
 
-def test_the_cpu_takes_the_reference() -> None:
+def test_the_cpu_gathers() -> None:
     store = make(PASSES["decode, then chunks and prompts"], block_size=3)
     for window in (None, 5):
         out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
-        assert torch.equal(out, reference(store, window))
+        assert torch.equal(out, gathered(store, window))
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", PASSES)
-def test_varlen_indices_name_every_sequences_columns_in_order(name: str) -> None:
+def test_varlen_indices_name_every_column_that_is_seen_and_no_other(name: str, window: int | None) -> None:
     """The keys that a varlen kernel is given, without the kernel."""
     store = make(PASSES[name], block_size=3)
-    indices = store.layout.varlen()
-    gathered = store.k.view(-1, *store.k.shape[2:])[indices.rows]
-    expected = np.concatenate([keys for keys, _ in store.columns])
-    assert torch.equal(gathered.double(), torch.from_numpy(expected))
+    indices = store.layout.varlen(window)
+    seen = []
+    for queries, (keys, _) in zip(store.layout.query_lengths, store.columns, strict=True):
+        first_query = len(keys) - queries
+        seen.append(keys[0 if window is None else max(0, first_query - window + 1) :])
+    flat = store.k.view(-1, *store.k.shape[2:])
+    assert torch.equal(flat[indices.addresses].double(), torch.from_numpy(np.concatenate(seen)))
     assert indices.query_offsets.tolist() == [0, *np.cumsum(store.layout.query_lengths)]
-    assert indices.kv_offsets.tolist() == [0, *np.cumsum(store.layout.kv_lengths)]
+    assert indices.kv_offsets.tolist() == [0, *np.cumsum([len(keys) for keys in seen])]
     assert indices.query_offsets.dtype == indices.kv_offsets.dtype == torch.int32
+    assert store.layout.varlen(window) is indices
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """FlashAttention's rule in plain torch: a sequence's last query is where its last key is, and a query sees the
+    keys from `window_size[0]` (-1: any number) before its own to `window_size[1]` behind."""
+    left, right = window_size
+    out = torch.empty_like(query)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert [max_q, max_k] == [int(offsets.diff().max()) for offsets in (cu_seq_q, cu_seq_k)]
+    assert [len(query), len(key)] == [int(offsets[-1]) for offsets in (cu_seq_q, cu_seq_k)]
+    for i in range(len(cu_seq_q) - 1):
+        mine = slice(cu_seq_q[i], cu_seq_q[i + 1])
+        k, v = (x[cu_seq_k[i] : cu_seq_k[i + 1]] for x in (key, value))
+        q = query[mine]
+        own = torch.arange(len(q), device=q.device).unsqueeze(1) + len(k) - len(q)
+        distance = torch.arange(len(k), device=q.device) - own
+        seen = (distance <= right) & ((left < 0) | (distance >= -left))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[mine] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", PASSES)
+def test_varlen_follows_the_rule_where_keys_are_cut_in_front(
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def noting(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        copied.append(len(k))
+        return varlen_attn(q, k, *arguments, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noting)
+    store = make(PASSES[name], block_size=3)
+    out = varlen_attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    torch.testing.assert_close(out.double(), store.oracle(window), rtol=1e-5, atol=1e-5)
+    layout = store.layout
+    assert copied == [
+        sum(
+            columns if window is None else min(columns, queries + window - 1)
+            for queries, columns in zip(layout.query_lengths, layout.kv_lengths, strict=True)
+        )
+    ]
+
+
+@pytest.fixture
+def probe() -> Iterator[Callable[[], bool]]:
+    """Ask whether the varlen kernel works, with nothing remembered before or after the test."""
+    kernels.attention._varlen_works.cache_clear()
+    yield lambda: kernels.attention._varlen_works(torch.device("cpu"), torch.float32, 8)
+    kernels.attention._varlen_works.cache_clear()
+
+
+def stumbling(errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A varlen kernel that raises these errors, one a call, and works from then on; the list grows by its calls."""
+    calls: list[int] = []
+
+    def attend(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(len(calls))
+        if errors:
+            raise errors.pop(0)
+        return varlen_attn(*arguments, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    return calls
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("gone")])
+def test_a_failing_device_is_no_answer_of_the_varlen_probe(
+    error: Exception, probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = stumbling([error], monkeypatch)
+    with pytest.raises(type(error)):
+        probe()
+    assert probe()
+    asked = len(calls)
+    assert probe()
+    assert len(calls) == asked  # remembered
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("no kernel for this backend"),
+        RuntimeError("FlashAttention only supports Ampere GPUs or newer."),
+        TypeError("unexpected keyword argument"),
+        ValueError("head_dim"),
+    ],
+)
+def test_a_missing_varlen_kernel_is_remembered(
+    error: Exception, probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = stumbling([error], monkeypatch)
+    assert not probe()
+    assert not probe()
+    assert len(calls) == 1
+
+
+def test_a_varlen_kernel_that_is_wrong_is_not_taken(
+    probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *others, **options: q * 0)
+    assert not probe()
+
+
+def test_a_processor_has_no_varlen_kernel(probe: Callable[[], bool]) -> None:
+    assert not probe()
 
 
 @pytest.mark.gpu
@@ -365,35 +489,37 @@ def test_a_workspace_keeps_its_memory_and_grows() -> None:
 def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window: int | None) -> None:
     """A CPU compiles its bfloat16 products for every size: one size a step would cost more than the step."""
     decode, prefill = set(), set()
-    for grown in range(attention_layout.COLUMN_BLOCK):
+    for grown in range(attention_layout.COLUMN_TILE):
         layout = AttentionLayout(torch.arange(20).view(2, 10), 32, (1, 1), (100 + grown, 129 + grown), 2)
         group = layout.decode_group(window)
-        decode.add((group.width, len(group.rows), group.hidden.shape))
-    assert len(decode) <= 2  # a block's edge is crossed once at most
+        decode.add((group.width, len(group.addresses), group.hidden.shape))
+    assert len(decode) <= 2  # a tile's edge is crossed once at most
     for grown in range(130):
         layout = AttentionLayout(torch.arange(20).view(1, 20), 32, (1 + grown,), (1 + grown,), 2)
         for segment in layout.prefill_segments(window):
-            prefill |= {(b.columns.stop - b.columns.start, b.hidden.shape[0]) for b in segment.blocks}
-    assert len(prefill) <= 3  # prompts of 1 to 130: one, two or three blocks of columns
+            prefill |= {
+                (tile.columns.stop - tile.columns.start, tile.hidden.shape[0]) for tile in segment.tiles
+            }
+    assert len(prefill) <= 3  # prompts of 1 to 130: one, two or three tiles of columns
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
-@pytest.mark.parametrize("column_block", [1, 4, 5])
-@pytest.mark.parametrize("query_block", [1, 4, 7])
-def test_queries_are_computed_in_blocks(
-    query_block: int, column_block: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("column_tile", [1, 4, 5])
+@pytest.mark.parametrize("query_tile", [1, 4, 7])
+def test_queries_are_computed_in_tiles(
+    query_tile: int, column_tile: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_layout, "QUERY_BLOCK", query_block)
-    monkeypatch.setattr(attention_layout, "COLUMN_BLOCK", column_block)
+    monkeypatch.setattr(attention_layout, "QUERY_TILE", query_tile)
+    monkeypatch.setattr(attention_layout, "COLUMN_TILE", column_tile)
     store = make([(1, 9), (21, 21), (8, 30), (5, 12)], block_size=4)
     assert_follows_the_rule(store, window)
-    blocks = [block for segment in store.layout.prefill_segments(window) for block in segment.blocks]
-    assert sum(block.queries.stop - block.queries.start for block in blocks) == 21 + 8 + 5
-    assert max(block.queries.stop - block.queries.start for block in blocks) == query_block
-    widths = [block.columns.stop - block.columns.start for block in blocks]
-    assert all(width % column_block == 0 for width in widths)
-    if window is not None:  # no block reads what none of its queries sees, but for whole blocks' sake
-        assert max(widths) < query_block + window + 2 * column_block
+    tiles = [tile for segment in store.layout.prefill_segments(window) for tile in segment.tiles]
+    assert sum(tile.queries.stop - tile.queries.start for tile in tiles) == 21 + 8 + 5
+    assert max(tile.queries.stop - tile.queries.start for tile in tiles) == query_tile
+    widths = [tile.columns.stop - tile.columns.start for tile in tiles]
+    assert all(width % column_tile == 0 for width in widths)
+    if window is not None:  # no tile reads what none of its queries sees, but for whole tiles' sake
+        assert max(widths) < query_tile + window + 2 * column_tile
 
 
 def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
@@ -402,12 +528,12 @@ def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
     q = torch.randn(6, 4, 8)
     stores = [torch.randn(2, 16, 2, 8) for _ in range(4)]
     together = [
-        paged_attention_reference(q, k, v, layout, scale=1.0, window=window)
+        gathered_attention(q, k, v, layout, scale=1.0, window=window)
         for window in (None, 3)
         for k, v in (stores[:2], stores[2:])
     ]
     apart = [
-        paged_attention_reference(
+        gathered_attention(
             q,
             k,
             v,

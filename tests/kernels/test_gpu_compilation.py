@@ -5,6 +5,7 @@ shapes that are no powers of two). A compiler needs no device, so the check runs
 its own, because this one may have decorated the kernels for the interpreter.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -16,18 +17,35 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_compile_for_a_gpu(tmp_path):
+def run_here(function: str, cache: Path) -> str:
+    """What a function of this module prints, in a process whose kernels are decorated for the compiler."""
     pytest.importorskip("triton")
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": str(ROOT),
     }
     result = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, __file__, function], env=environment, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split().count("compiled") == 34
+    return result.stdout
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 34
+
+
+def test_one_compilation_serves_all_passes(tmp_path):
+    """Whatever changes from pass to pass: tokens, sequences, windows, splits, and how long a block is."""
+    assert json.loads(run_here("count_compilations", tmp_path)) == {
+        "_rms_norm_kernel": 2,  # rows of a matrix; heads of a query
+        "_fused_add_rms_norm_kernel": 1,
+        "_rope_kernel": 1,
+        "_gated_act_kernel": 1,
+        "_paged_attention_kernel": 2,  # alone; in splits
+        "_merge_splits_kernel": 1,
+    }
 
 
 def compile_all() -> None:
@@ -43,15 +61,15 @@ def compile_all() -> None:
     # Types of arguments follow from their names; these are the ones that tell nothing.
     types = {"eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64"}
     tile = {"tile_rows": 8, "tile_columns": 128}
-    per_row = {"positions_ptr": None, "has_positions": False, "block_heads": 4, "block_half": 64}
-    table = {"has_positions": True, "block_heads": 4, "block_half": 64}
+    per_row = {"positions_ptr": None, "has_positions": False, "tile_heads": 4, "tile_half": 64}
+    table = {"has_positions": True, "tile_heads": 4, "tile_half": 64}
     variants = [
         (_rms_norm_kernel, tile),
         (_fused_add_rms_norm_kernel, tile),
         (_rope_kernel, table),
         (_rope_kernel, per_row),
-        (_gated_act_kernel, {"activation": "silu", "block": 1024}),
-        (_gated_act_kernel, {"activation": "gelu_tanh", "block": 1024}),
+        (_gated_act_kernel, {"activation": "silu", "tile": 1024}),
+        (_gated_act_kernel, {"activation": "gelu_tanh", "tile": 1024}),
     ]
     for kernel, constants in variants:
         for element in ("fp32", "bf16"):
@@ -85,21 +103,20 @@ def compile_paged_attention() -> None:
     i32 = {"table_ptr": "*i32", "lengths_ptr": "*i32", "scale_log2": "fp32", "log_sums_ptr": "*fp32"}
     i64 = i32 | {"table_ptr": "*i64", "lengths_ptr": "*i64"}
     variants = []
-    for group, head_dim, block_size, element, itemsize, is_split in (
-        (1, 64, 16, "bf16", 2, False),
-        (4, 80, 1, "fp16", 2, False),
-        (4, 80, 1, "fp32", 4, True),
-        (8, 128, 4096, "bf16", 2, True),
-        (8, 128, 4096, "fp32", 4, False),
-        (16, 256, 3, "bf16", 2, False),
-        (16, 256, 3, "bf16", 2, True),
-        (128, 128, 16, "bf16", 2, False),
-        (1, 256, 16, "fp32", 4, False),
+    for group, head_dim, element, itemsize, is_split in (
+        (1, 64, "bf16", 2, False),
+        (4, 80, "fp16", 2, False),
+        (4, 80, "fp32", 4, True),
+        (8, 128, "bf16", 2, True),
+        (8, 128, "fp32", 4, False),
+        (16, 256, "bf16", 2, False),
+        (16, 256, "bf16", 2, True),
+        (128, 128, "bf16", 2, False),
+        (1, 256, "fp32", 4, False),
     ):
         rows, columns, dims, warps = _tile(group, head_dim, itemsize)
         constants = {
             "head_dim": head_dim,
-            "block_size": block_size,
             "is_split": is_split,
             "tile_rows": rows,
             "tile_columns": columns,
@@ -144,5 +161,51 @@ def compile_paged_attention() -> None:
             print("compiled", kernel.__name__, element, capability)
 
 
+TOKENS = (1, 2, 3, 15, 16, 17, 48, 100)
+BLOCK_SIZES = (1, 4, 16, 64, 100, 4096)
+
+
+def count_compilations() -> None:
+    """Print, as JSON, how often each kernel would be compiled in passes of all sizes through one model."""
+    import torch
+
+    from kernels.gated_act import gated_act_triton
+    from kernels.paged_attention import paged_attention_triton
+    from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
+    from kernels.rope import rope_triton
+    from tests.compilations import collect
+
+    found = collect()
+    heads, heads_kv, head_dim, hidden = 6, 2, 16, 96
+    weight = torch.ones(hidden)
+    for tokens in TOKENS:
+        x = torch.ones(tokens, hidden)
+        rms_norm_triton(x, weight, 1e-5)
+        fused_add_rms_norm_triton(x, x, weight, 1e-5)
+        qkv = torch.ones(tokens, heads + 2 * heads_kv, head_dim)
+        q, k, _ = qkv.split([heads, heads_kv, heads_kv], dim=1)
+        rms_norm_triton(q, torch.ones(head_dim), 1e-5)
+        angles = torch.ones(tokens, head_dim // 2)
+        rope_triton(q, k, angles, angles)
+        gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
+    for block_size in BLOCK_SIZES:
+        for batch in TOKENS:
+            q = torch.ones(batch, heads, head_dim)
+            for blocks in (1, 3, 16):
+                store = torch.empty(blocks, block_size, heads_kv, head_dim)
+                table = torch.zeros(batch, blocks, dtype=torch.int64)
+                lengths = torch.ones(batch, dtype=torch.int32)
+                for window in (None, 1, 16, 100):
+                    for splits in (1, 2, 16):
+                        paged_attention_triton(
+                            *(q, store, store, table, lengths),
+                            scale=1.0,
+                            window=window,
+                            max_length=block_size,
+                            num_splits=splits,
+                        )
+    print(json.dumps({kernel: len(keys) for kernel, keys in found.items()}))
+
+
 if __name__ == "__main__":
-    compile_all()
+    {"compile_all": compile_all, "count_compilations": count_compilations}[sys.argv[1]]()

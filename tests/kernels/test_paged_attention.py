@@ -23,8 +23,8 @@ import kernels.paged_attention
 from kernels.paged_attention import (
     MIN_SPLIT_COLUMNS,
     choose_num_splits,
+    paged_attention_reference,
     paged_attention_triton,
-    paged_decode_reference,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ class Case:
 
     def reference(self) -> Tensor:
         """The torch reference on this case, in float32."""
-        return paged_decode_reference(
+        return paged_attention_reference(
             self.q.float(),
             self.k_store.float(),
             self.v_store.float(),
@@ -207,7 +207,7 @@ def test_head_sizes(triton_device, head_dim, window):
 
 
 @pytest.mark.parametrize("window", [None, 5, 150])
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64, 4096])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16, 64, 100, 4096])
 def test_block_sizes(triton_device, block_size, window):
     """Down to a block per column, and up to a contiguous slot, which is one block as long as can be."""
     case = make(
@@ -606,12 +606,12 @@ sys.modules["triton"] = None  # any import of it now fails
 import torch
 from kernels.attention import attention
 from kernels.attention_layout import AttentionLayout
-from kernels.paged_attention import paged_decode_reference
+from kernels.paged_attention import paged_attention_reference
 store, table = torch.ones(2, 4, 1, 8), torch.tensor([[1]])
 out = attention(torch.ones(1, 2, 8), store, store, AttentionLayout(table, 4, (1,), (3,), 1), scale=1.0, window=None)
 assert torch.allclose(out, torch.ones(1, 2, 8))
 lengths = torch.tensor([3])
-assert torch.equal(paged_decode_reference(out, store, store, table, lengths, scale=1.0, window=None), out)
+assert torch.equal(paged_attention_reference(out, store, store, table, lengths, scale=1.0, window=None), out)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(

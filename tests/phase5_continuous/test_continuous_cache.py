@@ -125,16 +125,6 @@ def test_a_slots_end_is_a_wall() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, (*cache.k, *cache.v), strict=True))
 
 
-def test_erase_zeroes_one_slot() -> None:
-    cache = make(slots=2, columns=8)
-    first, second = cache.allocate_slot(), cache.allocate_slot()
-    write(cache, [first, second], [8, 8], 10.0)
-    cache.erase(first)
-    for layer in (*cache.k, *cache.v):
-        assert not layer[first].any()
-        assert layer[second].all()
-
-
 def test_a_shorter_sequence_after_a_longer_one_gives_its_own_tokens() -> None:
     model: CausalLM = tiny_model()
     engine = build("continuous", model, max_batch_size=1)

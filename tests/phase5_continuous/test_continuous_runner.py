@@ -47,17 +47,48 @@ def test_newcomers_are_prefilled_in_one_pass_without_padding() -> None:
     assert engine.telemetry.counters.idle_rows == 0
 
 
-def test_one_by_one_is_a_pass_each_and_gives_the_same() -> None:
-    outputs = {}
-    for how in ("together", "one_by_one"):
-        model = RememberingModel()
-        engine = build("continuous", model, prefill_newcomers=how)
-        requests = [add(engine, prompt, greedy(4)) for prompt in (b"abc", b"abcdefg", b"a")]
-        engine_outputs = run(engine)
-        outputs[how] = [tokens_of(engine_outputs, request) for request in requests]
-        lengths = [call.query_lengths for call in model.calls]
-        assert lengths[:-3] == ([(3, 7, 1)] if how == "together" else [(3,), (7,), (1,)])
-    assert outputs["together"] == outputs["one_by_one"]
+@pytest.mark.parametrize(
+    ("most", "passes"),
+    [
+        (8192, [(3, 7, 1, 2, 2)]),
+        (15, [(3, 7, 1, 2, 2)]),
+        (14, [(3, 7, 1, 2), (2,)]),
+        (10, [(3, 7), (1, 2, 2)]),
+        (9, [(3,), (7, 1), (2, 2)]),
+        (4, [(3,), (7,), (1, 2), (2,)]),  # a longer prompt has a pass of its own
+        (1, [(3,), (7,), (1,), (2,), (2,)]),
+    ],
+)
+def test_newcomers_prompts_are_cut_into_passes_of_so_many_tokens(
+    most: int, passes: list[tuple[int, ...]]
+) -> None:
+    """Passes, not steps: everybody's first token comes in the first step, whatever the bound."""
+    model = RememberingModel()
+    engine = build("continuous", model, max_prefill_pass_tokens=most, max_batch_size=5)
+    prompts = (b"abc", b"abcdefg", b"a", b"hi", b"yo")
+    requests = [add(engine, prompt, greedy(4)) for prompt in prompts]
+    outputs = engine.step()
+    assert [call.query_lengths for call in model.calls] == passes
+    assert [o.request_id for o in outputs] == [r.request_id for r in requests]
+    outputs += run(engine)
+    for request in requests:
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 4)
+
+
+def test_a_failed_pass_leaves_the_steps_other_prompts_alone() -> None:
+    def before_pass(sequences: list[list[int]]) -> None:
+        if any(ids[0] == ord("!") for ids in sequences):
+            raise RuntimeError("boom")
+
+    model = RememberingModel(before_pass=before_pass)
+    engine = build("continuous", model, max_prefill_pass_tokens=4)
+    first, sick, after = (add(engine, prompt, greedy(3)) for prompt in (b"abc", b"!bc", b"xyz"))
+    outputs = run(engine)
+    assert str(end_of(outputs, sick).error) == "boom"
+    assert engine.telemetry.counters.failed_passes == 1, "the guilty one's own, which nobody shared"
+    for request in (first, after):
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 3)
+    assert_all_free(engine)
 
 
 def test_a_mixed_step_decodes_first() -> None:

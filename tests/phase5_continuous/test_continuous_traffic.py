@@ -9,10 +9,10 @@ from tests.traffic import assert_everything_happened, random_traffic, state_mach
 TestContinuousTraffic = state_machine("continuous", examples=60, steps=50)
 
 
-@pytest.mark.parametrize("prefill", ["together", "one_by_one"])
-def test_10000_random_operations(prefill: str) -> None:
-    operations = 10_000 if prefill == "together" else 2000
-    assert_everything_happened(random_traffic("continuous", operations, seed=1, prefill_newcomers=prefill))
+@pytest.mark.parametrize(("operations", "pass_tokens"), [(10_000, 8192), (2000, 20), (2000, 1)])
+def test_10000_random_operations(operations: int, pass_tokens: int) -> None:
+    traffic = random_traffic("continuous", operations, seed=1, max_prefill_pass_tokens=pass_tokens)
+    assert_everything_happened(traffic)
 
 
 @pytest.mark.slow

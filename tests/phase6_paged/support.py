@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from common.engine import Engine
 from common.kv import KVPool, KVShape
@@ -82,6 +84,12 @@ class PagedTraffic(Traffic):
         active = [r.arrival for r in self.engine.scheduler.active]
         waiting = [r.arrival for r in self.live.values() if r.state is RequestState.WAITING]
         assert not active or not waiting or max(active) < min(waiting), "nobody overtakes, preempted or not"
+
+
+def the_refusal(error: ValidationError) -> ErrorDetails:
+    """The one thing that is wrong. pydantic may add that a default which follows another option was not made."""
+    (refusal,) = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+    return refusal
 
 
 def collect(*modules: ModuleType) -> dict[str, Any]:

@@ -100,14 +100,14 @@ def test_owners_and_leaks() -> None:
     allocator: BlockAllocator[str] = BlockAllocator(8)
     a, b = allocator.allocate(2, "a"), allocator.allocate(3, "b")
     a += allocator.allocate(1, "a")
-    assert allocator.find_leaked_blocks(["a", "b"]) == set()
-    assert allocator.find_leaked_blocks(["a"]) == set(b)
-    assert allocator.find_leaked_blocks(["b", "nobody"]) == set(a)
-    assert allocator.find_leaked_blocks([]) == set(a + b)
+    assert allocator.find_leaked_blocks(["a", "b"]) == {}
+    assert allocator.find_leaked_blocks(["a"]) == {"b": set(b)}
+    assert allocator.find_leaked_blocks(["b", "nobody"]) == {"a": set(a)}
+    assert allocator.find_leaked_blocks([]) == {"a": set(a), "b": set(b)}
     allocator.free(b)
-    assert allocator.find_leaked_blocks([]) == set(a)
+    assert allocator.find_leaked_blocks([]) == {"a": set(a)}
     assert set(allocator.allocate(3, "c")) == set(b)
-    assert allocator.find_leaked_blocks(["a"]) == set(b), "a block's owner is its latest"
+    assert allocator.find_leaked_blocks(["a"]) == {"c": set(b)}, "a block's owner is its latest"
 
 
 def test_blocks_in_no_table() -> None:
@@ -139,7 +139,7 @@ def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:
     assert allocator.allocated_block_ids() == {1}
     assert allocator.force_free([0, 2]) == 0
     assert sorted(allocator._free) == [0, 2, 3]
-    assert allocator.find_leaked_blocks([]) == {1}
+    assert allocator.find_leaked_blocks([]) == {"a": {1}}
 
 
 def test_the_work_is_in_the_blocks_asked_for_not_in_the_pool() -> None:

@@ -65,11 +65,11 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[list[StepOutput]]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("prefill", ["together", "one_by_one"])
-def test_the_trace_is_phase_5s(seed: int, prefill: str) -> None:
-    calls, told = trace(build("continuous", prefill_newcomers=prefill), seed)
+@pytest.mark.parametrize("pass_tokens", [8192, 20])
+def test_the_trace_is_phase_5s(seed: int, pass_tokens: int) -> None:
+    calls, told = trace(build("continuous", max_prefill_pass_tokens=pass_tokens), seed)
     same_calls, same_told = trace(
-        build("phase6_paged", kv_cache_backend="contiguous", prefill_newcomers=prefill), seed
+        build("phase6_paged", kv_cache_backend="contiguous", max_prefill_pass_tokens=pass_tokens), seed
     )
     assert same_calls == calls
     assert same_told == told

@@ -12,7 +12,7 @@ from phase5_continuous.cache import SlottedKVCache
 from phase6_paged import Config
 from phase6_paged.cache import PagedKVCachePool
 from tests.engine_helpers import add, assert_all_free, build, continuation, greedy, run, tokens_of
-from tests.phase6_paged.support import paged
+from tests.phase6_paged.support import paged, the_refusal
 
 
 @pytest.mark.parametrize("name", ["block_size", "num_blocks", "max_batch_size"])
@@ -20,7 +20,7 @@ from tests.phase6_paged.support import paged
 def test_sizes_are_at_least_one(name: str, value: int) -> None:
     with pytest.raises(ValidationError) as caught:
         Config(**{name: value})
-    (error,) = caught.value.errors()
+    error = the_refusal(caught.value)
     assert (error["loc"], error["type"]) == ((name,), "greater_than_equal")
 
 

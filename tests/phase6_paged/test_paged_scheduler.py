@@ -84,6 +84,23 @@ def ids(requests: Sequence[Request]) -> list[str]:
     return [each.request_id for each in requests]
 
 
+def test_free_seats_that_memory_cannot_fill_count_as_room_in_the_queue() -> None:
+    """More may then wait than `max_waiting_requests`: as many as seats are free."""
+    bench = Bench(12, size=4, max_waiting_requests=2)
+    bench.hold(10)
+    for left in range(5, 0, -1):
+        assert bench.scheduler.queue_room() == left
+        bench.add(5)
+    assert not bench.scheduler.add_request(request(5, 64, "one more"))
+    assert bench.admitted() == []
+    assert (bench.scheduler.num_waiting, bench.scheduler.free_seats) == (5, 3)
+    assert bench.scheduler.queue_room() == 0
+    bench.scheduler.active[0].finish("length")
+    bench.step()
+    assert bench.scheduler.num_waiting == 4, "the first of them has the memory that came back"
+    assert bench.scheduler.queue_room() == 1
+
+
 # ---------------------------------------------------------------------- admission
 
 

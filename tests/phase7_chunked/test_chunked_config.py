@@ -11,29 +11,39 @@ from pydantic import ValidationError
 import phase7_chunked.runner
 import phase7_chunked.scheduler
 from phase5_continuous.cache import SlottedKVCache
-from phase5_continuous.runner import OneByOneRunner
+from phase5_continuous.runner import ContinuousRunner
 from phase6_paged.cache import PagedKVCachePool
 from phase6_paged.runner import PagedRunner
 from phase6_paged.scheduler import PagedScheduler
 from phase7_chunked import Config, Runner, Scheduler
 from tests.engine_helpers import build
-from tests.phase6_paged.support import assert_asks_no_pool
+from tests.phase6_paged.support import assert_asks_no_pool, the_refusal
 
 
 def test_defaults() -> None:
     config = Config()
     assert config.use_chunked_prefill
-    assert (config.prefill_chunk_size, config.max_prefill_chunks_per_step) == (256, 1)
+    assert (config.prefill_chunk_size, config.prefill_token_budget) == (256, 256)
+    assert config.max_prefill_chunks_per_step is None
     assert config.mixed_batches
     assert config.kv_cache_backend == "paged"
 
 
-@pytest.mark.parametrize("name", ["prefill_chunk_size", "max_prefill_chunks_per_step"])
+def test_the_budget_is_a_chunk_unless_it_is_told() -> None:
+    assert Config(prefill_chunk_size=512).prefill_token_budget == 512
+    assert Config(prefill_chunk_size=512, prefill_token_budget=256).prefill_token_budget == 256
+    assert Config(prefill_chunk_size=512, prefill_token_budget=None).prefill_token_budget is None
+
+
+@pytest.mark.parametrize(
+    "name", ["prefill_chunk_size", "max_prefill_chunks_per_step", "prefill_token_budget"]
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_at_least_one(name: str, value: int) -> None:
     with pytest.raises(ValidationError) as caught:
         Config(**{name: value})
-    (error,) = caught.value.errors()
+    error = the_refusal(caught.value)
+    assert caught.value.errors()[0] == error, "first, for those who say only that"
     assert (error["loc"], error["type"]) == ((name,), "greater_than_equal")
 
 
@@ -49,20 +59,16 @@ def test_sizes_are_at_least_one(name: str, value: int) -> None:
             "max_prefill_chunks_per_step has no meaning without use_chunked_prefill",
         ),
         (
-            {"use_chunked_prefill": False, "max_prefill_chunks_per_step": None},
-            "max_prefill_chunks_per_step has no meaning without use_chunked_prefill",
+            {"use_chunked_prefill": False, "prefill_token_budget": 512},
+            "prefill_token_budget has no meaning without use_chunked_prefill",
+        ),
+        (
+            {"use_chunked_prefill": False, "prefill_token_budget": None},
+            "prefill_token_budget has no meaning without use_chunked_prefill",
         ),
         (
             {"use_chunked_prefill": False, "mixed_batches": False},
             "mixed_batches has no meaning without use_chunked_prefill",
-        ),
-        (
-            {"prefill_newcomers": "one_by_one"},
-            "prefill_newcomers = one_by_one contradicts use_chunked_prefill",
-        ),
-        (
-            {"prefill_newcomers": "one_by_one", "mixed_batches": False},
-            "prefill_newcomers = one_by_one contradicts use_chunked_prefill",
         ),
     ],
 )
@@ -77,8 +83,9 @@ def test_contradictions_refuse_to_start_with_the_reason(options: dict[str, Any],
     "options",
     [
         {"use_chunked_prefill": False},
-        {"use_chunked_prefill": False, "prefill_newcomers": "one_by_one"},
-        {"max_prefill_chunks_per_step": None, "prefill_chunk_size": 1, "mixed_batches": False},
+        {"use_chunked_prefill": False, "max_prefill_pass_tokens": 1},
+        {"prefill_token_budget": None, "prefill_chunk_size": 1, "mixed_batches": False},
+        {"prefill_token_budget": 100, "prefill_chunk_size": 512, "max_prefill_chunks_per_step": 3},
         {"prefill_chunk_size": 100_000},  # longer than any prompt: a prompt is one chunk
         {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7},
     ],
@@ -94,20 +101,16 @@ def test_what_goes_together_starts(options: dict[str, Any]) -> None:
         ({"mixed_batches": False}, Scheduler, PagedRunner, PagedKVCachePool),
         ({"kv_cache_backend": "contiguous"}, Scheduler, Runner, SlottedKVCache),
         ({"use_chunked_prefill": False}, PagedScheduler, PagedRunner, PagedKVCachePool),
-        (
-            {"use_chunked_prefill": False, "prefill_newcomers": "one_by_one"},
-            PagedScheduler,
-            OneByOneRunner,
-            PagedKVCachePool,
-        ),
     ],
 )
 def test_the_parts_that_options_choose(
     options: dict[str, Any], scheduler: type, runner: type, pool: type
 ) -> None:
-    engine = build("phase7_chunked", **options)
+    engine = build("phase7_chunked", max_prefill_pass_tokens=77, **options)
     assert type(engine.scheduler) is scheduler
+    assert isinstance(engine.runner, ContinuousRunner)
     assert type(engine.runner) is runner
+    assert engine.runner.max_prefill_pass_tokens == 77
     assert type(engine.runner.pool) is pool
 
 

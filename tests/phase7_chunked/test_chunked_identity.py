@@ -75,8 +75,8 @@ def check(subject: Subject, options: dict[str, Any], lengths: list[int], seed: i
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_prompts_at_a_chunks_edge(trained: Subject, chunk: int, kind: str, mixed: bool) -> None:
     options = {"prefill_chunk_size": chunk, "mixed_batches": mixed, **backend(kind)}
-    for chunks in (1, None):
-        check(trained, {**options, "max_prefill_chunks_per_step": chunks}, edges(chunk))
+    for budget in (chunk, None):
+        check(trained, {**options, "prefill_token_budget": budget}, edges(chunk))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_across_the_window_amid_a_chunk(architecture: str, chunk: int, kind: str
     windows = {layer.window for layer in drawn.model.config.layers}
     assert windows == ({None, WINDOW} if architecture == "gemma3" else {None})
     lengths = [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + chunk, 2 * WINDOW + 3, 3 * chunk + 1, 70]
-    check(drawn, {"prefill_chunk_size": chunk, "max_prefill_chunks_per_step": 2, **backend(kind)}, lengths)
+    check(drawn, {"prefill_chunk_size": chunk, "prefill_token_budget": 2 * chunk, **backend(kind)}, lengths)
 
 
 def measure(subject: Subject, chunk: int, kind: str) -> float:

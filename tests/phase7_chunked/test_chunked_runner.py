@@ -145,13 +145,14 @@ def test_steps_until_the_first_token_of_2048(chunk: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("chunks", [1, 2, None])
+@pytest.mark.parametrize(("budget", "chunks"), [(7, None), (14, None), (None, None), (None, 2)])
 def test_the_cache_holds_what_progress_says_after_every_step(
-    backend: dict[str, Any], chunks: int | None, mixed: bool
+    backend: dict[str, Any], budget: int | None, chunks: int | None, mixed: bool
 ) -> None:
     engine = build(
         "phase7_chunked",
         prefill_chunk_size=7,
+        prefill_token_budget=budget,
         max_prefill_chunks_per_step=chunks,
         mixed_batches=mixed,
         max_batch_size=5,
@@ -178,9 +179,9 @@ def test_the_cache_holds_what_progress_says_after_every_step(
     for own in requests:
         n = own.num_prompt_tokens
         ends = chunk_ends[own.request_id]
-        assert 1 <= ends[0] <= min(7, n), "the first chunk may be cut to the room that others leave"
+        assert 1 <= ends[0] <= min(7, n), "the first chunk may be cut to what others leave of the budget"
         assert ends == [*range(ends[0], n, 7), n], "and no later one is: those who have begun come first"
-        assert chunks is not None or ends[0] == min(7, n), "nor is any where there is room for all"
+        assert budget is not None or ends[0] == min(7, n), "nor is any where there is no budget"
     assert_streams(outputs, {r.request_id: continuation(r.prompt_token_ids, 8) for r in requests})
     assert_all_free(engine)
 
@@ -204,7 +205,7 @@ def test_a_short_prompt_that_comes_alone_costs_nothing() -> None:
 
 def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress() -> None:
     model = RememberingModel()
-    engine = build("phase7_chunked", model, prefill_chunk_size=8, max_prefill_chunks_per_step=None)
+    engine = build("phase7_chunked", model, prefill_chunk_size=8, prefill_token_budget=None)
     add(engine, [1] * 20, greedy(4))
     engine.step()
     add(engine, [2] * 12, greedy(4))
@@ -222,6 +223,31 @@ def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress() -> None:
     assert engine.telemetry.counters.padded_tokens == 0
 
 
+def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own() -> None:
+    """Decode goes along with the first of them; the step is still one."""
+    model = RememberingModel()
+    engine = build(
+        "phase7_chunked",
+        model,
+        prefill_chunk_size=8,
+        prefill_token_budget=None,
+        max_prefill_pass_tokens=16,
+        max_batch_size=5,
+    )
+    first = add(engine, [1] * 5, greedy(6))
+    engine.step()
+    model.calls.clear()
+    others = [add(engine, [i + 2] * n, greedy(6)) for i, n in enumerate((20, 8, 8, 3))]
+    told = engine.step()
+    assert pass_lengths(model.calls) == [((1, 8, 8), (6, 8, 8)), ((8, 3), (8, 3))]
+    assert [o.request_id for o in told] == [r.request_id for r in (first, *others[1:])]
+    outputs = run(engine)
+    assert tokens_of(told + outputs, first) == continuation([1] * 5, 6)[1:]
+    for own in others:
+        assert tokens_of(told + outputs, own) == continuation(own.prompt_token_ids, 6)
+    assert_all_free(engine)
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_chunk_of_one_token_behind_a_longer_one(mixed: bool) -> None:
     """Rows of one query count as leading only where they lead."""
@@ -229,7 +255,7 @@ def test_a_chunk_of_one_token_behind_a_longer_one(mixed: bool) -> None:
         "phase7_chunked",
         tiny_model(),
         prefill_chunk_size=8,
-        max_prefill_chunks_per_step=None,
+        prefill_token_budget=None,
         mixed_batches=mixed,
     )
     model = engine.runner.model
@@ -252,11 +278,18 @@ def test_an_empty_plan_is_legal() -> None:
     assert engine.telemetry.counters.passes == 0
 
 
-@pytest.mark.parametrize("chunks", [1, 2, None])
-def test_a_steps_work_is_bounded(chunks: int | None) -> None:
+@pytest.mark.parametrize(
+    ("budget", "chunks", "most"), [(5, None, 5), (12, None, 12), (None, 2, 10), (None, None, 30)]
+)
+def test_a_steps_work_is_bounded(budget: int | None, chunks: int | None, most: int) -> None:
     model = RememberingModel()
     engine = build(
-        "phase7_chunked", model, prefill_chunk_size=5, max_prefill_chunks_per_step=chunks, max_batch_size=6
+        "phase7_chunked",
+        model,
+        prefill_chunk_size=5,
+        prefill_token_budget=budget,
+        max_prefill_chunks_per_step=chunks,
+        max_batch_size=6,
     )
     requests = [add(engine, [i + 1] * (1 + 9 * i % 40), greedy(9)) for i in range(14)]
     while engine.has_work:
@@ -264,7 +297,7 @@ def test_a_steps_work_is_bounded(chunks: int | None) -> None:
         model.calls.clear()
         engine.step()
         assert len(model.calls) <= 1, "mixed: one pass a step"
-        assert sum(call.tokens for call in model.calls) <= 5 * (chunks or 6) + decoding
+        assert sum(call.tokens for call in model.calls) <= most + decoding
 
 
 def test_what_is_cached_in_chunks_is_what_is_cached_at_once(backend: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -22,7 +23,13 @@ class Bench:
     """A scheduler and its pool, stepped without a runner: every pass succeeds and every token is a 1."""
 
     def __init__(
-        self, *, chunks: int | None = 1, num_blocks: int = 500, size: int = 8, **options: Any
+        self,
+        *,
+        budget: int | None = CHUNK,
+        chunks: int | None = None,
+        num_blocks: int = 500,
+        size: int = 8,
+        **options: Any,
     ) -> None:
         config = Config(
             max_batch_size=size,
@@ -31,6 +38,7 @@ class Bench:
             block_size=1,
             prefill_chunk_size=CHUNK,
             max_prefill_chunks_per_step=chunks,
+            prefill_token_budget=budget,
             **options,
         )
         self.scheduler = Scheduler(config, Clock())
@@ -105,23 +113,58 @@ def test_those_who_decode_are_in_every_plan() -> None:
 
 
 @pytest.mark.parametrize(("chunks", "expected"), [(1, 1), (2, 2), (3, 3), (None, 5), (9, 5)])
-def test_the_cap_on_chunks(chunks: int | None, expected: int) -> None:
-    bench = Bench(chunks=chunks)
+def test_so_many_prompts_advance_by_a_chunk_each(chunks: int | None, expected: int) -> None:
+    bench = Bench(budget=None, chunks=chunks)
     bench.add(*[10] * 5)
-    for _ in range(2):
-        decode, prefill = bench.step()
-        assert decode == []
-        assert [name for name, *_ in prefill] == [f"r{i}" for i in range(expected)]
+    for step in range(2):
+        assert bench.step() == ([], [(f"r{i}", 4 * step, 4 * step + 4) for i in range(expected)])
 
 
-def test_short_prompts_share_a_chunks_room() -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_cap_counts_prompts_however_short(chunks: int) -> None:
+    bench = Bench(budget=None, chunks=chunks)
+    bench.add(*[1] * 6)
+    order = []
+    for _ in range(6 // chunks):
+        prefill = bench.step()[1]
+        assert len(prefill) == chunks
+        order += prefill
+    assert order == [(f"r{i}", 0, 1) for i in range(6)]
+
+
+def test_cap_and_budget_hold_together() -> None:
+    bench = Bench(budget=6, chunks=2)
+    bench.add(2, 2, 9, 9)
+    assert bench.step()[1] == [("r0", 0, 2), ("r1", 0, 2)], "the cap, with tokens left"
+    assert bench.step()[1] == [("r2", 0, 4), ("r3", 0, 2)], "the budget, which cuts the last one"
+    assert bench.step()[1] == [("r2", 4, 8), ("r3", 2, 4)]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 7, 8, 9, 10, None])
+def test_only_the_budget_cuts_a_prompt_that_is_no_longer_than_a_chunk(budget: int | None) -> None:
+    bench = Bench(budget=budget)
+    lengths = (4, 1, 3, 2, 4)
+    bench.add(*lengths)
+    cut = 0
+    while prefill := bench.step()[1]:
+        left = [lengths[int(name[1:])] - end for name, _, end in prefill]
+        assert not any(left[:-1]), "whole, or the rest of what was cut before"
+        if left[-1]:
+            assert sum(end - start for _, start, end in prefill) == budget, "cut where the budget ends"
+            cut += 1
+    ends = list(itertools.accumulate(lengths))
+    step_ends = [] if budget is None else range(budget, ends[-1], budget)
+    assert cut == sum(end not in ends for end in step_ends)
+
+
+def test_short_prompts_share_the_budget() -> None:
     bench = Bench()
     bench.add(1, 2, 1, 1, 2)
     assert bench.step() == ([], [("r0", 0, 1), ("r1", 0, 2), ("r2", 0, 1)])
     assert bench.step() == (["r0", "r1", "r2"], [("r3", 0, 1), ("r4", 0, 2)])
 
 
-def test_a_long_prompts_rest_leaves_room_for_the_next_one() -> None:
+def test_a_long_prompts_rest_leaves_tokens_for_the_next_one() -> None:
     bench = Bench()
     bench.add(6, 1, 9, 1)
     assert bench.step()[1] == [("r0", 0, 4)]
@@ -133,7 +176,7 @@ def test_a_long_prompts_rest_leaves_room_for_the_next_one() -> None:
 
 
 def test_those_who_have_begun_go_on_before_newcomers_begin() -> None:
-    bench = Bench(chunks=2)
+    bench = Bench(budget=2 * CHUNK)
     first, second, _, fourth = bench.add(6, 20, 6, 6)
     assert [c[0] for c in bench.step()[1]] == ["r0", "r1"]
     assert bench.step()[1] == [("r0", 4, 6), ("r1", 4, 8), ("r2", 0, 2)]
@@ -145,22 +188,22 @@ def test_those_who_have_begun_go_on_before_newcomers_begin() -> None:
     assert first.state is second.state is DECODE
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, None])
-def test_those_who_have_begun_go_on_oldest_first(chunks: int | None) -> None:
-    bench = Bench(chunks=None)
+@pytest.mark.parametrize("most", [1, 2, 3, None])
+def test_those_who_have_begun_go_on_oldest_first(most: int | None) -> None:
+    bench = Bench(budget=None)
     requests = bench.add(12, 12, 12)
     bench.step()
     bench.scheduler._active.reverse()
-    assert bench.scheduler.prefill_requests() == requests
-    capped = Bench(chunks=chunks).scheduler
-    assert [(c.request, c.start, c.end) for c in capped.chunks(requests)] == [
-        (each, 4, 8) for each in requests[:chunks]
+    assert bench.scheduler.prefill_requests(most) == requests[:most]
+    bounded = Bench(budget=None if most is None else most * CHUNK).scheduler
+    assert [(c.request, c.start, c.end) for c in bounded.chunks(requests)] == [
+        (each, 4, 8) for each in requests[:most]
     ]
     assert bench.step()[1] == [("r0", 4, 8), ("r1", 4, 8), ("r2", 4, 8)]
 
 
 def test_one_who_arrives_between_chunks_joins_the_next_pass() -> None:
-    bench = Bench(chunks=None)
+    bench = Bench(budget=None)
     bench.add(12)
     assert bench.step()[1] == [("r0", 0, 4)]
     bench.add(3)
@@ -170,7 +213,7 @@ def test_one_who_arrives_between_chunks_joins_the_next_pass() -> None:
 
 
 def test_nobody_is_in_both_parts_of_a_plan() -> None:
-    bench = Bench(chunks=None)
+    bench = Bench(budget=None)
     bench.add(1, 9, 5, 13, 4, 2)
     for _ in range(6):
         decode, prefill = bench.step()
@@ -180,17 +223,17 @@ def test_nobody_is_in_both_parts_of_a_plan() -> None:
         assert sorted(decode + names) == [f"r{i}" for i in range(6)], "and with no cap nobody is left out"
 
 
-@pytest.mark.parametrize("chunks", [1, 2, None])
-def test_a_steps_work_is_bounded_and_its_room_is_used(chunks: int | None) -> None:
-    bench = Bench(chunks=chunks, size=6)
+@pytest.mark.parametrize("budget", [3, CHUNK, 2 * CHUNK, 10, None])
+def test_a_steps_work_is_bounded_and_its_budget_is_used(budget: int | None) -> None:
+    bench = Bench(budget=budget, size=6)
     requests = bench.add(30, 2, 17, 9, 1, 25)
     for _ in range(30):
         left = sum(
             min(CHUNK, len(r.token_ids) - r.prefill_progress) for r in requests if r.state is not DECODE
         )
         plan = bench.plan()
-        most = CHUNK * (chunks if chunks is not None else 6)
-        assert sum(chunk.end - chunk.start for chunk in plan.prefill) == min(most, left)
+        most = left if budget is None else min(budget, left)
+        assert sum(chunk.end - chunk.start for chunk in plan.prefill) == most
         assert all(1 <= chunk.end - chunk.start <= CHUNK for chunk in plan.prefill)
         bench.step()
 
@@ -202,9 +245,9 @@ def state_of(bench: Bench) -> Any:
     return fields, list(scheduler.waiting), list(scheduler.active), str(vars(bench.pool.allocator))
 
 
-@pytest.mark.parametrize("chunks", [1, None])
-def test_a_plan_changes_nothing(chunks: int | None) -> None:
-    bench = Bench(chunks=chunks, size=3)
+@pytest.mark.parametrize(("budget", "chunks"), [(CHUNK, None), (None, None), (None, 2)])
+def test_a_plan_changes_nothing(budget: int | None, chunks: int | None) -> None:
+    bench = Bench(budget=budget, chunks=chunks, size=3)
     bench.add(10, 2, 7, 5)
     for _ in range(6):
         plan = bench.plan()
@@ -286,7 +329,7 @@ def test_one_who_is_preempted_while_it_decodes_prefills_all_it_has_in_chunks() -
 
 
 def test_a_cancelled_request_is_out_of_the_next_plan() -> None:
-    bench = Bench(chunks=None)
+    bench = Bench(budget=None)
     _, second = bench.add(12, 12)
     bench.step()
     second.cancel()

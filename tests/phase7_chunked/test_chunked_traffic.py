@@ -45,13 +45,14 @@ TestChunkedTraffic = state_machine("phase7_chunked", 40, 50, ChunkedTraffic, **T
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("chunks", [1, 2, None])
-def test_random_operations_in_a_tight_pool(chunks: int | None, mixed: bool) -> None:
+@pytest.mark.parametrize(("budget", "chunks"), [(3, None), (6, None), (None, None), (None, 2)])
+def test_random_operations_in_a_tight_pool(budget: int | None, chunks: int | None, mixed: bool) -> None:
     traffic = random_traffic(
         "phase7_chunked",
         4000,
         1,
         ChunkedTraffic,
+        prefill_token_budget=budget,
         max_prefill_chunks_per_step=chunks,
         mixed_batches=mixed,
         **TIGHT,
@@ -105,7 +106,7 @@ def test_the_same_tokens_at_every_size(
     blocks: int, mixed: bool, llama: CausalLM, alone: list[list[int]]
 ) -> None:
     options = pressure.options(blocks) | {"prefill_chunk_size": 4, "mixed_batches": mixed}
-    engine = build("phase7_chunked", llama, max_prefill_chunks_per_step=2, **options)
+    engine = build("phase7_chunked", llama, prefill_token_budget=8, **options)
     requests, outputs, steps = pressure.serve(engine)
     pressure.report("phase 7", blocks, engine, steps)
     assert_streams(outputs, {r.request_id: t for r, t in zip(requests, alone, strict=True)})
@@ -119,7 +120,8 @@ def test_every_size_from_ample_to_the_smallest() -> None:
             "phase7_chunked",
             RememberingModel(),
             prefill_chunk_size=1 + blocks % 7,
-            max_prefill_chunks_per_step=(1, 2, None)[blocks % 3],
+            prefill_token_budget=(1 + blocks % 7, 9, None)[blocks % 3],
+            max_prefill_chunks_per_step=(None, 1, 2)[blocks % 3],
             mixed_batches=blocks % 2 == 0,
             **pressure.options(blocks),
         )

@@ -86,9 +86,9 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
         {"block_size": 4, "num_blocks": 200},
         {"block_size": 2, "num_blocks": 34},
         {"kv_cache_backend": "contiguous"},
-        {"block_size": 4, "prefill_newcomers": "one_by_one"},
+        {"block_size": 4, "max_prefill_pass_tokens": 20},
     ],
-    ids=["ample", "tight", "contiguous", "one-by-one"],
+    ids=["ample", "tight", "contiguous", "small-passes"],
 )
 def test_plans_and_passes_are_phase_6s(options: dict[str, Any], seed: int) -> None:
     six = build("phase6_paged", **options)

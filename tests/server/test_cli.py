@@ -190,11 +190,25 @@ def test_booleans_have_a_no_form(phase: str) -> None:
 
 def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     package = find_phase("phase7_chunked")
-    name = "max_prefill_chunks_per_step"
-    assert getattr(cli.read_options(package, [])[1], name) == 1
-    assert getattr(cli.read_options(package, ["--max-prefill-chunks-per-step", "none"])[1], name) is None
-    monkeypatch.setenv("INFER_MAX_PREFILL_CHUNKS_PER_STEP", "none")
+    name = "prefill_token_budget"
+    assert getattr(cli.read_options(package, [])[1], name) == 256
+    assert getattr(cli.read_options(package, ["--prefill-token-budget", "none"])[1], name) is None
+    monkeypatch.setenv("INFER_PREFILL_TOKEN_BUDGET", "none")
     assert getattr(cli.read_options(package, [])[1], name) is None
+
+
+def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """A chunk size alone is a budget of as many tokens; what is wrong with it is said of itself."""
+    package, name = find_phase("phase7_chunked"), "prefill_token_budget"
+    assert getattr(cli.read_options(package, ["--prefill-chunk-size", "512"])[1], name) == 512
+    with pytest.raises(cli.UsageError, match=r"--prefill-chunk-size .*greater than or equal to 1, not '0'"):
+        cli.read_options(package, ["--prefill-chunk-size", "0"])
+    cli.read_options(package, ["--no-use-chunked-prefill"])
+    with pytest.raises(SystemExit):
+        cli.read_options(package, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "prompt tokens computed in a step; default: one chunk; none: no bound" in text
+    assert "lambda" not in text
 
 
 def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:

@@ -152,6 +152,69 @@ def test_interleaved_items_come_as_they_come() -> None:
     assert asyncio.run(run()) == [(2, 5), (2, 6), (2, 7), (0, 1), (0, 2)]
 
 
+def test_a_stream_that_is_alone_needs_no_task() -> None:
+    async def count() -> AsyncIterator[int]:
+        for number in range(3):
+            await asyncio.sleep(0)
+            yield number
+
+    async def run() -> list[tuple[int, int]]:
+        items = []
+        async for item in interleave([count()]):
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            items.append(item)
+        return items
+
+    assert asyncio.run(run()) == [(0, 0), (0, 1), (0, 2)]
+
+
+class EndlessStream:
+    """Items without end once it is open; it knows how many of its readers were cancelled."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+        self.cancelled = 0
+
+    def __aiter__(self) -> EndlessStream:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            await asyncio.sleep(0 if self.is_open else 3600)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return "item"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_readers_may_stop_early_or_be_cancelled(count: int) -> None:
+    async def run() -> None:
+        streams = [EndlessStream(is_open=True) for _ in range(count)]
+        async with contextlib.aclosing(interleave(streams)) as items:
+            async for number, item in items:
+                assert (number in range(count), item) == (True, "item")
+                break
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        streams = [EndlessStream(is_open=False) for _ in range(count)]
+
+        async def read() -> None:
+            async with contextlib.aclosing(interleave(streams)) as items:
+                async for _ in items:
+                    raise AssertionError("nothing comes")
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert [stream.cancelled for stream in streams] == [1] * count
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
 # ---------------------------------------------------------------------- the app
 
 

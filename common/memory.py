@@ -1,0 +1,179 @@
+"""Whether an engine fits into memory, told before a byte of its weights is read.
+
+```text
+weights + KV cache + activations of the widest pass + logits and sampling  <=  what is free
+```
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from common.config import EngineConfig
+from common.errors import StartupError
+from common.kv import KVShape
+from common.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+#: Logits and what sampling makes of them: float32 copies, an order (int64), float64 sums. With every filter on, 60
+#: to 71 bytes a logit were measured, by how well the allocator found holes; 40 with a temperature alone.
+SAMPLING_BYTES_PER_LOGIT = 72
+#: What the libraries keep beside a pass's own tensors: weights packed for a product, products compiled for a size.
+#: 60 to 110 MB were measured on a CPU, whatever the pass.
+LIBRARY_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """The most that an engine takes, part by part, in bytes."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+    sampling: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.sampling
+
+
+def estimate_memory(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
+) -> MemoryEstimate:
+    """What an engine takes at the most.
+
+    Args:
+        config: `max_seq_len` must be resolved.
+        model: the shape of the model.
+        dtype: the type it computes in.
+        device: where it computes.
+        weights: bytes that its weights will take; 0 if they are there already.
+    """
+    kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
+    # Attention copies the keys and values of one layer at a time together, with a quarter to spare.
+    gathered = kv_cache // model.num_layers * 5 // 4
+    activations = config.max_pass_tokens() * _activation_bytes_per_token(model, dtype, device)
+    return MemoryEstimate(
+        weights=weights,
+        kv_cache=kv_cache,
+        activations=activations + gathered + LIBRARY_BYTES,
+        sampling=config.max_batch_size * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
+    )
+
+
+def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """What a pass holds at once for each of its tokens, where a layer is widest.
+
+    Of hidden size: the stream and its sum before and after a norm. Beside them either the MLP's gate, up and their
+    product, or queries, keys and values as they are projected, normalised and turned.
+    """
+    attention_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    width = 4 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)
+    # On a CPU, norms and products of the smaller types go by way of float32.
+    return width * (dtype if device.type == "cuda" else torch.float32).itemsize
+
+
+def check_memory(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
+) -> None:
+    """Say what an engine can grow to; arguments as in `estimate_memory`. StartupError: more than is free."""
+    estimate = estimate_memory(config, model, dtype, device, weights=weights)
+    free = free_memory(device)
+    parts = {
+        "weights": estimate.weights,
+        f"KV cache ({config.kv_formula()} tokens)": estimate.kv_cache,
+        f"activations ({config.max_pass_tokens()} tokens in a pass)": estimate.activations,
+        f"logits and sampling ({config.max_batch_size} sequences)": estimate.sampling,
+    }
+    account = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    account += f" = {format_bytes(estimate.total)}"
+    available = f"{format_bytes(free)} are free on {device}"
+    logger.info("KV cache: %s tokens = %s", config.kv_formula(), format_bytes(estimate.kv_cache))
+    logger.info("memory at the most: %s; %s", account, available)
+    if estimate.weights > free:
+        raise StartupError(
+            f"{account}, but only {available}: the weights alone do not fit; take a smaller model, "
+            "or a --dtype of fewer bytes"
+        )
+    if estimate.total > free:
+        raise StartupError(f"{account}, but only {available}: {config.kv_advice()}")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on `device`."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        # What torch holds and nobody uses is free to us, and taken to everybody else.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = int(psutil.virtual_memory().available)
+    allowed = control_group_room()
+    return available if allowed is None else min(available, allowed)
+
+
+class _ControlGroupFiles(NamedTuple):
+    """How a version of control groups calls what we read."""
+
+    limit: str
+    usage: str
+    reclaimable: str  # an entry of memory.stat
+
+
+_VERSION_1 = _ControlGroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
+
+
+def control_group_room(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's Linux control groups still let it take: a container's limit is one of them.
+
+    Each group around the process has its own limit, and the tightest counts.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+
+    Returns:
+        None where no group sets a limit, or there are no control groups.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    rooms: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            mount, files = root / "sys/fs/cgroup/memory", _VERSION_1
+        elif controllers == "":
+            mount, files = root / "sys/fs/cgroup", _VERSION_2
+        else:
+            continue
+        # In a container the path may be the host's, while the mount shows the container's own group as its root.
+        names = Path(path).parts[1:]
+        groups = [mount.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+        rooms += [room for group in groups if (room := _room_in(group, files)) is not None]
+    return min(rooms, default=None)
+
+
+def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
+    """Limit less usage, of which the kernel takes back file pages nobody used lately. None: no limit here."""
+    try:
+        limit = (group / files.limit).read_text().strip()
+        usage = int((group / files.usage).read_text())
+        stat = (group / "memory.stat").read_text()
+    except OSError:  # a group without the memory controller, or one that is not shown here
+        return None
+    if limit == "max":
+        return None
+    reclaimable = dict(line.split() for line in stat.splitlines()).get(files.reclaimable, "0")
+    return max(0, int(limit) - usage + int(reclaimable))
+
+
+def format_bytes(count: int) -> str:
+    """1 GB is 2**30 bytes here, as memory is sold."""
+    return f"{count / 2**30:.1f} GB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MB"

@@ -1,0 +1,370 @@
+"""What an engine will take, part by part, against what is free; and what it took."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import common.build
+import common.memory
+from common.config import EngineConfig
+from common.errors import StartupError
+from common.memory import (
+    MemoryEstimate,
+    check_memory,
+    control_group_room,
+    estimate_memory,
+    format_bytes,
+    free_memory,
+)
+from common.models.registry import open_checkpoint, weight_bytes
+from common.phases import find_phase, phase_names
+from tests.engine_helpers import CPU, byte_tokenizer, tiny_model
+
+GB = 2**30
+CUDA = torch.device("cuda")
+LLAMA_3B = open_checkpoint("dummy:llama-3.2-3b").config
+EIGHT = EngineConfig(max_batch_size=8, max_seq_len=4096)
+
+
+class LoadedError(Exception):
+    """The weights would be read now."""
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(common.memory, "free_memory", lambda _: count)
+
+
+def refusal(config: EngineConfig, *, weights: int) -> str:
+    with pytest.raises(StartupError) as caught:
+        check_memory(config, LLAMA_3B, torch.bfloat16, CPU, weights=weights)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---------------------------------------------------------------------- the estimate
+
+
+def test_the_parts_by_hand() -> None:
+    """Llama 3.2 3B: 28 layers, hidden 3072, MLP 8192, 8 heads of keys and values of 128, vocabulary 128256."""
+    kv_cache = 8 * 4096 * 2 * 28 * 8 * 128 * 2
+    widest = 4 * 3072 + 3 * 8192
+    beside = kv_cache // 28 * 5 // 4 + 128 * 2**20
+    on_cpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=7)
+    assert on_cpu == MemoryEstimate(
+        weights=7,
+        kv_cache=kv_cache,
+        activations=8 * 4096 * widest * 4 + beside,
+        sampling=8 * 128_256 * 72,
+    )
+    assert on_cpu.total == sum((7, kv_cache, on_cpu.activations, on_cpu.sampling))
+    on_gpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CUDA, weights=7)
+    assert on_gpu.activations == 8 * 4096 * widest * 2 + beside
+    wide = estimate_memory(EIGHT, LLAMA_3B, torch.float32, CPU, weights=7)
+    assert (wide.kv_cache, wide.sampling) == (2 * kv_cache, on_cpu.sampling)
+
+
+def test_queries_keys_and_values_may_be_wider_than_the_mlp() -> None:
+    """Qwen3 0.6B: hidden 1024, MLP 3072, 16 heads and 8 of keys and values of 128."""
+    model = open_checkpoint("dummy:qwen3-0.6b").config
+    few, many = (
+        estimate_memory(EngineConfig(max_batch_size=1, max_seq_len=n), model, torch.bfloat16, CUDA, weights=0)
+        for n in (1000, 2000)
+    )
+    gathered = 1000 * 2 * 8 * 128 * 2 * 5 // 4
+    per_token = (many.activations - few.activations - gathered) / 1000
+    assert per_token == (4 * 1024 + 4 * (16 + 2 * 8) * 128) * 2
+
+
+@pytest.mark.parametrize("phase", phase_names())
+def test_a_pass_is_never_wider_than_all_sequences_at_their_longest(phase: str) -> None:
+    config = find_phase(phase).Config(max_batch_size=3, max_seq_len=100)
+    assert 100 <= config.max_pass_tokens() <= 300
+    assert find_phase("static").Config(max_batch_size=3, max_seq_len=100).max_pass_tokens() == 300
+
+
+def test_a_pass_is_never_wider_than_its_memory() -> None:
+    config = find_phase("paged").Config(max_batch_size=8, max_seq_len=128, block_size=16, num_blocks=10)
+    assert config.max_pass_tokens() <= 160
+
+
+def test_options_of_later_phases_bound_the_widest_pass() -> None:
+    seats = {"max_batch_size": 6, "max_seq_len": 1000}
+    for name in ("continuous", "paged"):
+        config = find_phase(name).Config(**seats, max_prefill_pass_tokens=2500)
+        assert config.max_pass_tokens() == 2500
+        config = find_phase(name).Config(**seats, max_prefill_pass_tokens=10)
+        assert config.max_pass_tokens() == 1000, "a longer prompt has a pass of its own"
+    chunked = find_phase("chunked").Config
+    assert chunked(**seats).max_pass_tokens() == 256 + 6
+    assert chunked(**seats, prefill_token_budget=None).max_pass_tokens() == 6 * 256 + 6
+    assert chunked(**seats, use_chunked_prefill=False).max_pass_tokens() == 6000
+
+
+# ---------------------------------------------------------------------- the check
+
+
+def test_what_does_not_fit_is_refused_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weight_bytes(LLAMA_3B, torch.bfloat16)
+    total = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=weights).total
+    set_free(monkeypatch, total - 1)
+    message = refusal(EIGHT, weights=weights)
+    assert message == (
+        "weights 6.0 GB + KV cache (8 × 4096 tokens) 3.5 GB + activations (32768 tokens in a pass) 4.8 GB + "
+        "logits and sampling (8 sequences) 70.5 MB = 14.3 GB, but only 14.3 GB are free on cpu: "
+        "lower --max-batch-size or --max-seq-len"
+    )
+    set_free(monkeypatch, total)
+    check_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=weights)
+
+
+def test_the_advice_is_the_phases_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 7 * GB)
+    config = find_phase("paged").Config(max_seq_len=64, num_blocks=10_000)
+    message = refusal(config, weights=0)
+    assert "KV cache (10000 blocks × 16 tokens)" in message
+    assert message.endswith(config.kv_advice())
+    assert "--num-blocks" in message
+
+
+def test_weights_that_do_not_fit_alone_need_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 5 * GB)
+    message = refusal(EIGHT, weights=6 * GB)
+    assert "weights 6.0 GB" in message
+    assert message.endswith("the weights alone do not fit; take a smaller model, or a --dtype of fewer bytes")
+
+
+def test_the_log_says_what_it_can_grow_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    set_free(monkeypatch, 64 * GB)
+    check_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=6 * GB)
+    assert "KV cache: 8 × 4096 tokens = 3.5 GB" in caplog.messages
+    assert any("= 14.4 GB; 64.0 GB are free on cpu" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("phase", phase_names())
+def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(common.build, "load_model", load)
+    package: Any = find_phase(phase)
+    config = package.Config(model="dummy:llama-3.2-3b", device="cpu", dtype="bfloat16")
+    set_free(monkeypatch, 8 * GB)
+    with pytest.raises(StartupError, match=r"weights 6\.0 GB \+ KV cache .* but only 8\.0 GB are free"):
+        package.build_engine(config)
+    set_free(monkeypatch, 64 * GB)
+    with pytest.raises(LoadedError):
+        package.build_engine(config)
+    set_free(monkeypatch, 8 * GB)  # what the refusal says to do helps
+    with pytest.raises(LoadedError):
+        package.build_engine(config.model_copy(update={"max_batch_size": 1, "max_seq_len": 2048}))
+
+
+@pytest.mark.parametrize("phase", phase_names())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_models_start_with_the_default_options(
+    phase: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package: Any = find_phase(phase)
+    set_free(monkeypatch, GB)
+    assert package.build_engine(package.Config(dtype=dtype, device="cpu")).max_seq_len > 1000
+
+    def load(*_: Any, **__: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(common.build, "load_model", load)
+    set_free(monkeypatch, 3 * GB)
+    with pytest.raises(LoadedError):
+        package.build_engine(package.Config(model="dummy:llama-60m", dtype=dtype, device="cpu"))
+
+
+@pytest.mark.parametrize("phase", phase_names())
+def test_a_ready_models_weights_are_not_counted_again(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = find_phase(phase)
+    config = package.Config(max_seq_len=64, max_batch_size=2)
+    ready = {"model": tiny_model(), "tokenizer": byte_tokenizer()}
+    set_free(monkeypatch, 10 * 2**20)
+    with pytest.raises(StartupError) as caught:
+        package.build_engine(config, **ready)
+    assert "weights" not in str(caught.value)
+    assert "KV cache" in str(caught.value)
+    set_free(monkeypatch, 200 * 2**20)
+    assert package.build_engine(config, **ready).max_seq_len == 64
+
+
+# ---------------------------------------------------------------------- what is free
+
+
+def make_tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    """A `/proc/self/cgroup` of these lines, and files below `/sys/fs/cgroup`."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, content in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    return root
+
+
+def version_2(group: str, limit: str, usage: int, reclaimable: int = 0) -> dict[str, str]:
+    return {
+        f"{group}memory.max": limit,
+        f"{group}memory.current": str(usage),
+        f"{group}memory.stat": f"anon 5\ninactive_file {reclaimable}\nactive_file 7",
+    }
+
+
+def version_1(group: str, limit: int, usage: int, reclaimable: int = 0) -> dict[str, str]:
+    return {
+        f"memory/{group}memory.limit_in_bytes": str(limit),
+        f"memory/{group}memory.usage_in_bytes": str(usage),
+        f"memory/{group}memory.stat": f"inactive_file 1\ntotal_inactive_file {reclaimable}",
+    }
+
+
+V1_LINES = "5:cpu,cpuacct:/pod/box\n4:memory:/pod/box\n1:name=systemd:/pod/box\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "room"),
+    [
+        pytest.param("0::/\n", version_2("", "1000", 300, 50), 750, id="v2, a container's own root"),
+        pytest.param("0::/pod/box\n", version_2("pod/box/", "1000", 300), 700, id="v2, a group"),
+        pytest.param(
+            "0::/pod/box\n",
+            version_2("pod/box/", "max", 300) | version_2("pod/", "900", 400),
+            500,
+            id="v2, the limit is further out",
+        ),
+        pytest.param(
+            "0::/pod/box\n",
+            version_2("pod/box/", "1000", 300) | version_2("pod/", "2000", 1900),
+            100,
+            id="v2, the outer one is tighter",
+        ),
+        pytest.param("0::/pod/box\n", version_2("pod/box/", "max", 300), None, id="v2, no limit"),
+        pytest.param("0::/\n", version_2("", "1000", 1200), 0, id="v2, over the limit"),
+        pytest.param("0::/../box\n", version_2("", "1000", 300), 700, id="v2, moved out of its namespace"),
+        pytest.param(V1_LINES, version_1("pod/box/", 1000, 300, 50), 750, id="v1, a group"),
+        pytest.param(V1_LINES, version_1("", 1000, 300), 700, id="v1, a container shown the host's path"),
+        pytest.param(
+            V1_LINES,
+            version_1("pod/box/", 1000, 300) | version_1("pod/", 600, 200),
+            400,
+            id="v1, the outer one is tighter",
+        ),
+        pytest.param(V1_LINES, {}, None, id="v1, not shown"),
+        pytest.param("4:cpu:/pod\n", version_2("pod/", "1000", 300), None, id="no memory controller"),
+        pytest.param("", {}, None, id="no groups"),
+    ],
+)
+def test_the_room_control_groups_leave(
+    cgroup: str, files: dict[str, str], room: int | None, tmp_path: Path
+) -> None:
+    assert control_group_room(make_tree(tmp_path, cgroup, files)) == room
+
+
+def test_a_system_without_control_groups_has_no_such_limit(tmp_path: Path) -> None:
+    assert control_group_room(tmp_path) is None
+
+
+@pytest.mark.parametrize(("allowed", "free"), [(None, 12345), (99999, 12345), (999, 999)])
+def test_free_memory_of_the_cpu_is_the_smaller_of_machine_and_group(
+    allowed: int | None, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available = psutil.virtual_memory()._replace(available=12345)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(common.memory, "control_group_room", lambda: allowed)
+    assert free_memory(CPU) == free
+
+
+def test_what_torch_keeps_unused_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
+    assert free_memory(CUDA) == 1500
+
+
+def test_sizes_are_readable() -> None:
+    assert format_bytes(3_758_096_384) == "3.5 GB"
+    assert format_bytes(5 * 2**20) == "5.0 MB"
+
+
+# ---------------------------------------------------------------------- what was taken
+
+MEASURE = """
+import dataclasses, sys
+from pathlib import Path
+import torch
+from common.memory import SAMPLING_BYTES_PER_LOGIT, estimate_memory
+from common.models.registry import load_model, open_checkpoint, weight_bytes
+from common.phases import find_phase
+from common.request import Request, SamplingParams
+from common.sampling import sample
+
+CPU = torch.device("cpu")
+PARAMS = SamplingParams(
+    temperature=1.0, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.2, logprobs=5, max_new_tokens=2, seed=0
+)
+
+def read(entry):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry))
+    return int(line.split()[1]) * 1024
+
+def sampling(dtype):
+    sequences, vocab = 32, 128_000
+    requests = [Request(str(i), [1, 2], PARAMS) for i in range(sequences)]
+    for request in requests:
+        request.seed_generator(0)
+    with torch.inference_mode():
+        sample(torch.randn(1, 100, dtype=dtype), requests[:1])  # what libraries take is not measured
+        before = read("VmRSS")
+        sample(torch.randn(sequences, vocab, dtype=dtype), requests)
+    print(SAMPLING_BYTES_PER_LOGIT * sequences * vocab, read("VmHWM") - before)
+
+def engine(dtype):
+    before = read("VmRSS")
+    checkpoint = open_checkpoint("dummy:llama-60m")
+    shape = dataclasses.replace(
+        checkpoint.config, layers=checkpoint.config.layers[:1], hidden_size=256, intermediate_size=4096
+    )
+    model = load_model(
+        dataclasses.replace(checkpoint, config=shape), device=CPU, dtype=dtype, max_positions=512
+    )
+    package = find_phase("static")
+    config = package.Config(max_batch_size=8, max_seq_len=512)
+    engine = package.build_engine(config, model=model, tokenizer=checkpoint.tokenizer())
+    for _ in range(8):
+        engine.add_request(engine.create_request(list(range(510)), PARAMS))
+    while engine.has_work:
+        assert not [output.error for output in engine.step() if output.error]
+    weights = weight_bytes(shape, dtype)
+    print(estimate_memory(config, shape, dtype, CPU, weights=weights).total, read("VmHWM") - before)
+
+globals()[sys.argv[1]](getattr(torch, sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("what", ["sampling", "engine"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_more_was_taken_than_estimated(what: str, dtype: str) -> None:
+    """All sequences at their longest, in a pass of the greatest width, with every filter of sampling on."""
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, what, dtype], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+    estimated, taken = map(int, output.split())
+    print(f"{what}, {dtype}: took {taken / 2**20:.0f} of {estimated / 2**20:.0f} MB")
+    assert taken <= 1.05 * estimated
+    assert taken >= 0.4 * estimated  # or it would refuse what fits easily

@@ -1,0 +1,149 @@
+"""What a start runs ahead of the first client: every kind of pass, and on a GPU every kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import common.build
+from common.kv import KVView
+from common.phases import find_phase, phase_names
+from kernels.paged_attention import MIN_SPLIT_COLUMNS
+from tests.engine_helpers import greedy, run
+
+ROOT = Path(__file__).parents[2]
+KERNELS = {
+    "_rms_norm_kernel",
+    "_fused_add_rms_norm_kernel",
+    "_rope_kernel",
+    "_gated_act_kernel",
+    "_paged_attention_kernel",
+    "_merge_splits_kernel",
+}
+
+
+def start(phase: str, **options: Any) -> Any:
+    """An engine with a model that it loads by itself."""
+    package = find_phase(phase)
+    return package.build_engine(package.Config(device="cpu", dtype="float32", **options))
+
+
+@pytest.mark.parametrize("model", ["zoo:llama-tiny", "zoo:gemma3-tiny"])
+def test_every_kind_of_pass_runs_before_anyone_asks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    sampled: list[tuple[torch.Size, list[tuple[bool, bool]]]] = []
+    attend, sample = KVView.attend, common.build.sample
+
+    def recording_attend(self: KVView, layer: int, *args: Any, **options: Any) -> Tensor:
+        if layer == 0:
+            passes.append((self.layout.query_lengths, self.layout.kv_lengths))
+        return attend(self, layer, *args, **options)
+
+    def recording_sample(logits: Tensor, requests: Any) -> Any:
+        params = [request.params for request in requests]
+        sampled.append((logits.shape, [(p.greedy, p.top_p < 1.0) for p in params]))
+        return sample(logits, requests)
+
+    monkeypatch.setattr(KVView, "attend", recording_attend)
+    monkeypatch.setattr(common.build, "sample", recording_sample)
+    engine = start("continuous", model=model)
+    prefill, decode, mixed = passes
+    assert min(prefill[0]) > 1
+    assert decode[0] == (1, 1)
+    assert mixed[0][0] == 1 < mixed[0][1]
+    assert mixed[1][0] > MIN_SPLIT_COLUMNS
+    rows = torch.Size([2, engine.runner.model.config.vocab_size])
+    assert sampled == [(rows, [(True, False), (False, True)])] * 3
+
+
+def test_a_server_of_few_positions_starts() -> None:
+    engine = start("continuous", model="zoo:llama-tiny", max_seq_len=2)
+    assert engine.add_request(engine.create_request([5], greedy(1, ignore_eos=True)))
+    assert [output.error for output in run(engine)] == [None]
+
+
+def test_no_client_pays_for_a_compilation() -> None:
+    """On a GPU: whatever is asked of a phase, it launches no kernel that its start has not launched."""
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert {each["phase"] for each in found} == set(phase_names())
+    for each in found:
+        assert set(each["after the start"]) == KERNELS
+        assert each["in the end"] == each["after the start"], each["phase"]
+
+
+# ---------------------------------------------------------------------- in a process of its own
+
+
+def compute_as_well(module: Any, name: str, reference: Callable[..., Any]) -> None:
+    """Let the choice fall on Triton: launch (which does nothing here but to be counted), then compute in torch."""
+    launch = getattr(module, name)
+
+    def both(*args: Any, **options: Any) -> Any:
+        launch(*args, **options)
+        for hint in ("max_length", "total_length"):
+            options.pop(hint, None)
+        return reference(*args, **options)
+
+    setattr(module, name, both)
+    module.use_triton = lambda tensor: True
+
+
+def collect_compilations() -> None:
+    """Print, as JSON, what each phase would compile when it starts, and after serving all sorts of requests."""
+    import kernels.attention
+    import kernels.gated_act
+    import kernels.paged_attention
+    import kernels.rms_norm
+    import kernels.rope
+    from tests.compilations import collect
+
+    torch.set_num_threads(1)
+    found = collect()
+    norms = kernels.rms_norm
+    compute_as_well(norms, "rms_norm_triton", norms.rms_norm_reference)
+    compute_as_well(norms, "fused_add_rms_norm_triton", norms.fused_add_rms_norm_reference)
+    compute_as_well(kernels.rope, "rope_triton", kernels.rope.rope_reference)
+    compute_as_well(kernels.gated_act, "gated_act_triton", kernels.gated_act.gated_act_reference)
+    paged = kernels.paged_attention
+    compute_as_well(kernels.attention, "paged_attention_triton", paged.paged_attention_reference)
+    paged._processors = lambda device: 132
+
+    def so_far() -> dict[str, list[str]]:
+        return {kernel: sorted(keys) for kernel, keys in found.items()}
+
+    report = []
+    for phase in phase_names():
+        found.clear()
+        options = {"batch_wait_timeout_s": 0.0} if phase == "phase4_static" else {}
+        # A model with windows, and with norms of heads: it launches every kernel there is.
+        engine = start(phase, model="zoo:gemma3-tiny", max_seq_len=700, **options)
+        after_start = so_far()
+        for prompts in ([1], [2], [33], [600], [16] * 8, [1, 300, 5, 64], [7, 100, 17]):
+            for prompt in prompts:
+                params = greedy(1 + prompt % 5, ignore_eos=True)
+                assert engine.add_request(engine.create_request([5] * prompt, params))
+            assert not any(output.error for output in run(engine))
+        report.append({"phase": phase, "after the start": after_start, "in the end": so_far()})
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    collect_compilations()

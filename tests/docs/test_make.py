@@ -1,0 +1,83 @@
+"""What `make` does to files, in a tree as small as it can be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.conftest import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+
+OLD, NEW, NEWEST = 1_000_000_000, 1_000_000_100, 1_000_000_200
+DRAWS = "-m benchmarks plots"
+
+
+def make(tree: Path, *arguments: str) -> str:
+    done = subprocess.run(["make", *arguments], cwd=tree, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """An environment that is set up, results, and figures drawn after them."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    files = ("pyproject.toml", "constraints.txt", ".venv/base", ".venv/full", "benchmarks/report.py")
+    files += ("benchmarks/results.py", "benchmarks/plots/figures.py", "benchmarks/results/a-r1.json")
+    files += ("benchmarks/results/h200/b-r1.json", "docs/assets/plots/captions.json")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (OLD, OLD))
+    os.utime(tmp_path / "docs/assets/plots/captions.json", (NEW, NEW))
+    return tmp_path
+
+
+def test_figures_are_not_drawn_again_while_their_results_stay(tree: Path) -> None:
+    for target in ("plots", "docs", "docs-serve"):
+        assert DRAWS not in make(tree, "-n", target)
+    assert "mkdocs build" in make(tree, "-n", "docs")
+
+
+@pytest.mark.parametrize(
+    "changed", ["benchmarks/results/h200/b-r1.json", "benchmarks/plots/figures.py", "benchmarks/report.py"]
+)
+def test_figures_are_drawn_again_when_what_they_come_from_changes(tree: Path, changed: str) -> None:
+    os.utime(tree / changed, (NEWEST, NEWEST))
+    assert DRAWS in make(tree, "-n", "docs")
+
+
+def test_figures_are_drawn_again_when_a_result_is_taken_away(tree: Path) -> None:
+    (tree / "benchmarks/results/h200/b-r1.json").unlink()
+    assert DRAWS in make(tree, "-n", "docs")
+
+
+def test_figures_are_drawn_where_there_are_none(tree: Path) -> None:
+    shutil.rmtree(tree / "docs/assets/plots")
+    assert DRAWS in make(tree, "-n", "docs")
+
+
+def test_clean_removes_what_was_built_and_nothing_that_was_measured(tree: Path) -> None:
+    built = ["site", "build", "infer.egg-info", "docs/assets/plots", "common/__pycache__"]
+    built += [f".{name}_cache" for name in ("pytest", "mypy", "ruff", "import_linter")]
+    built += [".hypothesis", ".schemathesis"]
+    for name in built:
+        (tree / name).mkdir(parents=True, exist_ok=True)
+    own = tree / "benchmarks/results/local/own-r1.json"
+    own.parent.mkdir()
+    own.touch()
+    kept = [".venv/full", "benchmarks/results/a-r1.json", "common", "docs/assets"]
+    (tree / ".venv/lib/__pycache__").mkdir(parents=True)
+    make(tree, "clean")
+    assert [name for name in built if (tree / name).exists()] == []
+    assert all((tree / name).exists() for name in kept)
+    assert (tree / ".venv/lib/__pycache__").exists()
+    assert own.exists()
+    make(tree, "distclean")
+    assert not (tree / ".venv").exists()
+    assert own.exists()

@@ -1,0 +1,128 @@
+"""Nobody reads a column that holds none of its sequence's tokens.
+
+Hiding one would not do: 0 × NaN is NaN. So pools hand memory on as it is, stale numbers and all, and what may be
+computed from it is tested here: before every pass, each column of the store that holds no token of a sequence is
+NaN, those past a sequence's end in its own blocks among them. Nothing changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import kernels.attention
+from common.engine import Engine
+from common.kv import KVPool, KVView, Span
+from kernels.dispatch import HAS_TRITON
+from tests.identity.conftest import VARIANTS, Subject, Variant, recorded_logits
+from tests.identity.test_token_identity import Arrival, greedy, prompt_of, serve
+
+# Random weights hide nothing, and Gemma's windows (16) are passed.
+MODELS = pytest.mark.parametrize("subject", ["random:llama", "random:gemma3"], indirect=True)
+
+
+class Poison:
+    """Makes every column that holds no token NaN, before each pass of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.pool = engine.runner.pool
+        self.past_an_end = 0  # columns of a sequence's own blocks that were poisoned
+        self._view = self.pool.view
+        self.pool.view = self.view  # type: ignore[method-assign]
+
+    def view(self, spans: Sequence[Span]) -> KVView:
+        view = self._view(spans)  # phase 4 allocates here
+        held = held_rows(self.pool)
+        self.past_an_end += self.pool.reserved_tokens - len(held)
+        for layer in (*self.pool.k, *self.pool.v):
+            rows = layer.view(-1, *layer.shape[2:])
+            kept = rows[held].clone()
+            assert not kept.isnan().any(), "what a sequence has computed is a number"
+            rows.fill_(math.nan)
+            rows[held] = kept
+        return view
+
+
+def held_rows(pool: KVPool) -> torch.Tensor:
+    """Rows of the flat store that hold a token."""
+    size = pool.block_size
+    return torch.tensor(
+        [
+            pool.block_table(slot)[column // size] * size + column % size
+            for slot, length in pool._lengths.items()
+            for column in range(length)
+        ],
+        dtype=torch.int64,
+    )
+
+
+def assert_unchanged(
+    subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **options: int
+) -> Engine:
+    """Tokens and logits are the same to the last bit, poisoned or not."""
+    told = []
+    for poisoned in (False, True):
+        engine = subject.engine(variant, **options)
+        poison = Poison(engine) if poisoned else None
+        with recorded_logits() as logits:
+            tokens = serve(engine, arrivals)
+        told.append((tokens, logits))
+    assert poison is not None
+    assert poison.past_an_end > 0 or engine.runner.pool.block_size == 1
+    (tokens, logits), (poisoned_tokens, poisoned_logits) = told
+    assert poisoned_tokens == tokens
+    for name, rows in logits.items():
+        assert torch.equal(torch.stack(poisoned_logits[name]), torch.stack(rows)), name
+    return engine
+
+
+def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Arrival]:
+    """Two a step, more than there are seats, short ones beside long ones."""
+    return [
+        Arrival(i // 2, prompt_of(subject, n, seed=n), greedy(new))
+        for i, (n, new) in enumerate(zip(lengths, new_tokens, strict=True))
+    ]
+
+
+@MODELS
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> None:
+    """Prompts, chunks and decode, alone and in one pass; memory changes hands all the time."""
+    arrivals = arrivals_of(subject, (3, 140, 1, 17, 64, 65, 9, 30), (30, 6, 24, 3, 9, 20, 1, 12))
+    engine = assert_unchanged(subject, variant, arrivals, max_batch_size=3, max_seq_len=160)
+    assert engine.telemetry.counters.requests_finished == len(arrivals)
+
+
+@MODELS
+@pytest.mark.parametrize("phase", ["phase6_paged", "phase7_chunked"])
+def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) -> None:
+    variant = Variant(phase, {"block_size": 4, "num_blocks": 24})
+    arrivals = arrivals_of(subject, (20, 12, 9, 30, 5, 17), (30, 24, 28, 20, 40, 9))
+    engine = assert_unchanged(subject, variant, arrivals, max_batch_size=4, max_seq_len=96)
+    assert engine.scheduler.preemptions > 0
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+)
+@MODELS
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("phase5_continuous"),
+        Variant("phase6_paged", {"block_size": 4}),
+        Variant("phase7_chunked", {"block_size": 4, "prefill_chunk_size": 16}),
+    ],
+    ids=str,
+)
+def test_nor_does_the_decode_kernel_read_them(
+    subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Triton kernel, interpreted."""
+    monkeypatch.setattr(kernels.attention, "use_triton", lambda _: True)
+    arrivals = arrivals_of(subject, (3, 21, 1), (5, 2, 3))
+    assert_unchanged(subject, variant, arrivals, max_batch_size=2, max_seq_len=32)

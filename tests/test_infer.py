@@ -1,0 +1,153 @@
+"""The command `infer`, and `make serve`, which is made of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from common.phases import find_phase, phase_names
+from common.server import cli
+from infer import main
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A measuring command hears SIGTERM in a process of its own."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["7", "chunked", "phase7_chunked"])
+def test_serve_is_the_phases_own_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = help_of(capsys, "serve", name)
+    assert said.startswith(f"usage: infer serve {name} [-h]")
+    with pytest.raises(SystemExit):
+        cli.main("phase7_chunked", ["--help"])
+    own = capsys.readouterr().out
+    assert own.startswith("usage: python -m phase7_chunked [-h]")
+    assert said.split()[4:] == own.split()[4:]
+
+
+@pytest.mark.parametrize("word", ["compare", "run", "plots", "demo"])
+def test_measuring_commands_have_their_name(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of(capsys, word).startswith(f"usage: infer {word} [-h]")
+
+
+def test_wrong_options_are_what_they_are_without_infer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "static", "--dtype", "int3"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --dtype")
+    assert main(["compare", "--phases", "99"]) == 2
+    assert "'99' is no phase; there are phase4_static" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_comparison_that_is_told_to_stop_ends_as_an_exception() -> None:
+    """So that it passes through every `with` that holds a server."""
+    assert main(["compare", "--phases", "99"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_phases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["phases"]) == 0
+    for line, name in zip(capsys.readouterr().out.splitlines(), phase_names(), strict=True):
+        phase = find_phase(name).PHASE
+        assert line.split(maxsplit=2) == [str(phase.number), name, phase.idea]
+
+
+@pytest.mark.parametrize("words", ["-h", "--help", "serve --help"])
+def test_help_names_every_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 0
+    said = capsys.readouterr().out
+    for word in ("serve PHASE", "phases", "compare", "run", "plots", "demo"):
+        assert f"infer {word} " in said
+
+
+@pytest.mark.parametrize("words", ["", "sevre 7", "phases 7", "--port 0"])
+def test_words_that_make_no_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "usage: infer serve PHASE" in printed.err
+    assert words in printed.err
+
+
+@pytest.mark.parametrize("words", ["serve", "serve statik", "serve 12", "serve --port 0"])
+def test_serving_what_is_no_phase_lists_the_phases(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.endswith(f"there are {', '.join(phase_names())}\n")
+    assert printed.err.count("\n") == 1
+
+
+def test_the_installed_command_is_this_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert EntryPoint("infer", project["project"]["scripts"]["infer"], "console_scripts").load() is main
+    assert "infer" in project["tool"]["setuptools"]["packages"]["find"]["include"]
+
+
+def test_a_server_in_a_process_of_its_own() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "infer",
+        "serve",
+        "4",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            assert any("ready: phase4_static serves zoo:llama-tiny" in line for line in server.stderr)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ("static", "error: --dtype"),
+        ("4", "error: --dtype"),
+        ("statik", "no phase 'statik'; there are phase4_static"),
+    ],
+)
+def test_make_serve_takes_a_number_or_a_name(phase: str, says: str) -> None:
+    ready = ["--old-file=.venv/base", f"BIN={Path(sys.executable).parent}"]  # this environment, as it is
+    command = ["make", *ready, "serve", f"PHASE={phase}", "ARGS=--dtype int3"]
+    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert says in ended.stderr
