@@ -216,6 +216,18 @@ async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None)
 
 async def read_telemetry(client: httpx.AsyncClient, url: str, *, since_step: int) -> dict[str, Any] | None:
     """The engine's counters, and its steps from `since_step` on; None from a server that has none, or is gone."""
+    steps: list[dict[str, Any]] = []
+    while True:
+        page = await _read_page(client, url, since_step)
+        if page is None:
+            return None
+        steps += page["steps"]
+        since_step = page["next_step"]
+        if since_step >= page["counters"]["steps"]:
+            return page | {"steps": steps}
+
+
+async def _read_page(client: httpx.AsyncClient, url: str, since_step: int) -> dict[str, Any] | None:
     try:
         response = await client.get(f"{url}/telemetry", params={"since_step": since_step}, timeout=10.0)
         telemetry = orjson.loads(response.content) if response.status_code == 200 else None

@@ -93,7 +93,7 @@ class Engine:
             InvalidRequestError: too long together with its `max_new_tokens`.
         """
         if isinstance(prompt, str):
-            self._check_length(self.tokenizer.min_tokens(prompt), params)
+            self._check_length(self.tokenizer.min_tokens(prompt), params, exact=False)
             token_ids = self.tokenizer.encode(prompt) if prompt else []
         else:
             token_ids = list(prompt)
@@ -119,19 +119,27 @@ class Engine:
             detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop),
         )
 
-    def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
+    def _check_length(self, prompt_tokens: int, params: SamplingParams, *, exact: bool = True) -> None:
+        """Refuse what is too long. `exact`: whether `prompt_tokens` is the prompt's length, or it may be longer."""
         pool_limit = self.runner.pool.max_request_tokens()
         limit = self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
+        at_least = "" if exact else "at least "
         if prompt_tokens >= limit:
             raise InvalidRequestError(
-                f"the prompt has {prompt_tokens} tokens or more; at most {limit - 1} leave room for an answer "
+                f"the prompt has {at_least}{prompt_tokens} tokens; at most {limit - 1} leave room for an answer "
                 f"within this server's {limit}",
                 param="prompt",
             )
+        if params.max_new_tokens >= limit:
+            raise InvalidRequestError(
+                f"max_tokens {params.max_new_tokens} leaves no room for a prompt; "
+                f"this server holds {limit} a request",
+                param="max_tokens",
+            )
         if prompt_tokens + params.max_new_tokens > limit:
             raise InvalidRequestError(
-                f"a prompt of {prompt_tokens} tokens and max_tokens {params.max_new_tokens} make "
-                f"{prompt_tokens + params.max_new_tokens}; this server holds {limit} a request",
+                f"a prompt of {at_least}{prompt_tokens} tokens and max_tokens {params.max_new_tokens} make "
+                f"{at_least}{prompt_tokens + params.max_new_tokens}; this server holds {limit} a request",
                 param="max_tokens",
             )
 

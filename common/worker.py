@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -40,14 +41,24 @@ class RequestStream:
     """One request's outputs as they come; iteration ends with the terminal one.
 
     Whoever stops reading early calls `cancel`.
+
+    Attributes:
+        received_tokens: how many have come, read or not.
+        first_token_s: when the first came, on `time.monotonic`'s clock; None before.
+        longest_gap_s: the longest wait between two tokens.
+        last: the terminal output; None before it has come.
     """
 
     def __init__(self, worker: EngineWorker, request: Request) -> None:
         self.request = request
         self._worker = worker
         self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._received_tokens = 0
         self._ended = False
+        self.received_tokens = 0
+        self.first_token_s: float | None = None
+        self.longest_gap_s = 0.0
+        self._latest_token_s = 0.0
+        self.last: StepOutput | None = None
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -60,7 +71,16 @@ class RequestStream:
         return output
 
     def put(self, output: StepOutput) -> None:
-        self._received_tokens = output.completion_tokens
+        if output.token_id is not None:
+            now = time.monotonic()
+            if self.first_token_s is None:
+                self.first_token_s = now
+            else:
+                self.longest_gap_s = max(self.longest_gap_s, now - self._latest_token_s)
+            self._latest_token_s = now
+        self.received_tokens = output.completion_tokens
+        if output.finished:
+            self.last = output
         self._outputs.put_nowait(output)
 
     def put_error(self, error: Exception) -> None:
@@ -74,7 +94,7 @@ class RequestStream:
                 finish_reason=None,
                 error=error,
                 prompt_tokens=self.request.num_prompt_tokens,
-                completion_tokens=self._received_tokens,
+                completion_tokens=self.received_tokens,
             )
         )
 
@@ -177,7 +197,7 @@ class EngineWorker:
             raise ShuttingDownError("the server is shutting down")
         with self._wakeup:
             if self._queue_room() < count:
-                raise QueueFullError("the server is at capacity; try again shortly")
+                raise self._queue_full(count)
             self._held += count
         self._holders += 1
         self._idle.clear()
@@ -191,6 +211,12 @@ class EngineWorker:
     def _queue_room(self) -> int:
         """Places neither taken nor held. The lock is held."""
         return self.engine.scheduler.queue_room() - self._held
+
+    def _queue_full(self, count: int) -> QueueFullError:
+        return QueueFullError(
+            f"the queue, which holds {self.engine.config.max_waiting_requests} requests "
+            f"(the server's option --max-waiting-requests), has no room for {count} more; try again shortly"
+        )
 
     def give_back_places(self, unused: int) -> None:
         """A holder of places is done (`HeldPlaces` calls this): take back those that it did not use."""
@@ -327,7 +353,7 @@ class EngineWorker:
             request = self._arrived.popleft()
             try:
                 if not self.engine.add_request(request):
-                    raise QueueFullError("the server is at capacity; try again shortly")  # noqa: TRY301 - fails as others do
+                    raise self._queue_full(1)  # noqa: TRY301 - fails as others do
             except Exception as error:
                 outputs.append(fail(request, error))
             self._held -= 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -35,8 +34,11 @@ from common.request import Request as EngineRequest
 from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
 from common.server.openapi import openapi_document
+from common.server.page import PAGE_HEADERS, render_page
+from common.server.request_log import log_end, log_refusal
 from common.server.schemas import MAX_BODY_BYTES, CompletionRequest, Limits, parse_completion_request
 from common.server.sse import (
+    CLIENT_LEFT,
     OPENAI_FINISH_REASONS,
     Answer,
     Choice,
@@ -47,8 +49,6 @@ from common.server.sse import (
     while_connected,
 )
 from common.worker import EngineWorker, RequestStream
-
-logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
@@ -95,6 +95,7 @@ def create_app(
         summary=engine.phase.idea,
         version=importlib.metadata.version("infer-phases"),
         lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={
@@ -129,6 +130,7 @@ class CompletionServer:
         self.model_name = model_name
         self.created = int(time.time())
         self.limits = Limits(model=model_name, max_choices=engine.config.max_waiting_requests)
+        self.page = render_page(engine, model_name)
         self.ping_s = 15.0
         self.send_timeout_s = 60.0
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenizing")
@@ -176,24 +178,25 @@ class CompletionServer:
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several, as JSON or as an event stream."""
     server: CompletionServer = request.app.state.server
-    require_json(request)
-    completion = parse_completion_request(await read_body(request), server.limits)
-    answer = server.new_answer(completion)
     try:
+        require_json(request)
+        body = await read_body(request)
+        asked_s = time.monotonic()
+        completion = parse_completion_request(body, server.limits)
+        answer = server.new_answer(completion)
         streams = await while_connected(request.receive, server.submit(completion, answer.id))
     except ClientDisconnect:
         raise
     except Exception as error:
-        raise from_exception(error) from error
-    streaming = wants_stream(completion, request)
-    logger.debug(
-        "%s: %d choices, %s, user %r",
-        answer.id,
-        len(streams),
-        "stream" if streaming else "json",
-        completion.user,
-    )
-    if streaming:
+        refusal = from_exception(error)
+        log_refusal(refusal, error)
+        raise refusal from None
+
+    def close(client_gone: str | None) -> None:
+        cancel(streams)
+        log_end(answer, streams, asked_s=asked_s, user=completion.user, client_gone=client_gone)
+
+    if wants_stream(completion, request):
         options = completion.stream_options
         wire = NamedCompletionEvents(
             answer,
@@ -202,14 +205,18 @@ async def create_completion(request: Request) -> Response:
         )
         return EventStream(
             stream_events(answer, streams, wire),
-            on_close=lambda: cancel(streams),
+            on_close=close,
             ping_s=server.ping_s,
             send_timeout_s=server.send_timeout_s,
         )
+    client_gone = None
     try:
         return json_response(await while_connected(request.receive, collect(answer, streams)))
+    except ClientDisconnect:
+        client_gone = CLIENT_LEFT
+        raise
     finally:
-        cancel(streams)
+        close(client_gone)
 
 
 async def stream_events(
@@ -319,6 +326,13 @@ async def read_body(request: Request) -> bytes:
 # ---------------------------------------------------------------------- the other routes
 
 
+@router.get("/", include_in_schema=False)
+async def welcome(request: Request) -> Response:
+    """What a person sees who opens the server's address."""
+    server: CompletionServer = request.app.state.server
+    return Response(server.page, headers=PAGE_HEADERS, media_type="text/html")
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The served model."""
@@ -361,8 +375,14 @@ async def version(request: Request) -> Response:
 
 
 @router.get("/telemetry")
-def telemetry(request: Request, since_step: int = Query(default=0, ge=0, lt=2**63)) -> Response:
-    """The engine's counters, and its latest steps from `since_step` on. Not async: building it takes a while."""
+async def telemetry(
+    request: Request,
+    since_step: int | None = Query(
+        default=None, ge=0, lt=2**63, description="the page's first step; left out: the latest page"
+    ),
+) -> Response:
+    """The engine's counters, and a page of its latest steps. Async, since a page is soon made: as many threads as
+    there are readers would take turns with the engine's."""
     server: CompletionServer = request.app.state.server
     engine = server.engine
     return json_response(
@@ -391,7 +411,12 @@ async def answer_api_error(_: Request, error: Exception) -> Response:
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """What the router says: there is no such route, or it has no such method."""
     assert isinstance(error, HTTPException)  # it was registered for these
-    message = {404: "there is no such route", 405: f"this route has no method {request.method}"}
+    served = (
+        "chat is not served, text is: POST /v1/completions"
+        if request.url.path.startswith("/v1/chat/")
+        else "see /openapi.json"
+    )
+    message = {404: f"there is no such route; {served}", 405: f"this route has no method {request.method}"}
     api_error = ApiError(
         error.status_code,
         message.get(error.status_code, str(error.detail)),

@@ -47,7 +47,7 @@ class ServerOptions(BaseModel):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="debug has a line for each request"
+        default="info", description="info has a line for each request"
     )
     shutdown_timeout: float = Field(
         default=30.0,
@@ -218,8 +218,6 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             shutdown_timeout_s=options.shutdown_timeout,
         )
         server.run(sockets=[listener])
-    if server.force_exit:
-        exit_at_once(1)
     if worker.running:
         exit_at_once(0)  # every client has its answer: nobody waits for this step
     return 0
@@ -298,9 +296,12 @@ class Server(uvicorn.Server):
     def _on_signal(self, name: str) -> None:
         if self._draining is not None:
             logger.warning("%s again: exiting now", name)
-            self.force_exit = self.should_exit = True
-            return
-        logger.info("%s: finishing what runs, for up to %g s", name, self.shutdown_timeout_s)
+            exit_at_once(1)  # uvicorn's own way has a traceback for every connection
+        logger.info(
+            "%s: finishing what runs, for up to %g s; a second signal ends it at once",
+            name,
+            self.shutdown_timeout_s,
+        )
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:

@@ -40,7 +40,7 @@ _ANSWERS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/models": (ModelList, "The served model"),
     "/health": (Health, "Requests are taken"),
     "/version": (Version, "What runs here"),
-    "/telemetry": (TelemetrySnapshot, "Counters and steps"),
+    "/telemetry": (TelemetrySnapshot, "Counters and a page of steps"),
 }
 
 _STREAM = {

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from common.request import SamplingParams
 from common.server.errors import ApiError, shorten
+from common.telemetry import PAGE_STEPS
 
 DEFAULT_MAX_TOKENS = 128
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -217,7 +218,8 @@ def parse_completion_request(body: bytes, limits: Limits) -> CompletionRequest:
     if choices > limits.max_choices:
         raise _refused(
             "prompt" if request.choices_per_prompt == 1 else "n",
-            f"{choices} choices in one request are more than this server ever queues, {limits.max_choices}",
+            f"{choices} choices in one request are more than this server ever queues, {limits.max_choices} "
+            "(its option --max-waiting-requests)",
         )
     return request
 
@@ -274,7 +276,7 @@ def _is_syntax(detail: ErrorDetails) -> bool:
     return kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")) or detail["loc"][:1] == ("prompt",)
 
 
-# ---------------------------------------------------------------------- answers, for the OpenAPI page
+# ---------------------------------------------------------------------- answers, for the OpenAPI document
 
 
 class ErrorDetail(BaseModel):
@@ -377,11 +379,14 @@ class Version(BaseModel):
 
 
 class TelemetrySnapshot(BaseModel):
-    """Counters since the start, and the latest steps."""
+    """Counters since the start, and a page of the latest steps."""
 
     phase: str
     max_batch_size: int
     max_seq_len: int
     queue_room: int = Field(description="requests that would be taken before new ones are answered 503")
     counters: dict[str, float]
-    steps: list[dict[str, float]]
+    steps: list[dict[str, float]] = Field(max_length=PAGE_STEPS)
+    next_step: int = Field(
+        description="`since_step` of the next page, which is there already if this is less than the steps counted"
+    )

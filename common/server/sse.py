@@ -20,7 +20,6 @@ There is no `[DONE]`: every `data` is a JSON object, and the stream's end says a
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -34,7 +33,7 @@ from common.request import FinishReason, StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.text import Tokenizer
 
-logger = logging.getLogger(__name__)
+CLIENT_LEFT = "the client left"
 
 T = TypeVar("T")
 
@@ -215,7 +214,8 @@ class EventStream(Response):
 
     Args:
         events: the stream's bytes, whole events each.
-        on_close: called once at the end, however it came about: all sent, client gone, or client stalled.
+        on_close: called once at the end, with what became of the client (it left, or it stalled); None if it took
+            everything.
         ping_s: seconds between comments that keep idle connections open; none comes earlier.
         send_timeout_s: a client that has taken nothing for so many seconds is given up.
     """
@@ -226,7 +226,7 @@ class EventStream(Response):
         self,
         events: AsyncIterator[bytes],
         *,
-        on_close: Callable[[], None],
+        on_close: Callable[[str | None], None],
         ping_s: float = 15.0,
         send_timeout_s: float = 60.0,
     ) -> None:
@@ -239,15 +239,16 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        client_gone = None
         try:
             await while_connected(receive, self._send_all(send))
         except ClientDisconnect:
-            logger.debug("a client left its stream")
+            client_gone = CLIENT_LEFT
         except TimeoutError:
             # Returning from an unfinished response makes the HTTP server drop the connection.
-            logger.warning("a client took nothing for %g s and was dropped", self.send_timeout_s)
+            client_gone = f"the client took nothing for {self.send_timeout_s:g} s"
         finally:
-            self.on_close()
+            self.on_close(client_gone)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -255,10 +256,11 @@ class EventStream(Response):
         try:
             async for chunk in self.events:
                 await self._send(send, chunk)
-            await self._send(send, b"", more=False)
         finally:
             pinging.cancel()
             await asyncio.gather(pinging, return_exceptions=True)
+        # Nothing may be left to do after this: to `receive`, the client of a complete response has disconnected.
+        await self._send(send, b"", more=False)
 
     async def _ping(self, send: Send) -> None:
         while True:

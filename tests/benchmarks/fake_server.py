@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+TELEMETRY_PAGE = 2  # steps of one answer; readers must ask for more
+
 
 @dataclass
 class Script:
@@ -86,7 +88,8 @@ class FakeApp:
             counters = {name: sum(step[name] for step in self.steps) for name in names}
             counters |= {"steps": len(self.steps), "preemptions": 0}
             counters["busy_s"] = sum(step["duration_s"] for step in self.steps)
-            body = {"phase": "fake", "counters": counters, "steps": self.steps[since:]}
+            page = self.steps[since : since + TELEMETRY_PAGE]
+            body = {"phase": "fake", "counters": counters, "steps": page, "next_step": since + len(page)}
         else:
             self.plain(writer, 404, {"error": {"message": "not found"}})
             return

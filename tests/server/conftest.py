@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,15 +17,21 @@ PHASES = [
 ]
 
 #: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.
-EVERY_PHASE = {"test_completions"}
+EVERY_PHASE = {"test_completions", "test_errors", "test_traffic"}
+#: Of those modules, what takes long and tests nothing that a phase has a part in.
+ONE_PHASE = {"test_two_megabytes_of_nonsense_cost_one_error_each"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]  # others have phases, too
+    for item in here:
         if isinstance(item, pytest.Function) and "phase" in item.fixturenames:
             later = item.callspec.params["phase"] != PHASES[0]
-            if later and item.module.__name__.rpartition(".")[2] not in EVERY_PHASE:
+            everywhere = (
+                item.module.__name__.rpartition(".")[2] in EVERY_PHASE and item.originalname not in ONE_PHASE
+            )
+            if later and not everywhere:
                 item.add_marker(pytest.mark.slow)
 
 

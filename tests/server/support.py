@@ -45,8 +45,11 @@ class ServerProcess:
         self.said: queue.Queue[str] = queue.Queue()
         self._ready = threading.Event()
         self.url = ""
-        for read in (self._read_log, self._read_output):
-            threading.Thread(target=read, daemon=True).start()
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read_log, self._read_output)
+        ]
+        for reader in self._readers:
+            reader.start()
         assert self._ready.wait(HANG_S), f"the server did not start:\n{self.log_text}"
         assert self.url, f"the server ended:\n{self.log_text}"
         self.client = httpx.Client(base_url=self.url, timeout=HANG_S)
@@ -161,6 +164,11 @@ class ServerProcess:
 
     def wait(self) -> int:
         return self.process.wait(HANG_S)
+
+    def read_the_rest(self) -> None:
+        """Wait for all that a process which has ended wrote before."""
+        for reader in self._readers:
+            reader.join(HANG_S)
 
     def close(self) -> None:
         if self.process.poll() is None:

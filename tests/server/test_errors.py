@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -211,9 +212,31 @@ def test_more_tokens_than_the_server_holds(server: ServerProcess) -> None:
     assert server.post(prompt=[5] * 1000, max_tokens=24).status_code == 200
 
 
+def test_messages_about_length_say_what_is_known(server: ServerProcess) -> None:
+    """A text is refused by a bound on its tokens, before it is tokenized; the bound is not called its length."""
+    long = server.post(max_tokens=100_000).json()["error"]
+    assert (
+        long["message"] == "max_tokens 100000 leaves no room for a prompt; this server holds 1024 a request"
+    )
+    both = server.post(prompt="word " * 200, max_tokens=1020).json()["error"]
+    assert re.match(
+        r"a prompt of at least \d+ tokens and max_tokens 1020 make at least 1\d+; ", both["message"]
+    )
+    exact = server.post(prompt=[5] * 1000, max_tokens=25).json()["error"]
+    assert exact["message"].startswith("a prompt of 1000 tokens and max_tokens 25 make 1025; ")
+    assert (
+        server.post(prompt="word " * 10_000).json()["error"]["message"].startswith("the prompt has at least ")
+    )
+    assert (
+        server.post(prompt=[5] * 1024).json()["error"]["message"].startswith("the prompt has 1024 tokens; ")
+    )
+
+
 def test_more_choices_than_the_queue_holds(server: ServerProcess) -> None:
     assert_error(server.post(prompt=["a"] * 65), 422, "prompt")
-    assert_error(server.post(prompt=["a"] * 5, n=16), 422, "n")
+    response = server.post(prompt=["a"] * 5, n=16)
+    assert_error(response, 422, "n")
+    assert "queues, 64 (its option --max-waiting-requests)" in response.json()["error"]["message"]
 
 
 def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
@@ -227,11 +250,20 @@ def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat/completions", "/%00", "/health/"]
+    "path", ["/docs", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat/completions", "/%00", "/health/"]
 )
 def test_unknown_routes(server: ServerProcess, path: str) -> None:
     assert_error(server.client.get(path), 404, None, "not_found")
     assert_error(server.client.post(path), 404, None, "not_found")
+
+
+def test_who_looks_for_chat_is_told_what_there_is(server: ServerProcess) -> None:
+    response = server.client.post("/v1/chat/completions", json={"messages": []})
+    assert_error(response, 404, None, "not_found")
+    message = response.json()["error"]["message"]
+    assert "chat is not served" in message
+    assert "/v1/completions" in message
+    assert "/openapi.json" in server.client.get("/docs").json()["error"]["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
@@ -241,7 +273,7 @@ def test_wrong_methods_on_completions(server: ServerProcess, method: str) -> Non
     assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/telemetry"])
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/version", "/telemetry"])
 def test_wrong_methods_on_the_small_routes(server: ServerProcess, path: str) -> None:
     for method in ("POST", "OPTIONS", "DELETE"):
         assert_error(server.client.request(method, path), 405, None, "method_not_allowed")

@@ -324,12 +324,20 @@ def test_what_is_not_done_in_time_ends_with_an_error(phase: str) -> None:
         server.close()
 
 
-def test_a_second_signal_ends_it_now(mortal: ServerProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_now(mortal: ServerProcess, number: signal.Signals) -> None:
     batch = hold_a_full_batch(mortal)
-    mortal.signal()
+    mortal.begin_test()
+    mortal.signal(number)
     eventually(lambda: mortal.client.get("/health").status_code == 503)
-    mortal.signal()
+    mortal.signal(number)
     assert mortal.wait() == 1
+    mortal.read_the_rest()
+    first, second = mortal.log_text.splitlines()
+    assert first.endswith(
+        f"INFO    {number.name}: finishing what runs, for up to 30 s; a second signal ends it at once"
+    )
+    assert second.endswith(f"WARNING {number.name} again: exiting now")
     # The client sees its connection end, or the HTTP server's last word.
     assert batch.exception(HANG_S) is not None or batch.result().status_code == 500
 

@@ -61,7 +61,10 @@ def test_messages_are_short() -> None:
 
 
 class Connection:
-    """An ASGI connection whose client reads as the test says."""
+    """An ASGI connection whose client reads as the test says.
+
+    As the HTTP server has it, a client whose response is complete has disconnected.
+    """
 
     def __init__(self, *, stalled: bool = False) -> None:
         self.sent: list[bytes] = []
@@ -77,14 +80,16 @@ class Connection:
             if self.stalled:
                 await asyncio.Event().wait()
             self.sent.append(message["body"])
+            if not message["more_body"]:
+                self.left.set()
 
 
-def serve(connection: Connection, events: AsyncIterator[bytes], **options: float) -> list[str]:
-    """Send a stream to its end; what was closed."""
-    closed: list[str] = []
+def serve(connection: Connection, events: AsyncIterator[bytes], **options: float) -> list[str | None]:
+    """Send a stream to its end; what it was closed with."""
+    closed: list[str | None] = []
 
     async def run() -> None:
-        response = EventStream(events, on_close=lambda: closed.append("closed"), **options)
+        response = EventStream(events, on_close=closed.append, **options)
         await asyncio.wait_for(response({"type": "http"}, connection.receive, connection.send), 30)
 
     asyncio.run(run())
@@ -99,7 +104,7 @@ async def quiet(seconds: float) -> AsyncIterator[bytes]:
 
 def test_quiet_streams_are_kept_open_by_comments() -> None:
     connection = Connection()
-    assert serve(connection, quiet(0.5), ping_s=0.1) == ["closed"]
+    assert serve(connection, quiet(0.5), ping_s=0.1) == [None]
     assert connection.sent[0] == b"first"
     assert connection.sent[-2:] == [b"last", b""]
     pings = connection.sent[1:-2]
@@ -110,7 +115,7 @@ def test_quiet_streams_are_kept_open_by_comments() -> None:
 def test_a_reader_that_stalls_is_given_up() -> None:
     for options in ({"send_timeout_s": 0.05}, {"send_timeout_s": 0.05, "ping_s": 0.01}):
         connection = Connection(stalled=True)
-        assert serve(connection, quiet(0), **options) == ["closed"]
+        assert serve(connection, quiet(0), **options) == ["the client took nothing for 0.05 s"]
         assert connection.sent == []
 
 
@@ -122,7 +127,7 @@ def test_a_client_that_leaves_ends_the_stream() -> None:
         connection.left.set()
         await asyncio.Event().wait()
 
-    assert serve(connection, leave()) == ["closed"]
+    assert serve(connection, leave()) == ["the client left"]
     assert connection.sent == [b"first"]
 
 

@@ -1,0 +1,80 @@
+"""A line in the log for each request, at its end or when it is refused. Neither prompts nor answers are in it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from common.server.errors import ApiError, from_exception
+from common.server.sse import Answer
+from common.worker import RequestStream
+
+logger = logging.getLogger(__name__)
+
+
+def log_end(
+    answer: Answer,
+    streams: Sequence[RequestStream],
+    *,
+    asked_s: float,
+    user: str | None = None,
+    client_gone: str | None = None,
+) -> None:
+    """Say how an answer went, all its choices in one line.
+
+    Args:
+        answer: whose choices `streams` are, in order.
+        asked_s: when the request had come, on `time.monotonic`'s clock.
+        user: the client's own label.
+        client_gone: why nobody takes the answer any more; None if somebody does.
+    """
+    prompts = {
+        choice.prompt_index: stream.request.num_prompt_tokens
+        for choice, stream in zip(answer.choices, streams, strict=True)
+    }
+    begun = [stream.first_token_s for stream in streams if stream.first_token_s is not None]
+    endings = Counter(_ending(stream) for stream in streams)
+    parts = [
+        f"{len(streams)} choices" if len(streams) > 1 else "",
+        f"{sum(prompts.values())} prompt and {sum(stream.received_tokens for stream in streams)} new tokens",
+        f"the first after {min(begun) - asked_s:.3f} s" if begun else "",
+        f"longest gap {max(stream.longest_gap_s for stream in streams):.3f} s" if begun else "",
+        f"user {user!r}" if user else "",
+        "ended: " + " and ".join(_counted(ending, count, len(streams)) for ending, count in endings.items()),
+    ]
+    failed = any(stream.last is not None and stream.last.error is not None for stream in streams)
+    logger.log(
+        logging.WARNING if failed else logging.INFO,
+        "%s: %s%s",
+        answer.id,
+        ", ".join(filter(None, parts)),
+        f" ({client_gone})" if client_gone else "",
+    )
+
+
+def _ending(stream: RequestStream) -> str:
+    if stream.last is None:  # its reader stopped before
+        return "cancelled"
+    if stream.last.error is not None:
+        return f"error {from_exception(stream.last.error).code}"
+    return str(stream.last.finish_reason)
+
+
+def _counted(ending: str, count: int, of: int) -> str:
+    return ending if count == of else f"{count} {ending}"
+
+
+def log_refusal(refusal: ApiError, error: Exception) -> None:
+    """Say what a request was refused with: mistakes of a client's are news, a server that cannot is a warning.
+
+    Args:
+        refusal: what the client is told.
+        error: what was raised; shown whole where the client is told nothing of it.
+    """
+    # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
+    line = ("refused: %d %s: %r", refusal.status, refusal.code, refusal.message)
+    if refusal.status == 500:
+        logger.error(*line, exc_info=error)
+    else:
+        logger.log(logging.WARNING if refusal.status == 503 else logging.INFO, *line)

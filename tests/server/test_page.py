@@ -1,0 +1,161 @@
+"""The page at `/`: what it says, and, in a real browser, that its form streams a completion."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+
+from common.phases import find_phase
+from common.server.app import create_app
+from common.server.page import render_page
+from tests.docs.test_browser import CHROMIUM, DESKTOP, PHONE, Record, browse
+from tests.server.support import HANG_S, ServerProcess, eventually
+
+
+def test_the_printed_address_shows_what_runs_there(server: ServerProcess, phase: str) -> None:
+    response = server.client.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/html")
+    about = find_phase(phase).PHASE
+    for each in (
+        about.title.lower(),
+        about.idea,
+        f"phase {about.number}",
+        server.model,
+        "1024 tokens",
+        'max="1023"',
+    ):
+        assert each in response.text
+    assert server.complete()["usage"]["completion_tokens"] > 0
+
+
+def test_it_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
+    response = server.client.get("/")
+    assert "//" not in response.text.replace("</", "")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    for link in re.findall(r'href="(?!data:)([^"]+)"', response.text):
+        assert server.client.get(f"/{link}").status_code == 200
+
+
+def test_a_models_name_cannot_be_markup() -> None:
+    phase = find_phase("phase5_continuous").PHASE
+    page = render_page(SimpleNamespace(phase=phase, max_seq_len=64), '<script>"&$idea')
+    assert "&lt;script&gt;&quot;&amp;$idea" in page
+    assert 'value="63"' in page, "no more than fits"
+
+
+# ---------------------------------------------------------------------- in a browser
+
+#: Shows the page in a frame, uses its form, and posts what came of it (see `tests/docs/test_browser.py`).
+PROBE = """<!doctype html><title>probe</title>
+<iframe id="frame" style="border:0;width:WIDTHpx;height:900px" src="/"></iframe>
+<img src="/__hold">
+<script>
+  const frame = document.getElementById("frame");
+  const errors = [];
+  let stopped = false;
+  const find = id => frame.contentDocument.getElementById(id);
+  function look() {
+    const page = frame.contentDocument, status = find("status").textContent;
+    if ("ACTION" === "stop" && !stopped && find("made").textContent.length > 5) {
+      stopped = true;
+      find("stop").click();
+    }
+    if (!/ended|stopped/.test(status) && !find("status").classList.contains("error")) {
+      setTimeout(look, 20);
+      return;
+    }
+    fetch("/__found", {method: "POST", body: JSON.stringify({
+      given: find("given").textContent,
+      made: find("made").textContent,
+      status,
+      error: find("status").classList.contains("error"),
+      idle: !find("complete").disabled && find("stop").disabled,
+      unnamed: [...page.querySelectorAll("input, textarea")].filter(each => !each.labels.length).length,
+      width: page.documentElement.scrollWidth,
+      background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+      errors,
+    })});
+  }
+  frame.addEventListener("load", () => {
+    frame.contentWindow.addEventListener("error", event => errors.push(String(event.message)));
+    find("prompt").value = "PROMPT";
+    find("max_tokens").value = "ACTION" === "stop" ? 4000 : 20;
+    find("temperature").value = 0;
+    find("complete").click();
+    look();
+  });
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[SimpleNamespace]:
+    """An app with the probe's routes, in a thread."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium here")
+    package = find_phase("phase5_continuous")
+    engine = package.build_engine(package.Config(device="cpu", dtype="float32"))
+    app, record = create_app(engine), Record(proxy="127.0.0.1:9")  # nothing listens there
+
+    @app.get("/__probe/{width}/{action}")
+    def probe(width: str, action: str) -> HTMLResponse:
+        prompt = "word " * 5000 if action == "too long" else "Once upon a time"
+        return HTMLResponse(PROBE.replace("WIDTH", width).replace("ACTION", action).replace("PROMPT", prompt))
+
+    @app.get("/__hold")
+    def hold() -> None:
+        record.posted.wait(HANG_S)
+
+    @app.post("/__found")
+    async def found(request: Request) -> None:
+        record.found = await request.json()
+        record.posted.set()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    record.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    thread = threading.Thread(target=lambda: asyncio.run(uvicorn_server.serve([listener])))
+    thread.start()
+    yield SimpleNamespace(record=record, engine=engine)
+    uvicorn_server.should_exit = True
+    thread.join(HANG_S)
+
+
+@pytest.mark.browser
+def test_the_form_streams_a_completion(page: SimpleNamespace, tmp_path: Path) -> None:
+    backgrounds = set()
+    for number, (width, dark) in enumerate(((PHONE, False), (DESKTOP, True))):
+        found = browse(page.record, tmp_path / str(number), "complete", width=width, dark=dark)
+        assert found["errors"] == []
+        assert re.match(r"20 tokens, ended: length; the first came after \d+ ms", found["status"])
+        assert (found["given"], found["error"], found["idle"]) == ("Once upon a time", False, True)
+        assert len(found["made"]) > 20
+        assert found["unnamed"] == 0
+        assert found["width"] <= width
+        backgrounds.add(found["background"])
+    assert len(backgrounds) == 2
+
+
+@pytest.mark.browser
+def test_stop_gives_the_request_up(page: SimpleNamespace, tmp_path: Path) -> None:
+    before = page.engine.telemetry.counters.requests_cancelled
+    found = browse(page.record, tmp_path, "stop", width=PHONE)
+    assert (found["status"], found["error"], found["idle"]) == ("stopped", False, True)
+    eventually(lambda: page.engine.telemetry.counters.requests_cancelled == before + 1)
+
+
+@pytest.mark.browser
+def test_a_refusal_is_shown(page: SimpleNamespace, tmp_path: Path) -> None:
+    found = browse(page.record, tmp_path, "too%20long", width=PHONE)
+    assert found["status"].startswith("the prompt has ")
+    assert (found["made"], found["error"], found["idle"]) == ("", True, True)

@@ -1,0 +1,105 @@
+"""Many requests at once, in every phase over HTTP: who waits for whom, and what happens when memory runs out.
+
+The server computes four sequences together and lets sixteen wait. In the phases that share out blocks of memory,
+there are too few of them for four long sequences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
+from tests.server.test_lifecycle import hold_a_full_batch, in_background, post
+
+QUEUE = 16
+PAGED = {"phase6_paged", "phase7_chunked"}
+LONG = {"max_tokens": 100, "ignore_eos": True}  # seven blocks of 16 tokens
+
+
+@pytest.fixture(scope="module")
+def shared_busy(phase: str) -> Iterator[ServerProcess]:
+    process = ServerProcess(
+        phase,
+        *("--max-batch-size", "4", "--max-waiting-requests", str(QUEUE), "--max-seq-len", "256"),
+        *(("--block-size", "16", "--num-blocks", "16") if phase in PAGED else ()),
+        module="tests.server.gated_server",
+    )
+    yield process
+    assert process.process.poll() is None, f"the server did not outlive its tests:\n{process.log_text}"
+    process.close()
+
+
+@pytest.fixture
+def busy(shared_busy: ServerProcess) -> Iterator[ServerProcess]:
+    """A server as it is without requests, which it must be again at the test's end."""
+    shared_busy.begin_test()
+    yield shared_busy
+    shared_busy.order("open")
+    assert shared_busy.complete(max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert "Traceback" not in shared_busy.log_text
+
+
+def text_of(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_a_short_request_overtakes_a_long_one_but_for_static_batches(busy: ServerProcess, phase: str) -> None:
+    busy.order("hold")
+    busy.forget_output()
+    (long,) = in_background(1, lambda _: post(busy, **LONG, user="long"))
+    busy.expect("held")
+    room = busy.queue_room()
+    (short,) = in_background(1, lambda _: post(busy, max_tokens=5, ignore_eos=True, user="short"))
+    eventually(lambda: busy.queue_room() < room)
+    busy.order("open")
+    assert long.result(HANG_S).json()["usage"]["completion_tokens"] == 100
+    assert short.result(HANG_S).json()["usage"]["completion_tokens"] == 5
+    eventually(lambda: len(re.findall("user '", busy.log_text)) == 2)
+    ended = re.findall(r"user '(\w+)', ended: length", busy.log_text)
+    assert ended == (["long", "short"] if phase == "phase4_static" else ["short", "long"])
+
+
+def test_sixteen_at_once_all_complete_and_one_more_is_refused(busy: ServerProcess) -> None:
+    orders = [
+        {"prompt": f"Once upon a time {number}", "max_tokens": 4 + 3 * number} for number in range(QUEUE)
+    ]
+    batch = hold_a_full_batch(busy)
+    crowd = in_background(QUEUE, lambda number: post(busy, **orders[number]))
+    eventually(lambda: busy.queue_room() == 0)
+    refused = busy.post()
+    assert_error(refused, 503, None, "queue_full")
+    assert (
+        "holds 16 requests (the server's option --max-waiting-requests)" in refused.json()["error"]["message"]
+    )
+    busy.order("open")
+    texts = [text_of(each.result(HANG_S)) for each in crowd]
+    assert batch.result(HANG_S).status_code == 200
+    assert texts == [text_of(busy.post(**order)) for order in orders], "the same as each alone"
+    counters = busy.counters()
+    assert (counters["requests_failed"], counters["requests_cancelled"]) == (0, 0)
+
+
+def test_everyone_completes_where_blocks_run_out(busy: ServerProcess, phase: str) -> None:
+    orders = [{"prompt": f"The fox number {number}", **LONG} for number in range(4)]
+    crowd = in_background(4, lambda number: post(busy, **orders[number]))
+    texts = [text_of(each.result(HANG_S)) for each in crowd]
+    counters = busy.counters()
+    assert (counters["preemptions"] > 0) == (phase in PAGED)
+    assert (counters["requests_finished"], counters["requests_failed"]) == (4, 0)
+    assert texts == [text_of(busy.post(**order)) for order in orders], "the same as each alone"
+    eventually(lambda: busy.client.get("/telemetry").json()["steps"][-1]["kv_reserved_tokens"] == 0)
+
+
+def test_one_that_could_never_fit_is_refused_among_those_that_do(busy: ServerProcess) -> None:
+    batch = hold_a_full_batch(busy)
+    assert_error(busy.post(prompt=[5] * 256), 422, "prompt")
+    assert_error(busy.post(prompt=[5] * 200, max_tokens=57), 422, "max_tokens")
+    (waiting,) = in_background(1, lambda _: post(busy, prompt=[5] * 200, max_tokens=56, ignore_eos=True))
+    busy.order("open")
+    assert batch.result(HANG_S).status_code == 200
+    assert waiting.result(HANG_S).json()["usage"]["completion_tokens"] == 56
