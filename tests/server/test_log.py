@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import uuid
+
+import pytest
 
 from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import QUEUE, hold_a_full_batch, in_background, post
@@ -14,6 +17,19 @@ LINE = re.compile(
     r"(?:the first after (?P<first>\d+\.\d{3}) s, longest gap (?P<gap>\d+\.\d{3}) s, )?"
     r"(?:user (?P<user>'.*'), )?ended: (?P<ended>.*)\n$"
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_older(gated: ServerProcess) -> None:
+    begin(gated)
+
+
+def begin(server: ServerProcess) -> None:
+    """From here on the log has nothing older: the line of a request made now has come, and is the last."""
+    label = uuid.uuid4().hex
+    server.complete(max_tokens=1, user=label)
+    eventually(lambda: label in server.log[-1])
+    server.begin_test()
 
 
 def lines(server: ServerProcess, count: int) -> list[str]:
@@ -47,9 +63,8 @@ def test_a_line_for_each_answer_at_its_end(gated: ServerProcess) -> None:
 
 
 def test_several_choices_have_one_line(gated: ServerProcess) -> None:
-    gated.events(prompt=[WROTE, WROTE + " two"], n=2, max_tokens=3, ignore_eos=True)
     text = gated.complete(max_tokens=8, ignore_eos=True)["choices"][0]["text"]
-    gated.begin_test()
+    begin(gated)
     answer = gated.complete(
         prompt=["Once upon a time", WROTE], n=2, max_tokens=8, ignore_eos=True, stop=[text[4:9]]
     )
