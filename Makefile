@@ -1,5 +1,5 @@
 # Everything a fresh machine needs is set up on the way: `make demo`, `make test`.
-#   make demo            start a server on the bundled model, stream a few completions, stop it
+#   make demo            a few clients read stories from a server, then every phase gets the same work: one table
 #   make test            the ordinary test suite
 #   make test-slow       the suites that take longer
 #   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)

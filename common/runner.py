@@ -198,7 +198,7 @@ class Runner(ABC):
         for done in launched.sampled:
             if not done.requests:
                 continue
-            token_ids = done.sampled.token_ids.tolist()  # the step's one copy from device to host
+            token_ids = done.sampled.token_ids.tolist()  # the pass's one copy from device to host
             logprobs = read_logprobs(done.sampled, done.requests)
             for request, token_id, row_logprobs in zip(done.requests, token_ids, logprobs, strict=True):
                 if request.is_terminal:  # cancelled since the launch

@@ -1,4 +1,4 @@
-"""Choosing the next token of every sequence of a step at once.
+"""Choosing the next tokens of all sequences of a pass at once.
 
 Greedy rows take the most likely token. A sampled row draws one number `u` in [0, 1) from its request's own CPU
 generator and inverts the cumulative distribution that temperature and filters leave: the token at which the running
@@ -36,7 +36,7 @@ COLDEST, HOTTEST = 1e-5, torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One step's choice, still on the device.
+    """One pass's choice, still on the device.
 
     Attributes:
         token_ids: [S] int64, `NOT_A_TOKEN` where a row had a NaN, or no score above minus infinity.

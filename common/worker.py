@@ -267,13 +267,13 @@ class EngineWorker:
 
     # ------------------------------------------------------------------ ending (event loop)
 
-    def stop_admitting(self) -> None:
+    def stop_accepting(self) -> None:
         """From now on `hold_places` refuses; what was accepted goes on."""
         self._draining = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every accepted request is answered. False: some were not in time, and have been failed."""
-        self.stop_admitting()
+        self.stop_accepting()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -288,7 +288,7 @@ class EngineWorker:
         Args:
             timeout_s: how long to wait for that step; None: as long as it takes.
         """
-        self.stop_admitting()
+        self.stop_accepting()
         with self._wakeup:
             self._stopping = True
         self._abort_all(ShuttingDownError(STOPPED))

@@ -49,13 +49,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x` to the residual stream and normalise the sum: the step between two blocks of a transformer.
+    """Add `x` to the residual stream and normalise the sum: the step between two parts of a model.
 
     The sum is rounded to the dtype of `x` *before* it is normalised, so both results describe the same
     numbers. Neither input is written to.
 
     Args:
-        x: [T, H], output of the block before.
+        x: [T, H], output of the part before: attention or a feed-forward network.
         residual: [T, H], the residual stream, dtype of `x`.
         weight: [H], any floating dtype.
         eps: added to the mean square.

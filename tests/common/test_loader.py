@@ -84,25 +84,25 @@ def assert_holds(model: CausalLM, stored: dict[str, Tensor]) -> None:
     ]
     if model.untied_head is not None:
         expected.append((model.untied_head, ["lm_head.weight"]))
-    for index, block in enumerate(model.layers):
-        attention, mlp, layer = block.attention, block.mlp, f"model.layers.{index}"
+    for index, layer in enumerate(model.layers):
+        attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
         matrices = [
-            (attention.qkv, [f"{layer}.self_attn.{name}_proj" for name in "qkv"]),
-            (attention.out, [f"{layer}.self_attn.o_proj"]),
-            (mlp.gate_up, [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]),
-            (mlp.down, [f"{layer}.mlp.down_proj"]),
+            (attention.qkv, [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]),
+            (attention.out, [f"{prefix}.self_attn.o_proj"]),
+            (mlp.gate_up, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]),
+            (mlp.down, [f"{prefix}.mlp.down_proj"]),
         ]
         for linear, names in matrices:
             expected.append((linear.weight, [f"{name}.weight" for name in names]))
             if linear.bias is not None:
                 expected.append((linear.bias, [f"{name}.bias" for name in names]))
-        norms = {"input_layernorm": block.input_norm, "post_attention_layernorm": block.post_attention_norm}
+        norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_attention_norm}
         if gemma:
-            norms["pre_feedforward_layernorm"] = block.pre_mlp_norm
-            norms["post_feedforward_layernorm"] = block.post_mlp_norm
+            norms["pre_feedforward_layernorm"] = layer.pre_mlp_norm
+            norms["post_feedforward_layernorm"] = layer.post_mlp_norm
         if model.config.architecture != "llama":
             norms |= {"self_attn.q_norm": attention.q_norm, "self_attn.k_norm": attention.k_norm}
-        expected += [(norm.weight, [f"{layer}.{name}.weight"]) for name, norm in norms.items()]
+        expected += [(norm.weight, [f"{prefix}.{name}.weight"]) for name, norm in norms.items()]
     for parameter, names in expected:
         assert torch.equal(parameter, torch.cat([stored[name] for name in names]).to(parameter.dtype)), names
     # Nothing was left out on either side.

@@ -237,7 +237,7 @@ def test_an_app_around_a_ready_engine_leaves_no_thread_behind(phase: str) -> Non
 
 
 def test_draining_waits_for_requests_that_are_still_being_tokenized(phase: str) -> None:
-    """They were admitted, so they are answered; once the time is over, they are refused instead."""
+    """They were accepted, so they are answered; once the time is over, they are refused instead."""
     package = find_phase(phase)
 
     async def run(*, in_time: bool) -> tuple[bool, list[str]]:
