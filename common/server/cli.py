@@ -168,9 +168,11 @@ def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageE
 
 
 def explain_invalid(error: ValidationError) -> UsageError:
-    """The first value that is not one of its option's."""
+    """The first value that is not one of its option's, or the first options that contradict each other."""
     first = error.errors(include_url=False)[0]
-    field = str(first["loc"][0]) if first["loc"] else "options"
+    if not first["loc"]:  # options that contradict each other: the message names them
+        return UsageError(first["msg"].removeprefix("Value error, "))
+    field = str(first["loc"][0])
     source = f" (or {ENV_PREFIX}{field.upper()})"
     given = NONE if first["input"] is None else first["input"]
     return UsageError(f"{flag_of(field)}{source}: {first['msg']}, not {shorten(repr(given), 100)}")

@@ -211,6 +211,16 @@ def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str
     assert "lambda" not in text
 
 
+def test_options_that_contradict_each_other() -> None:
+    """They are named as they are, not as values of an option that does not exist."""
+    package = find_phase("phase7_chunked")
+    with pytest.raises(
+        cli.UsageError, match=r"^mixed_batches has no meaning without use_chunked_prefill: .*out$"
+    ):
+        cli.read_options(package, ["--no-use-chunked-prefill", "--no-mixed-batches"])
+    cli.read_options(package, ["--no-use-chunked-prefill"])
+
+
 def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:
     folder = zoo_copy(tmp_path)
     server = ServerProcess(phase, "--model", str(folder), "--max-seq-len", "64")
