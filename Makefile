@@ -27,6 +27,7 @@ CAPTIONS := docs/assets/plots/captions.json
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	$(BIN)/python -m kernels.native
 	touch $@
 
 .venv/full: .venv/base
@@ -45,6 +46,7 @@ test: .venv/full
 
 test-slow: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints'
+	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py
 
 # Needs chromium on the machine.
 test-browser: .venv/full

@@ -10,7 +10,7 @@ eager torch writes the activation to memory and reads it back.
 import torch
 import torch.nn.functional as F
 
-from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+from kernels.dispatch import HAS_TRITON, device_guard, use_native, use_triton
 
 if HAS_TRITON:
     import triton
@@ -29,7 +29,7 @@ def gated_act(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
     Returns:
         [T, F], contiguous, dtype of `gate_up`. In half precision the torch path rounds twice, after the
-        activation and after the product, as Hugging Face models do; the kernel rounds once. The two may
+        activation and after the product, as Hugging Face models do; the kernels round once. The two may
         differ in the last bit.
 
     Raises:
@@ -41,6 +41,8 @@ def gated_act(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         raise ValueError(f"gate_up must have an even number of columns, but is {list(gate_up.shape)}")
     if use_triton(gate_up):
         return gated_act_triton(gate_up, activation)
+    if use_native(gate_up):
+        return gated_act_native(gate_up, activation)
     return gated_act_reference(gate_up, activation)
 
 
@@ -53,6 +55,17 @@ def gated_act_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     # The activation is ours alone, so the product may overwrite it: one allocation less.
     return activated.mul_(up)
+
+
+# --- C++ -----------------------------------------------------------------------------------------------
+
+
+def gated_act_native(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_act` by the kernel in `gated_act.cpp`; shapes as there."""
+    if gate_up.stride(-1) != 1:
+        gate_up = gate_up.contiguous()
+    out: torch.Tensor = torch.ops.infer.gated_act(gate_up, activation == "silu")
+    return out
 
 
 # --- Triton --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ trip: the residual sum is written for the next layer and normalised while it is 
 import torch
 import torch.nn.functional as F
 
-from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+from kernels.dispatch import HAS_TRITON, device_guard, use_native, use_triton
 
 if HAS_TRITON:
     import triton
@@ -43,6 +43,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     _check_weight(x, weight)
     if use_triton(x):
         return rms_norm_triton(x, weight, eps, offset)
+    if use_native(x):
+        return rms_norm_native(x, weight, eps, offset)
     return rms_norm_reference(x, weight, eps, offset)
 
 
@@ -74,6 +76,8 @@ def fused_add_rms_norm(
         )
     if use_triton(x):
         return fused_add_rms_norm_triton(x, residual, weight, eps, offset)
+    if use_native(x):
+        return fused_add_rms_norm_native(x, residual, weight, eps, offset)
     return fused_add_rms_norm_reference(x, residual, weight, eps, offset)
 
 
@@ -106,6 +110,37 @@ def fused_add_rms_norm_reference(
     """`fused_add_rms_norm` in torch; shapes as there."""
     new_residual = (x + residual).contiguous()
     return rms_norm_reference(new_residual, weight, eps, offset), new_residual
+
+
+# --- C++ -----------------------------------------------------------------------------------------------
+
+
+def rms_norm_native(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """`rms_norm` by the kernel in `rms_norm.cpp`; shapes as there."""
+    rows = _grouped_rows(x)
+    out: torch.Tensor = torch.ops.infer.rms_norm(rows, weight.contiguous(), eps, offset)
+    return out.view(x.shape)
+
+
+def fused_add_rms_norm_native(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_add_rms_norm` by the kernel in `rms_norm.cpp`; shapes as there."""
+    normed, total = torch.ops.infer.fused_add_rms_norm(
+        _dense_rows(x), _dense_rows(residual), weight.contiguous(), eps, offset
+    )
+    return normed, total
+
+
+def _grouped_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., H] -> [groups, rows, H]: a view wherever two strides say where the rows lie, as those of any
+    [T, heads, D] view do (a matrix has one row a group); a copy for the rest."""
+    return _dense_rows(x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1]))
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same, its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # --- Triton --------------------------------------------------------------------------------------------
@@ -192,11 +227,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out  # no rows, nothing to launch
-    # Two outer strides say where the rows of any [T, heads, D] view lie; a matrix has one row per group. A
-    # tensor of more dimensions, or with gaps between its columns, is copied where no two strides describe it.
-    rows = x if x.dim() == 3 else x.reshape(-1, 1, hidden_size)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    rows = _grouped_rows(x)
     num_rows = rows.shape[0] * rows.shape[1]
     tile_rows, tile_columns, num_warps = _tile(hidden_size)
     with device_guard(x):
@@ -227,10 +258,7 @@ def fused_add_rms_norm_triton(
     new_residual = torch.empty_like(normed)
     if normed.numel() == 0:
         return normed, new_residual
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    if residual.stride(-1) != 1:
-        residual = residual.contiguous()
+    x, residual = _dense_rows(x), _dense_rows(residual)
     tile_rows, tile_columns, num_warps = _tile(hidden_size)
     with device_guard(x):
         _fused_add_rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](

@@ -14,7 +14,7 @@ beside others that decode at 17 and at 4,000.
 
 import torch
 
-from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+from kernels.dispatch import HAS_TRITON, device_guard, use_native, use_triton
 
 if HAS_TRITON:
     import triton
@@ -54,6 +54,8 @@ def rope(
     _check_shapes(q, k, cos, sin, positions)
     if use_triton(q):
         return rope_triton(q, k, cos, sin, positions)
+    if use_native(q):
+        return rope_native(q, k, cos, sin, positions)
     return rope_reference(q, k, cos, sin, positions)
 
 
@@ -100,6 +102,24 @@ def rope_reference(
     rotated_first.addcmul_(second, sin[:, None], value=-1)
     rotated_second.addcmul_(first, sin[:, None])
     q_rotated, k_rotated = rotated.view(x.shape).to(x.dtype).split_with_sizes((heads_q, heads_kv), dim=1)
+    return q_rotated, k_rotated
+
+
+# --- C++ -----------------------------------------------------------------------------------------------
+
+
+def rope_native(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope` by the kernel in `rope.cpp`; shapes as there, both results contiguous."""
+    if positions is not None:
+        cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_rotated, k_rotated = torch.ops.infer.rope(q, k, cos.contiguous(), sin.contiguous())
     return q_rotated, k_rotated
 
 

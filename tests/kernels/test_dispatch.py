@@ -49,6 +49,7 @@ def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> li
     return trace
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize("name", CALLS)
 def test_cpu_tensors_go_to_torch(monkeypatch, name):
     module, arguments = CALLS[name]

@@ -1,0 +1,139 @@
+// What the CPU kernels share: numbers in and out of float32, a sum whose order is fixed, and an exp that loops can
+// be vectorised around.
+//
+// The kernels are plain loops over floats. GCC and Clang turn the innermost ones into vector instructions of whatever
+// width the machine has (-O3 -march=native): no intrinsics, so the same sources build on x86 and on ARM.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <cstring>
+
+#ifndef _OPENMP
+#error "build with -fopenmp: without it at::parallel_for is a plain loop, and says nothing"
+#endif
+
+namespace infer {
+
+// ---------------------------------------------------------------------- numbers
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(c10::BFloat16 x) {  // bfloat16 is the upper half of a float32
+  const uint32_t bits = uint32_t(x.x) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+inline float to_float(c10::Half x) { return float(x); }
+
+// Rounded to nearest, ties to even; NaN stays NaN. (c10's own conversion has a branch, which keeps loops scalar.)
+template <typename T>
+inline T from_float(float x) {
+  return T(x);
+}
+
+template <>
+inline c10::BFloat16 from_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return c10::BFloat16(uint16_t(is_nan ? 0x7fc0 : rounded), c10::BFloat16::from_bits());
+}
+
+// ---------------------------------------------------------------------- a sum
+
+// Sixteen running sums, element i to number i % 16, folded in halves at the end. The order depends on nothing but the
+// index: not on the vector width, the alignment or the number of threads, so a row's sum has the same bits wherever
+// and beside whomever it is computed.
+class OrderedSum {
+ public:
+  static constexpr int64_t kLanes = 16;
+
+  // Adds term(0) + … + term(count - 1).
+  template <typename Term>
+  void add(int64_t count, Term term) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes_[lane] += term(i + lane);  // one vector addition
+    for (; i < count; ++i) lanes_[i % kLanes] += term(i);
+  }
+
+  float total() const {
+    float folded[kLanes];
+    std::memcpy(folded, lanes_, sizeof(folded));
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+      for (int64_t lane = 0; lane < half; ++lane) folded[lane] += folded[lane + half];
+    return folded[0];
+  }
+
+ private:
+  float lanes_[kLanes] = {};
+};
+
+// The largest of `count` values, a multiple of sixteen; NaN is passed over.
+inline float largest_of(const float* values, int64_t count) {
+  constexpr int64_t kLanes = OrderedSum::kLanes;
+  float lanes[kLanes];
+  std::memcpy(lanes, values, sizeof(lanes));
+  for (int64_t i = kLanes; i < count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];
+  float largest = lanes[0];
+  for (float lane : lanes) largest = lane > largest || largest != largest ? lane : largest;
+  return largest;
+}
+
+// ---------------------------------------------------------------------- exp
+
+// e^x for x <= 0, to within two units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial for e^r (the
+// coefficients of Cephes' expf), and 2^n put into the exponent. Below -87.3, where float32 would have to become
+// denormal, 0; NaN stays NaN. The library's expf is as exact, but a call, and a loop with a call is not vectorised.
+inline float exp_of_nonpositive(float x) {
+  constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f, kLowest = -87.3f;
+  const float clamped = x < kLowest ? kLowest : x;
+  const float n = __builtin_floorf(clamped * kLog2e + 0.5f);
+  const float r = (clamped - n * kLn2High) - n * kLn2Low;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return x < kLowest ? 0.0f : p * power;
+}
+
+// ---------------------------------------------------------------------- types
+
+// Calls function.template operator()<T>() for the element type of a tensor.
+template <typename Function>
+void with_type(const at::Tensor& tensor, Function function) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return function(float{});
+    case at::kBFloat16:
+      return function(c10::BFloat16{});
+    case at::kHalf:
+      return function(c10::Half{});
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "float32, bfloat16 or float16, not ", tensor.scalar_type());
+  }
+}
+
+// Rows that a thread should take at least: fewer, and handing them out costs more than computing them.
+inline int64_t rows_per_task(int64_t columns) {
+  constexpr int64_t kElements = 16384;
+  return columns >= kElements ? 1 : kElements / (columns > 0 ? columns : 1);
+}
+
+}  // namespace infer
