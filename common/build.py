@@ -24,6 +24,8 @@ from common.sampling import sample
 from common.scheduling import Scheduler
 from common.telemetry import Telemetry
 from common.text import Tokenizer
+from kernels.dispatch import kernels_on
+from kernels.native import load_native_kernels
 from kernels.paged_attention import MIN_SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -97,12 +99,17 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     assert config.max_seq_len is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
-    check_memory(config, checkpoint.config, dtype, device, weights=weight_bytes(checkpoint.config, dtype))
+    native = config.native_kernels and device.type == "cpu" and load_native_kernels()
+    weights = weight_bytes(checkpoint.config, dtype, packed=native)
+    check_memory(config, checkpoint.config, dtype, device, weights=weights)
     tokenizer = checkpoint.tokenizer()
     started = time.perf_counter()
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
+    if native:
+        model.pack()
     _warm_up(model)
-    logger.info("loaded %s (%s, %s) in %.1f s", config.model, device, dtype, time.perf_counter() - started)
+    seconds, kernels = time.perf_counter() - started, kernels_on(device)
+    logger.info("loaded %s (%s, %s, %s kernels) in %.1f s", config.model, device, dtype, kernels, seconds)
     return model, tokenizer
 
 

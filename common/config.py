@@ -32,6 +32,10 @@ class EngineConfig(BaseModel):
         default="auto",
         description="auto is the checkpoint's own where the device computes in it natively, else float32",
     )
+    native_kernels: bool = Field(
+        default=True,
+        description="on a CPU, C++ kernels, built at the first start; without them torch computes, more slowly",
+    )
     max_batch_size: int = Field(default=8, ge=1, description="sequences computed together")
     max_seq_len: int | None = Field(
         default=None,

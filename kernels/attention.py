@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `paged_attention_triton` | CUDA, one query a sequence | reads keys where they lie |
 | `varlen_attention` | CUDA, several queries a sequence | copies the keys it needs, then FlashAttention |
+| `native_attention` | CPU, float32 and bfloat16 | copies a tile of keys at a time, in C++ |
 | `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
 
 Only the last one pads: it fills queries and gathered columns up to whole tiles of 64, because a CPU's bfloat16
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention_layout import AttentionLayout, DecodeGroup
-from kernels.dispatch import use_triton
+from kernels.dispatch import has_native_products, use_triton
 from kernels.paged_attention import paged_attention_triton
 
 
@@ -110,6 +111,28 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Ten
     return torch.bmm(scores.softmax(-1), v).view(q.shape)
 
 
+def native_attention(
+    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """The same attention by the kernel in `attention.cpp` (CPU, float32 and bfloat16).
+
+    A token has the same bits whether it is decoded or prefilled, in whatever chunk and beside whomever. Arguments
+    and result as in `gathered_attention`.
+    """
+    indices = layout.host()
+    out: Tensor = torch.ops.infer.attention(
+        q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous(),
+        k_store,
+        v_store,
+        layout.block_table,
+        indices.query_offsets,
+        indices.kv_lengths,
+        scale,
+        window or 0,
+    )
+    return out
+
+
 def varlen_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
@@ -166,10 +189,13 @@ def attention(
 ) -> Tensor:
     """Attention over the block store; arguments and result as in `gathered_attention`.
 
-    This is the one place that chooses. With Triton, on CUDA, the leading sequences of one query take the paged
-    kernel, which reads their keys where they lie. Sequences with several queries, on CUDA, take FlashAttention's
-    varlen kernel where a probe on this machine has shown it to work. All else takes `gathered_attention`.
+    This is the one place that chooses. On a CPU the C++ kernel computes all of it, where there is one. With Triton,
+    on CUDA, the leading sequences of one query take the paged kernel, which reads their keys where they lie.
+    Sequences with several queries, on CUDA, take FlashAttention's varlen kernel where a probe on this machine has
+    shown it to work. All else is gathered.
     """
+    if has_native_products(q):
+        return native_attention(q, k_store, v_store, layout, scale=scale, window=window)
     singles = layout.num_single
     decode = singles if use_triton(q) else 0
     if decode == q.shape[0]:

@@ -147,6 +147,19 @@ class PagedIndices:
     total_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostIndices:
+    """All sequences, in the form in which the C++ kernel takes them: it walks the block table by itself.
+
+    Attributes:
+        query_offsets: [B + 1] int64, where each sequence's queries begin, and their end.
+        kv_lengths: [B] int64, columns of each sequence.
+    """
+
+    query_offsets: Tensor
+    kv_lengths: Tensor
+
+
 @dataclass(slots=True)
 class AttentionLayout:
     """Where the keys of one forward pass lie. Built once a pass; every layer reads it.
@@ -173,6 +186,7 @@ class AttentionLayout:
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
     _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
     _paged: PagedIndices | None = field(default=None, init=False)
+    _host: HostIndices | None = field(default=None, init=False)
     _rest: AttentionLayout | None = field(default=None, init=False)
 
     @property
@@ -205,6 +219,13 @@ class AttentionLayout:
         if window not in self._varlen:
             self._varlen[window] = self._build_varlen(window)
         return self._varlen[window]
+
+    def host(self) -> HostIndices:
+        """For every sequence of the layout, on a CPU."""
+        if self._host is None:
+            offsets = torch.tensor([0, *itertools.accumulate(self.query_lengths)])
+            self._host = HostIndices(offsets, torch.tensor(self.kv_lengths))
+        return self._host
 
     def paged(self) -> PagedIndices:
         """For the leading sequences of one query; there must be one."""

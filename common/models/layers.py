@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from common.kv import KVView, attend, using_view
 from common.models.config import LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 from kernels.gated_act import gated_act
+from kernels.linear import pack_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import rope
 
@@ -56,13 +57,24 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.parts = parts  # checkpoint name -> output features, in order
-        out_features = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.out_features = sum(parts.values())
+        self.weight = nn.Parameter(
+            torch.empty(self.out_features, in_features, dtype=dtype), requires_grad=False
         )
+        self.bias = (
+            nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
+        )
+        self.packed: Tensor | None = None  # the weight in panels, once `pack` has put it there
+
+    def pack(self) -> None:
+        """Keep the weight in the form that a CPU computes with, where there is one, instead of the checkpoint's."""
+        self.packed = pack_linear(self.weight)
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.out_features, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
@@ -255,6 +267,7 @@ class CausalLM(nn.Module, ABC):
             if config.tie_word_embeddings
             else nn.Parameter(torch.empty_like(self.embedding), requires_grad=False)
         )
+        self.packed_head: Tensor | None = None
 
     @abstractmethod
     def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
@@ -288,7 +301,21 @@ class CausalLM(nn.Module, ABC):
             hidden, residual = layer(hidden, residual, cos, sin)
         # The rows that need logits are picked before the head: full-prompt logits are never computed.
         hidden, _ = self.norm.add_and_norm(hidden[logit_rows], residual[logit_rows])
+        if self.packed_head is not None:
+            return packed_linear(hidden, self.packed_head, self.config.vocab_size)
         return F.linear(hidden, self.embedding if self.untied_head is None else self.untied_head)
+
+    def pack(self) -> None:
+        """Keep the weights of all products in the form that a CPU computes with, layer by layer.
+
+        Nothing is held twice but a tied embedding, which is looked up in one form and multiplied in the other.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        self.packed_head = pack_linear(self.embedding if self.untied_head is None else self.untied_head)
+        if self.packed_head is not None and self.untied_head is not None:
+            self.untied_head = nn.Parameter(self.untied_head.new_empty(0), requires_grad=False)
 
     def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
         """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab].

@@ -107,9 +107,15 @@ def load_model(
     return model.eval()
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that a model's weights take in `dtype`; none are taken to find out."""
-    return sum(weight.nbytes for weight in _without_memory(config, dtype, max_positions=1).parameters())
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = False) -> int:
+    """Bytes that a model's weights take in `dtype`; none are taken to find out.
+
+    Args:
+        packed: for native kernels. A tied embedding is then held a second time, as the head.
+    """
+    total = sum(weight.nbytes for weight in _without_memory(config, dtype, max_positions=1).parameters())
+    second = config.vocab_size * config.hidden_size * dtype.itemsize
+    return total + (second if packed and config.tie_word_embeddings else 0)
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> CausalLM:

@@ -49,6 +49,7 @@ from common.server.sse import (
     while_connected,
 )
 from common.worker import EngineWorker, RequestStream
+from kernels.dispatch import kernels_on
 
 router = APIRouter()
 
@@ -370,6 +371,7 @@ async def version(request: Request) -> Response:
             "torch": torch.__version__,
             "device": str(engine.runner.model.device),
             "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
+            "kernels": kernels_on(engine.runner.model.device),
         }
     )
 

@@ -376,6 +376,9 @@ class Version(BaseModel):
     torch: str
     device: str
     dtype: str
+    kernels: Literal["triton", "native", "torch"] = Field(
+        description="what computes norms, attention and the like"
+    )
 
 
 class TelemetrySnapshot(BaseModel):

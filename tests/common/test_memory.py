@@ -106,6 +106,8 @@ def test_options_of_later_phases_bound_the_widest_pass() -> None:
     chunked = find_phase("chunked").Config
     assert chunked(**seats).max_pass_tokens() == 256 + 6
     assert chunked(**seats, prefill_token_budget=None).max_pass_tokens() == 6 * 256 + 6
+    two = {"prefill_token_budget": None, "max_prefill_chunks_per_step": 2}
+    assert chunked(**seats, **two).max_pass_tokens() == 2 * 256 + 6
     assert chunked(**seats, use_chunked_prefill=False).max_pass_tokens() == 6000
 
 
@@ -159,7 +161,7 @@ def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(common.build, "load_model", load)
     package: Any = find_phase(phase)
-    config = package.Config(model="dummy:llama-3.2-3b", device="cpu", dtype="bfloat16")
+    config = package.Config(model="dummy:llama-3.2-3b", device="cpu", dtype="bfloat16", native_kernels=False)
     set_free(monkeypatch, 8 * GB)
     with pytest.raises(StartupError, match=r"weights 6\.0 GB \+ KV cache .* but only 8\.0 GB are free"):
         package.build_engine(config)

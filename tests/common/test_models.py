@@ -19,10 +19,12 @@ import common.kv
 from common.errors import StartupError
 from common.generate import generate
 from common.kv import KVCapacityError, Span, using_view
-from common.models.layers import CausalLM, TokenBatch
+from common.models.layers import CausalLM, Linear, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
+from kernels import native
 from kernels.attention_layout import AttentionLayout
+from tests.engine_helpers import tiny_model
 from tests.helpers import (
     ARCHITECTURES,
     ZOO_NAMES,
@@ -386,6 +388,7 @@ def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pyt
     assert all(weight[0] != config.vocab_size for _, weight in shapes)
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_indices_are_built_once_a_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ScatteredPool(model, [30, 30, 30])
     run_pass(model, pool, [(0, draw_ids(12)), (1, draw_ids(9))])
@@ -549,3 +552,27 @@ def test_the_whole_model_is_one_graph_around_an_opaque_attend(model: CausalLM) -
     for targets in graphs:
         assert sum("infer.attend" in target for target in targets) == model.config.num_layers
         assert not any("softmax" in target for target in targets)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_are_held_once_and_compute_the_same(tied: bool) -> None:
+    """Nothing is held twice but a tied embedding."""
+    if not native.is_loaded() or not native.has_products(torch.float32):
+        pytest.skip("no native kernels here")
+    model = tiny_model(tie_word_embeddings=tied)
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    expected = logits_of(model)
+    model.pack()
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert linears
+    assert all(linear.packed is not None and linear.weight.numel() == 0 for linear in linears)
+    assert model.packed_head is not None
+    kept = sum(parameter.nbytes for parameter in model.parameters())
+    assert kept < before
+    assert (model.untied_head is None) is tied
+    assert model.untied_head is None or model.untied_head.numel() == 0
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def logits_of(model: CausalLM) -> Tensor:
+    return run_pass(model, ScatteredPool(model, [30]), [(0, [3, 1, 4, 1, 5, 9, 2, 6])])[0]

@@ -117,8 +117,12 @@ def test_a_config_is_refused_with_its_path_and_what_to_do(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ZOO_NAMES)
 def test_weight_bytes_are_known_before_the_weights(name: str, dtype: torch.dtype) -> None:
-    expected = sum(weight.nbytes for weight in load(zoo(name), dtype=dtype).parameters())
-    assert weight_bytes(open_checkpoint(f"zoo:{name}").config, dtype) == expected
+    model = load(zoo(name), dtype=dtype)
+    expected = sum(weight.nbytes for weight in model.parameters())
+    config = open_checkpoint(f"zoo:{name}").config
+    assert weight_bytes(config, dtype) == expected
+    head = 0 if model.untied_head is not None else model.embedding.nbytes
+    assert weight_bytes(config, dtype, packed=True) == expected + head
 
 
 @pytest.mark.parametrize(

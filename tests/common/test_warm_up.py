@@ -134,7 +134,7 @@ def collect_compilations() -> None:
         found.clear()
         options = {"batch_wait_timeout_s": 0.0} if phase == "phase4_static" else {}
         # A model with windows, and with norms of heads: it launches every kernel there is.
-        engine = start(phase, model="zoo:gemma3-tiny", max_seq_len=700, **options)
+        engine = start(phase, model="zoo:gemma3-tiny", max_seq_len=700, native_kernels=False, **options)
         after_start = so_far()
         for prompts in ([1], [2], [33], [600], [16] * 8, [1, 300, 5, 64], [7, 100, 17]):
             for prompt in prompts:

@@ -228,6 +228,7 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
 # ---------------------------------------------------------------------- the choice
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_the_cpu_gathers() -> None:
     store = make(PASSES["decode, then chunks and prompts"], block_size=3)
     for window in (None, 5):
@@ -405,6 +406,7 @@ def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[dic
     return calls
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", PASSES)
 def test_leading_single_queries_take_the_paged_kernel(
@@ -427,6 +429,7 @@ def test_leading_single_queries_take_the_paged_kernel(
     assert torch.equal(call["table"], store.layout.block_table[:singles])
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_one_layout_serves_every_layer_of_the_paged_kernel(
     triton_device: str, paged_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,58 @@
+"""Linear layers on weights packed for a CPU.
+
+    y = x W^T (+ b)
+
+A checkpoint keeps W as [outputs, inputs], row after row. A CPU's products want it in *panels*: 64 outputs side by
+side, and for each pair of inputs the 64 outputs' weights together, which is what one dot-product instruction takes:
+
+```text
+W [N, K]                    panel 0: outputs 0 to 63          panel 1: outputs 64 to 127, …
+  w00 w01 w02 w03 …           w00 w01 | w10 w11 | … | w63,0 w63,1        inputs 0 and 1
+  w10 w11 w12 w13 …           w02 w03 | w12 w13 | … | w63,2 w63,3        inputs 2 and 3
+  …                           …
+```
+
+`torch.nn.functional.linear` puts W into such a form anew in every call, which for a few rows takes longer than the
+product itself. Packed once, a decode step reads each weight once, front to back.
+
+**A row has the same bits whatever rows are beside it.** Every output is one sum over its inputs, in an order that
+depends on the number of inputs alone. oneDNN's own products have that property for two rows and more, not for one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import has_native_products
+
+
+def pack_linear(weight: Tensor) -> Tensor | None:
+    """`weight` in panels, for `packed_linear`; None where that cannot be had or would not help.
+
+    Args:
+        weight: [N, K] float32 or bfloat16, contiguous.
+
+    Returns:
+        [ceil(N / 64), K / 2, 64, 2], in float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero.
+    """
+    if not has_native_products(weight) or weight.shape[1] % 2:
+        return None
+    packed: Tensor = torch.ops.infer.pack_linear(weight)
+    return packed
+
+
+def packed_linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
+    """`y = x W^T (+ b)` on a packed W.
+
+    Args:
+        x: [T, K], the type of the weights.
+        packed: from `pack_linear`.
+        outputs: N.
+        bias: [N].
+
+    Returns:
+        [T, N]. Sums are float32 and rounded once.
+    """
+    out: Tensor = torch.ops.infer.linear(x if x.stride(-1) == 1 else x.contiguous(), packed, outputs, bias)
+    return out
