@@ -59,5 +59,6 @@ class Config(PagedConfig):
         whole = super().max_pass_tokens()
         if not self.use_chunked_prefill:
             return whole
-        chunks = self.prefill_token_budget or self.max_batch_size * self.prefill_chunk_size
-        return min(whole, chunks + self.max_batch_size)
+        chunks = (self.max_prefill_chunks_per_step or self.max_batch_size) * self.prefill_chunk_size
+        prompts = min(whole, chunks, self.prefill_token_budget or chunks)
+        return min(prompts + self.max_batch_size, self.kv_tokens())

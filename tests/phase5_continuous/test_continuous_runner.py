@@ -152,6 +152,7 @@ def test_a_cancelled_newcomer_is_not_prefilled() -> None:
     assert tokens_of(outputs, stays) == continuation(b"st", 2)
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_decode_does_no_work_per_sequence_in_the_layers(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_decode_does_no_work_per_sequence_in_the_layers(
     assert extra < 6, operations[8] - operations[2]
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_a_prefill_builds_its_addresses_once_for_all_layers(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def windowed() -> CausalLM:
 # ---------------------------------------------------------------------- addresses
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
     windowed: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
         assert len(views) == 1
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_a_decode_pass_gathers_through_the_table_and_reads_no_other_block(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

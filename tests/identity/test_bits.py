@@ -1,0 +1,93 @@
+"""With native kernels a sequence's logits have the same bits alone and under load, in bfloat16, too."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine import Engine
+from common.generate import generate
+from common.models.layers import CausalLM
+from common.models.registry import load_model, open_checkpoint
+from common.phases import find_phase, phase_names
+from common.request import Request, SamplingParams, StepOutput
+from kernels import native
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODELS = ("zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny")
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in phase_names()),
+    ("phase6_paged", {"block_size": 4, "num_blocks": 95}),  # memory runs out
+    ("phase6_paged", {"kv_cache_backend": "contiguous"}),
+    ("phase7_chunked", {"prefill_chunk_size": 7}),
+    ("phase7_chunked", {"prefill_chunk_size": 100, "mixed_batches": False, "prefill_token_budget": None}),
+    ("phase7_chunked", {"prefill_chunk_size": 33, "block_size": 1, "num_blocks": 800}),
+]
+
+
+def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
+    """Tokens, and the log-probabilities they had: equal only if every logit of the row is."""
+    return [(output.token_id, output.logprobs) for output in outputs]
+
+
+@pytest.fixture(scope="module", params=[(m, d) for m in MODELS for d in DTYPES], ids=lambda p: "-".join(p))
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    name, dtype = request.param
+    if not native.is_loaded() or not native.has_products(DTYPES[dtype]):
+        pytest.skip("no native kernels here")
+    loaded = load_model(
+        open_checkpoint(name), device=torch.device("cpu"), dtype=DTYPES[dtype], max_positions=1024
+    )
+    loaded.pack()
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
+    draw = random.Random(5)
+    lengths = [1, 2, 31, 63, 64, 65, 130, 255, 256, 257, 300, 12, 90, 5]
+    return [
+        (
+            [draw.randrange(model.config.vocab_size) for _ in range(length)],
+            SamplingParams(
+                temperature=draw.choice([0.0, 1.0]),
+                seed=number,
+                logprobs=5,
+                ignore_eos=True,
+                max_new_tokens=draw.randint(5, 30),
+            ),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(model: CausalLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    return [bits(list(generate(model, Request("solo", *request)))) for request in requests]
+
+
+@pytest.mark.parametrize(("phase", "options"), VARIANTS, ids=str)
+def test_a_sequence_has_the_same_bits_alone_and_under_load(
+    phase: str, options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
+) -> None:
+    package = find_phase(phase)
+    config = package.Config(max_batch_size=6, max_seq_len=400, **options)
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    engine: Engine = package.build_engine(config, model=model, tokenizer=tokenizer)
+    order = list(range(len(requests)))
+    random.Random(phase + str(options)).shuffle(order)
+    found: dict[str, list[StepOutput]] = {}
+    while order or engine.has_work:
+        for number in order[:2]:
+            prompt, params = requests[number]
+            engine.add_request(Request(str(number), prompt, params))
+        del order[:2]
+        for output in engine.step():
+            assert output.error is None
+            found.setdefault(output.request_id, []).append(output)
+    assert [bits(found[str(number)]) for number in range(len(requests))] == alone
+    if options.get("num_blocks") == 95:
+        assert engine.telemetry.counters.preemptions > 0
