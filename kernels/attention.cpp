@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace infer {
@@ -50,14 +51,15 @@ struct Columns {
   }
 };
 
-// What one thread works on, allocated once and reused from task to task.
+// What one thread works on.
 template <typename T>
 struct Scratch {
   explicit Scratch(int64_t size)
-      : queries(kRows * size), turned(kFewRows * size), keys(kColumns * size), packed(kColumns * size),
+      : size(size), queries(kRows * size), turned(kFewRows * size), keys(kColumns * size), packed(kColumns * size),
         values(kColumns * size), zeros(size), weights(kRows * kColumns), scores(kRows * kColumns), sums(kRows * size),
         largest(kRows), total(kRows) {}
 
+  int64_t size;                  // numbers in a head
   std::vector<T> queries;        // [rows, size]
   std::vector<T> turned;         // [size / pair, 16, pair]: the queries as the right side of a product
   std::vector<T> keys;           // [width, size], of one tile
@@ -70,6 +72,15 @@ struct Scratch {
   std::vector<float> largest;    // [rows]
   std::vector<float> total;      // [rows]: weights so far
 };
+
+// A thread's own, kept from call to call: with an allocation each, the operating system would hand out and clear the
+// same pages in every layer.
+template <typename T>
+Scratch<T>& scratch_of_this_thread(int64_t size) {
+  thread_local std::unique_ptr<Scratch<T>> kept;
+  if (!kept || kept->size != size) kept = std::make_unique<Scratch<T>>(size);
+  return *kept;
+}
 
 // Keys and values of columns `first` to `last`; zeros behind them, up to `width`, where nothing may be read.
 template <typename T>
@@ -176,7 +187,7 @@ void attend(
       std::fill_n(query, size, T(0));
   }
   if (rows <= kFewRows) turn(scratch.queries.data(), rows, size, kFewRows, scratch.turned.data());
-  std::fill_n(scratch.weights.data(), rows * kColumns, T(0));  // of the rows that only fill up
+  std::fill_n(scratch.weights.data() + count * kColumns, (rows - count) * kColumns, T(0));
   std::fill_n(scratch.sums.data(), rows * size, 0.0f);
   std::fill_n(scratch.largest.data(), rows, kHidden);
   std::fill_n(scratch.total.data(), rows, 0.0f);
@@ -229,7 +240,7 @@ at::Tensor attention(
     const T *queries = q.const_data_ptr<T>(), *keys = k_store.const_data_ptr<T>(), *values = v_store.const_data_ptr<T>();
     T* result = out.mutable_data_ptr<T>();
     at::parallel_for(0, int64_t(tiles.size()) * heads_kv, 1, [&](int64_t begin, int64_t end) {
-      Scratch<T> scratch(size);
+      Scratch<T>& scratch = scratch_of_this_thread<T>(size);
       for (int64_t i = begin; i < end; ++i) {
         const auto [sequence, first] = tiles[i / heads_kv];
         const int64_t head = i % heads_kv, count = offsets[sequence + 1] - offsets[sequence];
