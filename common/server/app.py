@@ -35,7 +35,7 @@ from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
 from common.server.openapi import openapi_document
 from common.server.page import PAGE_HEADERS, render_page
-from common.server.request_log import log_end, log_refusal
+from common.server.request_log import log_departure, log_end, log_refusal
 from common.server.schemas import MAX_BODY_BYTES, CompletionRequest, Limits, parse_completion_request
 from common.server.sse import (
     CLIENT_LEFT,
@@ -187,6 +187,7 @@ async def create_completion(request: Request) -> Response:
         answer = server.new_answer(completion)
         streams = await while_connected(request.receive, server.submit(completion, answer.id))
     except ClientDisconnect:
+        log_departure()
         raise
     except Exception as error:
         refusal = from_exception(error)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.server.errors import ApiError, from_exception
-from common.server.sse import Answer
+from common.server.sse import CLIENT_LEFT, Answer
 from common.worker import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -78,3 +78,8 @@ def log_refusal(refusal: ApiError, error: Exception) -> None:
         logger.error(*line, exc_info=error)
     else:
         logger.log(logging.WARNING if refusal.status == 503 else logging.INFO, *line)
+
+
+def log_departure() -> None:
+    """Say that a request was given up before the engine had it: while it was read, queued or tokenized."""
+    logger.info("dropped: %s before its request was taken in", CLIENT_LEFT)

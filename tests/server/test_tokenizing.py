@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from fastapi import FastAPI
 
 from common.engine import Engine
@@ -88,8 +89,9 @@ def test_few_at_once_and_the_others_keep_their_places() -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_before_its_turn_gives_its_place_back() -> None:
+def test_a_client_that_leaves_before_its_turn_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
     """One that leaves while it is tokenized, too; but its thread is free only when that is done."""
+    caplog.set_level("INFO", "common.server.request_log")
     engine = build("continuous", max_waiting_requests=QUEUE)
     app = create_app(engine, model_name="m")
     held = HeldTokenizer(engine)
@@ -106,6 +108,8 @@ def test_a_client_that_leaves_before_its_turn_gives_its_place_back() -> None:
             await until(lambda: worker.queue_room() == room - TOKENIZING_THREADS - 2)
             leaves.set()
             assert await asyncio.gather(*running, waiting) == [499] * (TOKENIZING_THREADS + 1)
+            dropped = [record for record in caplog.messages if record.startswith("dropped: the client left")]
+            assert len(dropped) == TOKENIZING_THREADS + 1
             assert worker.queue_room() == room - 1
             assert len(held.begun) == TOKENIZING_THREADS, "the places are free, the threads are not"
             held.open.set()
