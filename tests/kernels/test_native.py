@@ -214,7 +214,7 @@ def attend(spans, *, dtype, heads=(6, 2), size=16, block_size=16, window=None, s
     return native_attention(queries, k, v, layout, scale=size**-0.5, window=window)
 
 
-WINDOWS = (None, 1, 5, 63, 64, 65, 100)
+WINDOWS = (None, 1, 5, 64, 100, 255, 256, 257)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,11 +225,11 @@ WINDOWS = (None, 1, 5, 63, 64, 65, 100)
 def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, window, heads, size):
     if not native.has_products(dtype):
         pytest.skip(f"no products in {dtype} on this processor")
-    columns = 200
+    columns = 530  # three tiles
     form = {"dtype": dtype, "heads": heads, "size": size, "window": window}
     whole = attend([(columns, columns)], **form)
-    for chunk in (1, 7, 64, 130):
-        for end in (1, 2, 63, 64, 65, 127, 128, 129, columns):
+    for chunk in (1, 7, 64, 130, 300):
+        for end in (1, 2, 63, 65, 129, 255, 256, 257, 300, 511, 512, 513, columns):
             queries = min(chunk, end)
             # The same store for every length: a shorter sequence is the beginning of the whole.
             part = attend_prefix(columns, queries, end, **form)
@@ -252,7 +252,7 @@ def attend_prefix(columns, queries, end, *, dtype, heads, size, window, block_si
 def test_attention_has_the_same_bits_beside_others(dtype, window):
     if not native.has_products(dtype):
         pytest.skip(f"no products in {dtype} on this processor")
-    spans = [(1, 5), (1, 130), (3, 64), (70, 200), (200, 200), (1, 1)]
+    spans = [(1, 5), (1, 130), (3, 64), (70, 400), (300, 300), (1, 1), (1, 700)]
     together = attend(spans, dtype=dtype, window=window).split([n for n, _ in spans])
     threads = torch.get_num_threads()
     try:
