@@ -189,6 +189,13 @@ def configure_logging(level: str) -> None:
     )
     if level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(is_news)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of the HTTP server's says what ours do not. An answer that we leave unfinished, because its
+    client takes nothing, is no error: the request's own line tells of it."""
+    return record.msg != "ASGI callable returned without completing response."
 
 
 # ---------------------------------------------------------------------- the server's life
