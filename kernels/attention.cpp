@@ -178,8 +178,9 @@ void attend(
     Scratch<T>& scratch, const Task<T>& task, const Columns& columns, const T* k_store, const T* v_store, float scale,
     int64_t window) {
   const int64_t size = columns.size, count = task.queries * task.group;
-  const int64_t rows = (count + kFewRows - 1) / kFewRows * kFewRows;  // sizes that come again: a product is compiled
-  for (int64_t row = 0; row < rows; ++row) {                         // for each
+  // Filled up to a multiple of 16: a product is compiled for every size it meets, so sizes must come again.
+  const int64_t rows = (count + kFewRows - 1) / kFewRows * kFewRows;
+  for (int64_t row = 0; row < rows; ++row) {
     T* query = scratch.queries.data() + row * size;
     if (row < count)
       std::memcpy(query, task.q + row / task.group * task.query_stride + row % task.group * size, size * sizeof(T));
@@ -235,7 +236,7 @@ at::Tensor attention(
     for (int64_t i = 0; i < count; ++i) tiles.push_back({sequence, (i % 2 ? count - 1 - i / 2 : i / 2) * tile});
   }
 
-  auto run = [&](auto element) {
+  with_product_type(q, [&](auto element) {
     using T = decltype(element);
     const T *queries = q.const_data_ptr<T>(), *keys = k_store.const_data_ptr<T>(), *values = v_store.const_data_ptr<T>();
     T* result = out.mutable_data_ptr<T>();
@@ -253,11 +254,7 @@ at::Tensor attention(
       }
       at::native::cpublas::brgemm_release(kPair<T> == 2);
     });
-  };
-  if (q.scalar_type() == at::kFloat)
-    run(float{});
-  else
-    run(c10::BFloat16{});
+  });
   return out;
 }
 

@@ -58,7 +58,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
   const int64_t tokens = x.size(0), inputs = x.size(1), panels = packed.size(0);
   auto out = at::empty({tokens, outputs}, x.options());
   const int64_t tiles = (tokens + kTileRows - 1) / kTileRows;
-  auto run = [&](auto element) {
+  with_product_type(x, [&](auto element) {
     using T = decltype(element);
     const T *from = x.const_data_ptr<T>(), *weights = packed.const_data_ptr<T>();
     const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
@@ -74,11 +74,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
       }
       at::native::cpublas::brgemm_release(/*is_vnni=*/sizeof(T) == 2);
     });
-  };
-  if (x.scalar_type() == at::kFloat)
-    run(float{});
-  else
-    run(c10::BFloat16{});
+  });
   return out;
 }
 

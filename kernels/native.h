@@ -115,7 +115,7 @@ inline float exp_of_nonpositive(float x) {
 
 // ---------------------------------------------------------------------- types
 
-// Calls function.template operator()<T>() for the element type of a tensor.
+// Calls `function` with a number of a tensor's element type.
 template <typename Function>
 void with_type(const at::Tensor& tensor, Function function) {
   switch (tensor.scalar_type()) {
@@ -127,6 +127,19 @@ void with_type(const at::Tensor& tensor, Function function) {
       return function(c10::Half{});
     default:
       TORCH_CHECK_NOT_IMPLEMENTED(false, "float32, bfloat16 or float16, not ", tensor.scalar_type());
+  }
+}
+
+// The same for kernels that are made of matrix products, which come in two types.
+template <typename Function>
+void with_product_type(const at::Tensor& tensor, Function function) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return function(float{});
+    case at::kBFloat16:
+      return function(c10::BFloat16{});
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "float32 or bfloat16, not ", tensor.scalar_type());
   }
 }
 
