@@ -87,13 +87,21 @@ class Step:
             torch.randn(size, dtype=shape.dtype, device=device, generator=generator)
             for size in ((batch, shape.heads, shape.head_dim), store, store)
         )
-        table = torch.randperm(batch * width, generator=generator, device=device).view(batch, width)
-        layout = AttentionLayout(table, shape.block_size, (1,) * batch, (context,) * batch, shape.heads_kv)
+        table = torch.randperm(batch * width, generator=torch.Generator().manual_seed(0)).view(batch, width)
+        layout = AttentionLayout(
+            table,
+            torch.arange(batch),
+            shape.block_size,
+            (1,) * batch,
+            (context,) * batch,
+            shape.heads_kv,
+            torch.device(device),
+        )
         return cls(shape, q, k_store, v_store, layout)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the visible columns, [B, Hkv, columns, D]: these sequences are of one length."""
-        shape, group = self.shape, self.layout.decode_group(self.shape.window)
+        shape, (group,) = self.shape, self.layout.decode_groups(self.shape.window)
         batch = self.q.shape[0]
         visible = shape.visible(self.layout.kv_lengths[0])
         k, v = (
@@ -109,9 +117,10 @@ def paged_kernel(step: Step) -> Attend:
     """What the engine calls: on CUDA, a decode step takes our kernel."""
     if not HAS_TRITON:
         raise NotImplementedError("Triton is not installed")
-    shape = step.shape
+    shape, own = step.shape, step.layout.write_addresses
+    k, v = (store.flatten(0, 1)[own] for store in (step.k_store, step.v_store))
     return lambda: attention(
-        step.q, step.k_store, step.v_store, step.layout, scale=shape.scale, window=shape.window
+        step.q, k, v, step.k_store, step.v_store, step.layout, scale=shape.scale, window=shape.window
     )
 
 
@@ -133,7 +142,7 @@ def paged_varlen(step: Step) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     shape, layout = step.shape, step.layout
-    indices, paged = layout.varlen(None), layout.paged()
+    indices, paged = layout.varlen(None), layout.paged
     table = paged.block_table.to(torch.int32)
 
     def attend() -> Tensor:

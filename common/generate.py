@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
@@ -21,10 +22,15 @@ class ContiguousCache(KVPool):
         self._tokens = tokens
         self._sequences = sequences
         self.k, self.v = shape.allocate(sequences, tokens, device)
+        self._block_tables = torch.arange(sequences).unsqueeze(1)
 
     @property
     def block_size(self) -> int:
         return self._tokens
+
+    @property
+    def block_tables(self) -> Tensor:
+        return self._block_tables
 
     def reserve(self, request: Request, tokens: int) -> bool:
         if tokens > self._tokens:

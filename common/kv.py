@@ -1,17 +1,16 @@
-"""KV memory: who holds what (plain integers), where a pass writes and reads (a view), and the attend op.
+"""KV memory: who holds what (plain integers), and where a pass writes and reads (a view).
 
 A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_dim]`. A sequence owns a *slot*
-(an integer handle) with a block table, a capacity and a length. Bookkeeping never touches a tensor, so schedulers
-are tested without a model; a `KVView` turns it into the index tensors of one forward pass.
+(an integer handle) with a block table, a capacity and a length. Bookkeeping computes with integers only, so
+schedulers are tested without a model; a `KVView` turns it into the index tensors of one forward pass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +59,7 @@ def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     return KVShape.of(config, dtype).bytes_per_token * tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The columns `start` to `end` (exclusive) of one sequence, which a pass computes.
 
     `length` is what the sequence really holds once the pass has succeeded: less than `end` where the pass
@@ -102,6 +100,19 @@ class KVPool(ABC):
     @abstractmethod
     def block_size(self) -> int:
         """Columns in a block."""
+
+    @property
+    @abstractmethod
+    def block_tables(self) -> Tensor:
+        """[seats, N] int64, on the host: the physical blocks of every seat's sequence, in column order.
+
+        Written as blocks are taken, so that no pass has to put a table together. Past a sequence's own blocks its
+        row holds ids of any blocks there are.
+        """
+
+    def seat(self, slot: int) -> int:
+        """The row of the block tables that is this slot's while it is in use."""
+        return slot
 
     @abstractmethod
     def reserve(self, request: Request, tokens: int) -> bool:
@@ -182,38 +193,24 @@ class KVView:
 
     Attributes:
         positions: [T] int64, each token's column in its own sequence.
-        write_addresses: [T] int64, where in the flat store each token's key and value go.
-        layout: where every query finds its keys.
+        layout: where every query finds its keys, and every new key its place.
     """
 
     def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         self._pool = pool
         self._spans = tuple(spans)
         self._check()
-        size = pool.block_size
-        tables = [pool.block_table(span.slot) for span in spans]
-        width = max(len(table) for table in tables)
-        # Entries past a sequence's own blocks repeat its first: valid addresses, which nobody reads.
-        padded = [[*table, *[table[0]] * (width - len(table))] for table in tables]
-        lengths = tuple(span.end - span.start for span in spans)
-        if sum(lengths) == len(lengths):
-            positions = torch.tensor([span.start for span in spans])
-            sequence = torch.arange(len(spans))
-        else:
-            positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
-            sequence = torch.repeat_interleave(torch.tensor(lengths))
-        block_table = torch.tensor(padded)
-        addresses = block_table[sequence, positions // size] * size + positions % size
-        self.positions = positions.to(pool.device, non_blocking=True)
-        self.write_addresses = addresses.to(pool.device, non_blocking=True)
         self.layout = AttentionLayout(
-            block_table=block_table.to(pool.device, non_blocking=True),
-            block_size=size,
-            query_lengths=lengths,
+            block_tables=pool.block_tables,
+            rows=torch.tensor([pool.seat(span.slot) for span in spans]),
+            block_size=pool.block_size,
+            query_lengths=tuple(span.end - span.start for span in spans),
             kv_lengths=tuple(span.end for span in spans),
             heads_kv=pool.shape.num_kv_heads,
+            device=pool.device,
             workspace=pool.workspace,
         )
+        self.positions = self.layout.positions
 
     def _check(self) -> None:
         seen: set[int] = set()
@@ -247,42 +244,10 @@ class KVView:
             [T, Hq, D].
         """
         k_store, v_store = self._pool.k[layer], self._pool.v[layer]
-        k_store.view(-1, *k_store.shape[2:]).index_copy_(0, self.write_addresses, k)
-        v_store.view(-1, *v_store.shape[2:]).index_copy_(0, self.write_addresses, v)
-        return attention(q, k_store, v_store, self.layout, scale=scale, window=window)
+        return attention(q, k, v, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
         """Set the sequences' new lengths. Called once the whole pass has succeeded: until then what it writes lies
         beyond every length, so a failed pass leaves the pool as it was. (Phase 4's rows that are done, and go
         along idle, write over their own last column; what they compute is dropped.)"""
         self._pool.advance(self._spans)
-
-
-# ---------------------------------------------------------------------- the attend op
-
-_current_view: ContextVar[KVView] = ContextVar("current_kv_view")
-
-
-@contextmanager
-def using_view(view: KVView) -> Iterator[None]:
-    """Make `view` the one that `attend` finds, in this thread, for the duration of a pass."""
-    token = _current_view.set(view)
-    try:
-        yield
-    finally:
-        _current_view.reset(token)
-
-
-@torch.library.custom_op("infer::attend", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-    """`KVView.attend` on the current view, opaque to compilers: a model can be captured as one graph around it.
-
-    Shapes as in `KVView.attend`. The store it writes is no argument, so a compiler sees a pure function; a pass
-    must therefore use its result (`TokenBatch.logit_rows` is never empty), or the writes are removed with it.
-    """
-    return _current_view.get().attend(layer, q, k, v, scale=scale, window=window)
-
-
-@attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:  # noqa: ARG001 - attend's arguments
-    return torch.empty_like(q, memory_format=torch.contiguous_format)

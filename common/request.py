@@ -85,14 +85,15 @@ class RequestState(enum.Enum):
     CANCELLED = "cancelled"
 
 
-TERMINAL_STATES = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+#: A tuple: asked of every request in every step, and to hash a state takes longer than to compare three.
+TERMINAL_STATES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 _LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FAILED, RequestState.CANCELLED}),
     RequestState.PREFILL: frozenset(
         {RequestState.DECODE, RequestState.WAITING, RequestState.FAILED, RequestState.CANCELLED}
     ),
-    RequestState.DECODE: TERMINAL_STATES | {RequestState.WAITING},
+    RequestState.DECODE: frozenset({*TERMINAL_STATES, RequestState.WAITING}),
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),

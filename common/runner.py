@@ -11,11 +11,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from common.errors import EngineDeadError, NaNLogitsError
-from common.kv import KVPool, Span
+from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import NOT_A_TOKEN, Sampled, read_logprobs, sample
@@ -27,8 +28,7 @@ logger = logging.getLogger(__name__)
 DEVICE_FAILED = "the device failed; restart the server"
 
 
-@dataclass(frozen=True, slots=True)
-class PassShare:
+class PassShare(NamedTuple):
     """One sequence's share of a pass.
 
     Attributes:
@@ -165,30 +165,34 @@ class Runner(ABC):
         Returns:
             The requests that a token is to be sampled for, and their logits [S, vocab].
         """
-        shares = forward_pass.shares
-        device = self.model.device
-        view = self.pool.view([share.span for share in shares])
-        sampled_requests: list[Request] = []
-        logit_rows: list[int] = []
-        offset = 0
-        for share in shares:
-            if share.sample_at is not None:
-                sampled_requests.append(share.request)
-                logit_rows.append(offset + share.sample_at)
-            offset += len(share.token_ids)
-        token_ids = [token_id for share in shares for token_id in share.token_ids]
-        batch = TokenBatch(
-            token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
-            positions=view.positions,
-            # A pass nobody samples from still names a row, or a compiler may remove it as dead code.
-            logit_rows=torch.tensor(logit_rows or [0]).to(device, non_blocking=True),
-        )
+        requests, batch, view = self.prepare(forward_pass)
         logits = self.model(batch, view)
         self.telemetry.current.passes += 1
         view.advance()
-        for share in shares:
+        for share in forward_pass.shares:
             share.request.prefill_progress = share.span.length
-        return tuple(sampled_requests), logits[: len(sampled_requests)]
+        return requests, logits[: len(requests)]
+
+    def prepare(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], TokenBatch, KVView]:
+        """What the model is given, and the requests whose logits it is to return, in their order."""
+        shares = forward_pass.shares
+        device = self.model.device
+        view = self.pool.view([share.span for share in shares])
+        requests: list[Request] = []
+        logit_rows: list[int] = []
+        token_ids: list[int] = []
+        for share in shares:
+            if share.sample_at is not None:
+                requests.append(share.request)
+                logit_rows.append(len(token_ids) + share.sample_at)
+            token_ids += share.token_ids
+        batch = TokenBatch(
+            token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
+            positions=view.positions,
+            # A pass nobody samples from still names a row.
+            logit_rows=torch.tensor(logit_rows or [0]).to(device, non_blocking=True),
+        )
+        return tuple(requests), batch, view
 
     # ------------------------------------------------------------------ commit
 

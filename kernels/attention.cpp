@@ -46,7 +46,7 @@ struct Columns {
   int64_t address(int64_t column) const { return table[column / block_size] * block_size + column % block_size; }
 
   template <typename T>
-  const T* head(const T* store, int64_t column, int64_t head) const {
+  T* head(T* store, int64_t column, int64_t head) const {
     return store + (address(column) * heads + head) * size;
   }
 };
@@ -214,15 +214,47 @@ void attend(
   }
 }
 
+// The sequences of a pass: whose queries are where, and whose columns.
+struct Pass {
+  const int64_t *tables, *rows, *offsets, *lengths;  // block tables; of each sequence: its table, first query, columns
+  int64_t sequences, table_width, block_size, heads, size;
+
+  int64_t queries(int64_t sequence) const { return offsets[sequence + 1] - offsets[sequence]; }
+  int64_t position(int64_t sequence, int64_t query) const { return lengths[sequence] - queries(sequence) + query; }
+  Columns columns(int64_t sequence) const { return {tables + rows[sequence] * table_width, block_size, heads, size}; }
+};
+
+// Puts each token's keys or values, all heads of them side by side, at the token's own column.
+template <typename T>
+void put(const Pass& pass, const T* from, int64_t stride, T* store) {
+  const int64_t tokens = pass.offsets[pass.sequences];
+  at::parallel_for(0, tokens, 128, [&](int64_t begin, int64_t end) {
+    int64_t sequence = std::upper_bound(pass.offsets, pass.offsets + pass.sequences, begin) - pass.offsets - 1;
+    for (int64_t token = begin; token < end; ++token) {
+      while (token >= pass.offsets[sequence + 1]) ++sequence;
+      const int64_t column = pass.position(sequence, token - pass.offsets[sequence]);
+      std::memcpy(pass.columns(sequence).head(store, column, 0), from + token * stride,
+                  pass.heads * pass.size * sizeof(T));
+    }
+  });
+}
+
+// A token's heads have to lie side by side; the tokens themselves may lie apart, as parts of a wider product do.
+at::Tensor heads_side_by_side(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
 // Shapes in attention.py.
 at::Tensor attention(
-    const at::Tensor& q, const at::Tensor& k_store, const at::Tensor& v_store, const at::Tensor& block_table,
-    const at::Tensor& query_offsets, const at::Tensor& kv_lengths, double scale, int64_t window) {
+    const at::Tensor& given_q, const at::Tensor& given_k, const at::Tensor& given_v, at::Tensor& k_store,
+    at::Tensor& v_store, const at::Tensor& block_tables, const at::Tensor& rows, const at::Tensor& query_offsets,
+    const at::Tensor& kv_lengths, double scale, int64_t window) {
+  const at::Tensor q = heads_side_by_side(given_q), k = heads_side_by_side(given_k), v = heads_side_by_side(given_v);
   const int64_t heads = q.size(1), size = q.size(2), heads_kv = k_store.size(2), group = heads / heads_kv;
-  const int64_t sequences = kv_lengths.size(0);
+  const Pass pass{
+      block_tables.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>(), query_offsets.const_data_ptr<int64_t>(),
+      kv_lengths.const_data_ptr<int64_t>(), kv_lengths.size(0), block_tables.size(1), k_store.size(1), heads_kv, size};
   auto out = at::empty(q.sizes(), q.options());
-  const auto *tables = block_table.const_data_ptr<int64_t>(), *offsets = query_offsets.const_data_ptr<int64_t>(),
-             *lengths = kv_lengths.const_data_ptr<int64_t>();
 
   // The tiles of queries of all sequences; each is a task for every KV head.
   const int64_t tile = std::max<int64_t>(1, kRows / group);
@@ -230,27 +262,29 @@ at::Tensor attention(
     int64_t sequence, first;
   };
   std::vector<Tile> tiles;
-  for (int64_t sequence = 0; sequence < sequences; ++sequence) {
-    const int64_t count = (offsets[sequence + 1] - offsets[sequence] + tile - 1) / tile;
+  for (int64_t sequence = 0; sequence < pass.sequences; ++sequence) {
+    const int64_t count = (pass.queries(sequence) + tile - 1) / tile;
     // Early queries of a prompt see few columns and late ones many: in this order each half has as much to do.
     for (int64_t i = 0; i < count; ++i) tiles.push_back({sequence, (i % 2 ? count - 1 - i / 2 : i / 2) * tile});
   }
 
   with_product_type(q, [&](auto element) {
     using T = decltype(element);
-    const T *queries = q.const_data_ptr<T>(), *keys = k_store.const_data_ptr<T>(), *values = v_store.const_data_ptr<T>();
+    T *keys = k_store.mutable_data_ptr<T>(), *values = v_store.mutable_data_ptr<T>();
+    put(pass, k.const_data_ptr<T>(), k.stride(0), keys);
+    put(pass, v.const_data_ptr<T>(), v.stride(0), values);
+    const T* queries = q.const_data_ptr<T>();
     T* result = out.mutable_data_ptr<T>();
     at::parallel_for(0, int64_t(tiles.size()) * heads_kv, 1, [&](int64_t begin, int64_t end) {
       Scratch<T>& scratch = scratch_of_this_thread<T>(size);
       for (int64_t i = begin; i < end; ++i) {
         const auto [sequence, first] = tiles[i / heads_kv];
-        const int64_t head = i % heads_kv, count = offsets[sequence + 1] - offsets[sequence];
-        const int64_t token = offsets[sequence] + first;
-        const Columns columns{tables + sequence * block_table.size(1), k_store.size(1), heads_kv, size};
+        const int64_t head = i % heads_kv, token = pass.offsets[sequence] + first;
         const Task<T> task{
             queries + token * q.stride(0) + head * group * size, result + (token * heads + head * group) * size,
-            q.stride(0), heads * size, lengths[sequence] - count + first, std::min(tile, count - first), group, head};
-        attend(scratch, task, columns, keys, values, float(scale), window);
+            q.stride(0), heads * size, pass.position(sequence, first), std::min(tile, pass.queries(sequence) - first),
+            group, head};
+        attend<T>(scratch, task, pass.columns(sequence), keys, values, float(scale), window);
       }
       at::native::cpublas::brgemm_release(kPair<T> == 2);
     });
@@ -262,8 +296,8 @@ at::Tensor attention(
 
 TORCH_LIBRARY_FRAGMENT(infer, library) {
   library.def(
-      "attention(Tensor q, Tensor k_store, Tensor v_store, Tensor block_table, Tensor query_offsets, "
-      "Tensor kv_lengths, float scale, int window) -> Tensor");
+      "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_store, Tensor(b!) v_store, Tensor block_tables, "
+      "Tensor rows, Tensor query_offsets, Tensor kv_lengths, float scale, int window) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(infer, CPU, library) { library.impl("attention", &attention); }

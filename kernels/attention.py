@@ -49,17 +49,15 @@ def gathered_attention(
     k_flat, v_flat = k_store.view(-1, head_dim), v_store.view(-1, head_dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     singles = layout.num_single
-    if singles:
-        group = layout.decode_group(window)
+    for group in layout.decode_groups(window) if singles else ():
         gathered = layout.workspace.gather(group.addresses, k_flat, v_flat)
-        out[:singles] = _decode(q[:singles], gathered, group, heads_kv, scale)
-    if singles < q.shape[0]:
-        for segment in layout.prefill_segments(window):
-            gathered = layout.workspace.gather(segment.addresses, k_flat, v_flat)
-            k, v = gathered.view(2, heads_kv, -1, head_dim)
-            for tile in segment.tiles:
-                seen = tile.columns
-                out[tile.queries] = _prefill(q[tile.queries], k[:, seen], v[:, seen], tile.hidden, scale)
+        out[group.queries] = _decode(q[group.queries], gathered, group, heads_kv, scale)
+    for segment in layout.prefill_segments(window) if singles < q.shape[0] else ():
+        gathered = layout.workspace.gather(segment.addresses, k_flat, v_flat)
+        k, v = gathered.view(2, heads_kv, -1, head_dim)
+        for tile in segment.tiles:
+            seen = tile.columns
+            out[tile.queries] = _prefill(q[tile.queries], k[:, seen], v[:, seen], tile.hidden, scale)
     return out
 
 
@@ -112,19 +110,29 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Ten
 
 
 def native_attention(
-    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """The same attention by the kernel in `attention.cpp` (CPU, float32 and bfloat16).
+    """The same by the kernel in `attention.cpp` (CPU, float32 and bfloat16): arguments and result as `attention`'s.
 
-    A token has the same bits whether it is decoded or prefilled, in whatever chunk and beside whomever. Arguments
-    and result as in `gathered_attention`.
+    A token has the same bits whether it is decoded or prefilled, in whatever chunk and beside whomever.
     """
-    indices = layout.host()
+    indices = layout.host
     out: Tensor = torch.ops.infer.attention(
-        q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous(),
+        q,
+        k,
+        v,
         k_store,
         v_store,
-        layout.block_table,
+        layout.block_tables,
+        layout.rows,
         indices.query_offsets,
         indices.kv_lengths,
         scale,
@@ -169,7 +177,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
     """
     generator = torch.Generator(device).manual_seed(0)
     draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
-    layout = AttentionLayout(torch.tensor([[1], [0]], device=device), 16, (1, 5), (7, 9), heads_kv=2)
+    layout = AttentionLayout(torch.tensor([[1], [0]]), torch.arange(2), 16, (1, 5), (7, 9), 2, device)
     q, k, v = draw(6, 4, head_dim), draw(2, 16, 2, head_dim), draw(2, 16, 2, head_dim)
     for window in (None, 4):
         expected = gathered_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)
@@ -185,17 +193,38 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
 
 
 def attention(
-    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Attention over the block store; arguments and result as in `gathered_attention`.
+    """Put a pass's keys and values into the block store, then let every query see what the position rule shows it.
 
-    This is the one place that chooses. On a CPU the C++ kernel computes all of it, where there is one. With Triton,
+    This is the one place that chooses how. On a CPU one C++ kernel does all of it, where there is one. With Triton,
     on CUDA, the leading sequences of one query take the paged kernel, which reads their keys where they lie.
     Sequences with several queries, on CUDA, take FlashAttention's varlen kernel where a probe on this machine has
     shown it to work. All else is gathered.
+
+    Args:
+        q: [T, Hq, D], sequence after sequence; T as many as `layout` has queries.
+        k, v: [T, Hkv, D], of the same tokens. A token's heads lie side by side in all three.
+        k_store, v_store: [blocks, block_size, Hkv, D]; written at the tokens' own columns and nowhere else.
+        layout: where those columns are, and the ones before.
+        scale: factor on the scores.
+        window: how many latest columns a query sees, its own included; None: all.
+
+    Returns:
+        [T, Hq, D].
     """
     if has_native_products(q):
-        return native_attention(q, k_store, v_store, layout, scale=scale, window=window)
+        return native_attention(q, k, v, k_store, v_store, layout, scale=scale, window=window)
+    for store, new in ((k_store, k), (v_store, v)):
+        store.view(-1, *store.shape[2:]).index_copy_(0, layout.write_addresses, new)
     singles = layout.num_single
     decode = singles if use_triton(q) else 0
     if decode == q.shape[0]:
@@ -207,7 +236,7 @@ def attention(
         return several(q, k_store, v_store, layout, scale=scale, window=window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     out[:decode] = _paged_decode(q[:decode], k_store, v_store, layout, scale=scale, window=window)
-    rest = layout.after_singles()
+    rest = layout.after_singles
     out[decode:] = several(q[decode:], k_store, v_store, rest, scale=scale, window=window)
     return out
 
@@ -216,7 +245,7 @@ def _paged_decode(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """The leading sequences of one query by the Triton kernel: [B, Hq, D] -> [B, Hq, D]."""
-    indices = layout.paged()
+    indices = layout.paged
     return paged_attention_triton(
         q,
         k_store,

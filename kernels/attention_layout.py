@@ -22,7 +22,9 @@ some queries by some columns, is a *tile*: it has nothing to do with blocks.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,14 +68,16 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """The leading sequences that have one query each, B of them, computed together.
+    """Sequences of one query each, B of them, that are about as long: computed together.
 
     Attributes:
+        queries: [B] int64, rows of the pass.
         addresses: [Hkv * B * width] int64, into a store seen as [any, D], head after head.
         width: columns that are read of each sequence: whole tiles.
         hidden: [B, 1, width] bool, True: not to be seen.
     """
 
+    queries: Tensor
     addresses: Tensor
     width: int
     hidden: Tensor
@@ -149,7 +153,7 @@ class PagedIndices:
 
 @dataclass(frozen=True, slots=True)
 class HostIndices:
-    """All sequences, in the form in which the C++ kernel takes them: it walks the block table by itself.
+    """All sequences, on the host. With it the C++ kernel walks the block tables by itself.
 
     Attributes:
         query_offsets: [B + 1] int64, where each sequence's queries begin, and their end.
@@ -160,39 +164,69 @@ class HostIndices:
     kv_lengths: Tensor
 
 
-@dataclass(slots=True)
+@dataclass
 class AttentionLayout:
-    """Where the keys of one forward pass lie. Built once a pass; every layer reads it.
+    """Where the keys of one forward pass lie, and where its own go. Built once a pass; every layer reads it.
 
     Sequences with one query should come first: they are computed together, the others one by one.
 
     Attributes:
-        block_table: [B, N] int64; entries past a sequence's last block are any valid block.
+        block_tables: [any, N] int64, on the host; entries past a sequence's last block are any valid block.
+        rows: [B] int64, on the host: which of the tables is each sequence's.
         block_size: columns in a block.
         query_lengths: queries of each sequence in this pass, B of them, each >= 1.
         kv_lengths: columns of each sequence once this pass has written its own, B of them.
         heads_kv: heads of keys and values in the stores.
+        device: where the stores are, and all index tensors but those said to be on the host.
         workspace: one that passes share; each has its own if none is given.
     """
 
-    block_table: Tensor
+    block_tables: Tensor
+    rows: Tensor
     block_size: int
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     heads_kv: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workspace: Workspace = field(default_factory=Workspace)
     # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
-    _decode_groups: dict[int | None, DecodeGroup] = field(default_factory=dict, init=False)
+    _decode_groups: dict[int | None, list[DecodeGroup]] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
     _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
-    _paged: PagedIndices | None = field(default=None, init=False)
-    _host: HostIndices | None = field(default=None, init=False)
-    _rest: AttentionLayout | None = field(default=None, init=False)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the stores and all index tensors are."""
-        return self.block_table.device
+    @cached_property
+    def host(self) -> HostIndices:
+        """For every sequence of the layout."""
+        offsets = torch.tensor([0, *itertools.accumulate(self.query_lengths)])
+        return HostIndices(offsets, torch.tensor(self.kv_lengths))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64: each query's column in its own sequence."""
+        offsets, lengths = self.host.query_offsets, self.host.kv_lengths
+        # A sequence's last query is at its last column, the query before at the column before.
+        return self._moved(torch.arange(sum(self.query_lengths)) + self._by_query(lengths - offsets[1:]))
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """[B, N] int64: the tables of the pass's own sequences, as wide as the longest of them needs."""
+        width = -(-max(self.kv_lengths) // self.block_size)
+        return self._moved(self.block_tables[:, :width].index_select(0, self.rows))
+
+    @cached_property
+    def write_addresses(self) -> Tensor:
+        """[T] int64, into a store seen as [any, Hkv, D]: where each query's own key and value go."""
+        sequence = self._moved(self._by_query(torch.arange(len(self.rows))))
+        blocks = self.block_table[sequence, self.positions // self.block_size]
+        return blocks * self.block_size + self.positions % self.block_size
+
+    def _by_query(self, values: Tensor) -> Tensor:
+        """[B] -> [T], on the host: each sequence's value for each of its queries."""
+        return values.repeat_interleave(torch.tensor(self.query_lengths))
+
+    def _moved(self, indices: Tensor) -> Tensor:
+        """Indices, where they are needed; a plain copy would wait for the device."""
+        return indices.to(self.device, non_blocking=True)
 
     @property
     def num_single(self) -> int:
@@ -202,10 +236,10 @@ class AttentionLayout:
                 return i
         return len(self.query_lengths)
 
-    def decode_group(self, window: int | None) -> DecodeGroup:
-        """For layers with this window; there must be a leading sequence of one query."""
+    def decode_groups(self, window: int | None) -> list[DecodeGroup]:
+        """For layers with this window: the leading sequences of one query."""
         if window not in self._decode_groups:
-            self._decode_groups[window] = self._build_decode_group(window)
+            self._decode_groups[window] = self._build_decode_groups(window)
         return self._decode_groups[window]
 
     def prefill_segments(self, window: int | None) -> list[PrefillSegment]:
@@ -220,32 +254,28 @@ class AttentionLayout:
             self._varlen[window] = self._build_varlen(window)
         return self._varlen[window]
 
-    def host(self) -> HostIndices:
-        """For every sequence of the layout, on a CPU."""
-        if self._host is None:
-            offsets = torch.tensor([0, *itertools.accumulate(self.query_lengths)])
-            self._host = HostIndices(offsets, torch.tensor(self.kv_lengths))
-        return self._host
-
+    @cached_property
     def paged(self) -> PagedIndices:
         """For the leading sequences of one query; there must be one."""
-        if self._paged is None:
-            self._paged = self._build_paged()
-        return self._paged
+        count = self.num_single
+        lengths = self.kv_lengths[:count]
+        on_device = self._moved(torch.tensor(lengths, dtype=torch.int32))
+        return PagedIndices(self.block_table[:count], on_device, max(lengths), sum(lengths))
 
+    @cached_property
     def after_singles(self) -> AttentionLayout:
         """The layout of the sequences behind the leading ones of one query."""
-        if self._rest is None:
-            count = self.num_single
-            self._rest = AttentionLayout(
-                self.block_table[count:],
-                self.block_size,
-                self.query_lengths[count:],
-                self.kv_lengths[count:],
-                self.heads_kv,
-                self.workspace,
-            )
-        return self._rest
+        count = self.num_single
+        return AttentionLayout(
+            self.block_tables,
+            self.rows[count:],
+            self.block_size,
+            self.query_lengths[count:],
+            self.kv_lengths[count:],
+            self.heads_kv,
+            self.device,
+            self.workspace,
+        )
 
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
         """Where these columns lie, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
@@ -257,12 +287,6 @@ class AttentionLayout:
         tokens = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
         heads = torch.arange(self.heads_kv, device=self.device)
         return (tokens.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
-
-    def _build_paged(self) -> PagedIndices:
-        lengths = self.kv_lengths[: self.num_single]
-        on_host = torch.tensor(lengths, dtype=torch.int32)
-        on_device = on_host.to(self.device, non_blocking=True)  # a plain copy would wait for the device
-        return PagedIndices(self.block_table[: len(lengths)], on_device, max(lengths), sum(lengths))
 
     def _build_varlen(self, window: int | None) -> VarlenIndices:
         lengths = list(self.kv_lengths)
@@ -286,18 +310,26 @@ class AttentionLayout:
             max_columns=max(lengths),
         )
 
-    def _build_decode_group(self, window: int | None) -> DecodeGroup:
-        count = self.num_single
-        lengths = self.kv_lengths[:count]
+    def _build_decode_groups(self, window: int | None) -> list[DecodeGroup]:
+        """Each of sequences about as long: fifteen short ones beside a long one do not read as much as that one."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row, length in enumerate(self.kv_lengths[: self.num_single]):
+            tiles = _whole_tiles(length if window is None else min(length, window)) // COLUMN_TILE
+            groups[tiles.bit_length()].append(row)  # less than twice as long as the shortest of its group
+        return [self._build_decode_group(rows, window) for rows in groups.values()]
+
+    def _build_decode_group(self, rows: list[int], window: int | None) -> DecodeGroup:
+        lengths = [self.kv_lengths[row] for row in rows]
         visible = [length if window is None else min(length, window) for length in lengths]
         width = _whole_tiles(max(visible))
         kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
         first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
         hidden = (columns >= kv).unsqueeze(1)  # past a sequence's end
+        queries = torch.tensor(rows, device=self.device)
         # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
-        addresses = self._addresses(self.block_table[:count], torch.minimum(columns, kv - 1))
-        return DecodeGroup(addresses, width, hidden)
+        addresses = self._addresses(self.block_table[queries], torch.minimum(columns, kv - 1))
+        return DecodeGroup(queries, addresses, width, hidden)
 
     def _build_prefill_segments(self, window: int | None) -> list[PrefillSegment]:
         segments: list[PrefillSegment] = []

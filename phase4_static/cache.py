@@ -48,6 +48,10 @@ class StaticKVCache(KVPool):
         """The length of a row."""
         return min(self._longest_prompt + self._most_new, self.max_seq_len)
 
+    @property
+    def block_tables(self) -> Tensor:
+        return torch.arange(self._rows).unsqueeze(1)
+
     def reserve(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a row holds all a member can need
         if self.k:
             raise RuntimeError("a static batch cannot grow once it has run")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from common.kv import KVPool, KVShape
 from common.request import Request
@@ -28,6 +29,7 @@ class SlottedKVCache(KVPool):
         self.num_slots = config.max_batch_size
         self.max_seq_len = config.max_seq_len
         self.k, self.v = shape.allocate(self.num_slots, self.max_seq_len, device)
+        self._block_tables = torch.arange(self.num_slots).unsqueeze(1)
         self._free_slots = list(reversed(range(self.num_slots)))
 
     # ------------------------------------------------------------------ slots
@@ -54,6 +56,10 @@ class SlottedKVCache(KVPool):
     @property
     def block_size(self) -> int:
         return self.max_seq_len
+
+    @property
+    def block_tables(self) -> Tensor:
+        return self._block_tables
 
     def reserve(self, request: Request, tokens: int) -> bool:
         if tokens > self.max_seq_len:

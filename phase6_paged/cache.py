@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from array import array
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from common.kv import KVPool, KVShape
 from common.request import Request
@@ -26,6 +28,39 @@ from phase6_paged.allocator import BlockAllocator
 from phase6_paged.config import Config
 
 logger = logging.getLogger(__name__)
+
+
+class BlockTables:
+    """Rows of block ids, one for each sequence that holds memory, where torch sees them as a tensor.
+
+    Writing an id costs what a list's append costs; to make a tensor of all tables anew would take longer than the
+    rest of what a step does on the host.
+
+    Attributes:
+        tensor: [seats, blocks] int64, on the host.
+    """
+
+    def __init__(self, seats: int, blocks: int) -> None:
+        self._width = blocks
+        self._ids = array("q", bytes(8 * seats * blocks))
+        self._free = list(reversed(range(seats)))
+        self.tensor = torch.frombuffer(self._ids, dtype=torch.int64).view(seats, blocks)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take_seat(self) -> int:
+        """A row that nobody uses. IndexError: there is none."""
+        return self._free.pop()
+
+    def free_seat(self, seat: int) -> None:
+        self._free.append(seat)
+
+    def write(self, seat: int, first: int, blocks: Sequence[int]) -> None:
+        """Block ids from entry `first` of a row on."""
+        at = seat * self._width + first
+        self._ids[at : at + len(blocks)] = array("q", blocks)
 
 
 class PagedKVCachePool(KVPool):
@@ -36,9 +71,11 @@ class PagedKVCachePool(KVPool):
         self._block_size = config.block_size
         self.allocator: BlockAllocator[int] = BlockAllocator(config.resolve_num_blocks())
         self.k, self.v = shape.allocate(self.allocator.num_blocks, self._block_size, device)
-        self._tables: dict[int, list[int]] = {}
-        self._names = itertools.count()
         assert config.max_seq_len is not None
+        self._tables: dict[int, list[int]] = {}
+        self._seats: dict[int, int] = {}
+        self._rows = BlockTables(config.max_batch_size, self.blocks_for(config.max_seq_len))
+        self._names = itertools.count()
         if self.allocator.num_blocks * self._block_size < config.max_seq_len:
             logger.warning(
                 "%d blocks of %d hold %d tokens: less than one sequence of %d; longer requests are refused",
@@ -52,6 +89,13 @@ class PagedKVCachePool(KVPool):
     def block_size(self) -> int:
         return self._block_size
 
+    @property
+    def block_tables(self) -> Tensor:
+        return self._rows.tensor
+
+    def seat(self, slot: int) -> int:
+        return self._seats[slot]
+
     def blocks_for(self, tokens: int) -> int:
         """Whole blocks that hold `tokens` tokens."""
         return -(-tokens // self._block_size)
@@ -59,8 +103,9 @@ class PagedKVCachePool(KVPool):
     # ------------------------------------------------------------------ slots
 
     def allocate_slot(self) -> int:
-        """A new, empty block table."""
+        """A new, empty block table. IndexError: as many sequences as can be computed together hold one."""
         slot = next(self._names)
+        self._seats[slot] = self._rows.take_seat()
         self._tables[slot] = []
         self._lengths[slot] = 0
         return slot
@@ -73,27 +118,32 @@ class PagedKVCachePool(KVPool):
             OutOfBlocksError: not enough blocks are free; nothing has changed.
         """
         table = self._tables[slot]
-        table += self.allocator.allocate(max(0, self.blocks_for(tokens) - len(table)), owner=slot)
+        blocks = self.allocator.allocate(max(0, self.blocks_for(tokens) - len(table)), owner=slot)
+        self._rows.write(self._seats[slot], len(table), blocks)
+        table += blocks
 
     def free_slot(self, slot: int) -> None:
         """Give back a slot and its blocks. KeyError: it is not in use."""
         table = self._tables.pop(slot)
+        self._rows.free_seat(self._seats.pop(slot))
         del self._lengths[slot]
         self.allocator.free(table)
 
     def free_slot_count(self) -> int:
-        """How many more sequences can begin. Tables are not limited, but each sequence takes a block at least."""
-        return self.allocator.num_free
+        """How many more sequences can begin: each takes a seat, and a block at least."""
+        return min(self._rows.num_free, self.allocator.num_free)
 
     # ------------------------------------------------------------------ the protocol
 
     def reserve(self, request: Request, tokens: int) -> bool:
         held = 0 if request.slot is None else len(self._tables[request.slot])
-        if not self.allocator.can_allocate(self.blocks_for(tokens) - held):
+        missing = self.blocks_for(tokens) - held
+        if not self.allocator.can_allocate(missing) or (request.slot is None and not self._rows.num_free):
             return False
         if request.slot is None:
             request.slot = self.allocate_slot()
-        self.grow(request.slot, tokens)
+        if missing > 0:
+            self.grow(request.slot, tokens)
         return True
 
     def _free(self, slot: int) -> None:

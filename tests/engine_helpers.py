@@ -166,7 +166,7 @@ class RememberingModel:
             Call(layout.query_lengths, layout.kv_lengths, len(batch.token_ids), batch.logit_rows.tolist())
         )
         store = self.pool.k[0].view(-1)
-        store[view.write_addresses] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
+        store[view.layout.write_addresses] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
         sequences: list[list[int]] = []
         for sequence, end in enumerate(layout.kv_lengths):
             size = layout.block_size

@@ -155,6 +155,11 @@ class ScatteredPool(KVPool):
     def block_size(self) -> int:
         return self._block_size
 
+    @property
+    def block_tables(self) -> Tensor:
+        tables = [torch.tensor(table) for table in self._tables.values()]
+        return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+
     def reserve(self, request: Request, tokens: int) -> bool:
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from common.kv import KVView
 from common.models.config import LayerConfig, ModelConfig
 from common.models.layers import CausalLM, DecoderLayer, GatedMLP, HeldTensor, QKNormAttention, RMSNorm
 
@@ -36,9 +37,11 @@ class Gemma3Layer(DecoderLayer):
         self.mlp = GatedMLP(config, dtype)
         self.post_mlp_norm = norm()
 
-    def forward(self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.input_norm.add_and_norm(hidden, residual)
-        hidden = self.post_attention_norm(self.attention(hidden, cos, sin))
+        hidden = self.post_attention_norm(self.attention(hidden, cos, sin, view))
         hidden, residual = self.pre_mlp_norm.add_and_norm(hidden, residual)
         return self.post_mlp_norm(self.mlp(hidden)), residual
 

@@ -1,7 +1,7 @@
 """What the architectures share: the flat pass and the layers it runs through.
 
 A pass is a flat list of `T` tokens of any sequences. Linear layers, norms and rotary embeddings see rows; only
-attention must know which token belongs to whom, and it asks the KV view (`common.kv.attend`).
+attention must know which token belongs to whom, and it asks the KV view (`KVView.attend`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.kv import KVView, attend, using_view
+from common.kv import KVView
 from common.models.config import LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 from kernels.gated_act import gated_act
 from kernels.linear import pack_linear, packed_linear
@@ -148,7 +148,7 @@ class RotaryTable(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023) over the current KV view."""
+    """Grouped-query attention (Ainslie et al. 2023) over a pass's KV view."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -170,13 +170,13 @@ class Attention(nn.Module):
         """A hook for architectures that normalise queries and keys before rotating them."""
         return q, k
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, view: KVView) -> Tensor:
         """x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split(self.sizes, dim=1)
         q, k = self.normalise(q, k)
         q, k = rope(q, k, cos, sin)
-        mixed = attend(q, k, v, self.index, self.scale, self.window)
+        mixed = view.attend(self.index, q, k, v, scale=self.scale, window=self.window)
         projected: Tensor = self.out(mixed.view(x.shape[0], -1))
         return projected
 
@@ -229,7 +229,9 @@ class DecoderLayer(nn.Module, ABC):
     """One layer of the stack; an architecture's file shows how its own is wired."""
 
     @abstractmethod
-    def forward(self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
         """hidden and residual [T, hidden], whose sum is the stream -> the same two after this layer."""
 
     @abstractmethod
@@ -256,7 +258,7 @@ class CausalLM(nn.Module, ABC):
         )
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
-        # Which table each layer rotates by. Looked up here, not in `compute`: compilers cannot compare configs.
+        # Which table each layer rotates by.
         self.rotary_of_layer = [ropes.index(layer.rope) for layer in config.layers]
         self.layers = nn.ModuleList(
             self.make_layer(layer, index) for index, layer in enumerate(config.layers)
@@ -288,19 +290,21 @@ class CausalLM(nn.Module, ABC):
             assert isinstance(table, RotaryTable)
             table.fill()
 
-    def compute(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """The pass as a function of tensors alone, so that it can be compiled or captured whole.
+    @torch.inference_mode()
+    def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
+        """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab].
 
-        token_ids, positions [T], logit_rows [S] -> logits [S, vocab].
+        No line here depends on what is in a tensor, so that a pass can be captured whole.
         """
-        angles = [table(positions) for table in self.rotary]
-        hidden = self.embed(token_ids)
+        angles = [table(batch.positions) for table in self.rotary]
+        hidden = self.embed(batch.token_ids)
         residual = torch.zeros_like(hidden)
         for table, layer in zip(self.rotary_of_layer, self.layers, strict=True):
             cos, sin = angles[table]
-            hidden, residual = layer(hidden, residual, cos, sin)
+            hidden, residual = layer(hidden, residual, cos, sin, view)
         # The rows that need logits are picked before the head: full-prompt logits are never computed.
-        hidden, _ = self.norm.add_and_norm(hidden[logit_rows], residual[logit_rows])
+        rows = batch.logit_rows
+        hidden, _ = self.norm.add_and_norm(hidden[rows], residual[rows])
         if self.packed_head is not None:
             return packed_linear(hidden, self.packed_head, self.config.vocab_size)
         return F.linear(hidden, self.embedding if self.untied_head is None else self.untied_head)
@@ -316,15 +320,6 @@ class CausalLM(nn.Module, ABC):
         self.packed_head = pack_linear(self.embedding if self.untied_head is None else self.untied_head)
         if self.packed_head is not None and self.untied_head is not None:
             self.untied_head = nn.Parameter(self.untied_head.new_empty(0), requires_grad=False)
-
-    def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab].
-
-        The view is set, and inference mode entered, here: in the thread that runs the pass and outside what may
-        be compiled, since neither crosses threads nor belongs in a graph.
-        """
-        with torch.inference_mode(), using_view(view):
-            return self.compute(batch.token_ids, batch.positions, batch.logit_rows)
 
     def held_tensors(self) -> Iterator[HeldTensor]:
         """Every checkpoint tensor of this model and the parameter rows it fills."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from common.kv import KVView
 from common.models.config import LayerConfig, ModelConfig
 from common.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP, HeldTensor, RMSNorm
 
@@ -21,9 +22,11 @@ class LlamaLayer(DecoderLayer):
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config, dtype)
 
-    def forward(self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.input_norm.add_and_norm(hidden, residual)
-        hidden = self.attention(hidden, cos, sin)
+        hidden = self.attention(hidden, cos, sin, view)
         hidden, residual = self.post_attention_norm.add_and_norm(hidden, residual)
         return self.mlp(hidden), residual
 

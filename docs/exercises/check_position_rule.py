@@ -14,12 +14,11 @@ from kernels.attention_layout import AttentionLayout
 @pytest.mark.parametrize(("start", "queries"), [(0, 5), (3, 4), (6, 1), (0, 1)])
 def test_attention_sees_what_the_rule_says(start: int, queries: int, window: int | None) -> None:
     columns = start + queries
-    layout = AttentionLayout(torch.tensor([[0]]), columns, (queries,), (columns,), 1)
-    q, k = torch.zeros(queries, 1, columns), torch.zeros(1, columns, 1, columns)
-    v = torch.eye(columns)[
-        None, :, None, :
-    ]  # column c's value is 1 at place c: what comes out shows who was read
-    out = attention(q, k, v, layout, scale=1.0, window=window)[:, 0]
+    layout = AttentionLayout(torch.tensor([[0]]), torch.arange(1), columns, (queries,), (columns,), 1)
+    # Column c's value is 1 at place c: what comes out shows who was read.
+    q, k, v = torch.zeros(queries, 1, columns), torch.zeros(columns, 1, columns), torch.eye(columns)[:, None]
+    stores = k[None].clone(), v[None].clone()
+    out = attention(q, k[start:], v[start:], *stores, layout, scale=1.0, window=window)[:, 0]
     for row, position in enumerate(range(start, columns)):
         read = [c for c in range(columns) if out[row, c] > 0]
         assert read == [c for c in range(columns) if visible(position, c, window)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import common.kv
 from common.errors import StartupError
 from common.generate import generate
-from common.kv import KVCapacityError, Span, using_view
+from common.kv import KVCapacityError, Span
 from common.models.layers import CausalLM, Linear, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
@@ -393,16 +394,13 @@ def test_indices_are_built_once_a_pass(model: CausalLM, monkeypatch: pytest.Monk
     pool = ScatteredPool(model, [30, 30, 30])
     run_pass(model, pool, [(0, draw_ids(12)), (1, draw_ids(9))])
     built: list[tuple[str, int | None]] = []
-    for name in ("_build_decode_group", "_build_prefill_segments"):
+    for name in ("_build_decode_groups", "_build_prefill_segments"):
         monkeypatch.setattr(AttentionLayout, name, _recording(getattr(AttentionLayout, name), name, built))
-    tables: list[int] = []
-    block_table = pool.block_table
-    monkeypatch.setattr(pool, "block_table", lambda slot: (tables.append(slot), block_table(slot))[1])
     seen: list[tuple[AttentionLayout, int | None]] = []
     attention = common.kv.attention
 
     def recording_attention(*args: Any, scale: float, window: int | None) -> Tensor:
-        seen.append((args[3], window))
+        seen.append((args[5], window))
         return attention(*args, scale=scale, window=window)
 
     monkeypatch.setattr(common.kv, "attention", recording_attention)
@@ -410,11 +408,10 @@ def test_indices_are_built_once_a_pass(model: CausalLM, monkeypatch: pytest.Monk
     windows = [layer.window for layer in model.config.layers]
     assert [window for _, window in seen] == windows
     assert len({id(layout) for layout, _ in seen}) == 1
-    assert tables == [0, 1, 2]
     per_window = [
         (name, window)
         for window in set(windows)
-        for name in ("_build_decode_group", "_build_prefill_segments")
+        for name in ("_build_decode_groups", "_build_prefill_segments")
     ]
     assert sorted(built, key=repr) == sorted(per_window, key=repr)
 
@@ -516,42 +513,42 @@ def test_nan_stays_with_its_owner(model: CausalLM, tokens: int, sick: int) -> No
             assert largest_difference(got[slot], solo_logits(model, [*ids, *more])[len(ids) :]) < FLAT
 
 
-# ---------------------------------------------------------------------- compilers
+# ---------------------------------------------------------------------- capture
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+class Operations(TorchDispatchMode):
+    """Notes the operators that torch is asked for, each with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls.append((func._schema.name, args))
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_the_whole_model_is_one_graph_around_an_opaque_attend(model: CausalLM) -> None:
-    """The first chunk's only logits are dropped by its caller: its keys and values must be written all the same."""
-    graphs: list[list[str]] = []
-    aot_eager = torch._dynamo.lookup_backend("aot_eager")
-
-    def recording_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return aot_eager(graph, inputs)
-
-    compiled = torch.compile(model.compute, backend=recording_backend, fullgraph=True)
-    token_ids = draw_ids(30)
-    expected = solo_logits(model, token_ids)
-    pool, eager_pool = ScatteredPool(model, [30]), ScatteredPool(model, [30])
-    for start, end, rows in ((0, 13, [0]), (13, 30, list(range(17)))):
-        view = pool.view([Span.exact(0, start, end)])
-        with torch.inference_mode(), using_view(view):
-            logits = compiled(torch.tensor(token_ids[start:end]), view.positions, torch.tensor(rows))
-        view.advance()
-        run_pass(model, eager_pool, [(0, token_ids[start:end])])
-        assert largest_difference(everything_stored(pool), everything_stored(eager_pool)) < FLAT
-    assert largest_difference(logits, expected[13:]) < FLAT
-    assert graphs
-    for targets in graphs:
-        assert sum("infer.attend" in target for target in targets) == model.config.num_layers
-        assert not any("softmax" in target for target in targets)
+def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalLM) -> None:
+    """With the kernels, attention is one of them in each layer, and all that it reads and writes is an argument: so
+    a pass can be recorded once, and run again on other tokens without coming back to Python."""
+    if not native.is_loaded() or not native.has_products(model.dtype):
+        pytest.skip("no native kernels here")
+    pool = ScatteredPool(model, [30, 30])
+    run_pass(model, pool, [(0, draw_ids(3)), (1, draw_ids(7))])
+    names = []
+    for pieces in ([(0, [1]), (1, [2])], [(0, [7]), (1, draw_ids(4))]):
+        with Operations() as operations:
+            run_pass(model, pool, pieces)
+        attends = [args for name, args in operations.calls if name == "infer::attention"]
+        assert [
+            args[3] is k and args[4] is v for args, k, v in zip(attends, pool.k, pool.v, strict=True)
+        ] == [True] * model.config.num_layers
+        # What comes before the first norm is the view's own making, and may differ.
+        first = next(i for i, (name, _) in enumerate(operations.calls) if "norm" in name)
+        names.append([name for name, _ in operations.calls[first:]])
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

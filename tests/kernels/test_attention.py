@@ -104,14 +104,25 @@ def make(
         own.append((keys.double().numpy(), values.double().numpy()))
     queries = [n for n, _ in sequences]
     layout = AttentionLayout(
-        block_table=torch.tensor(tables, device=device),
+        block_tables=torch.tensor(tables),
+        rows=torch.arange(len(tables)),
         block_size=block_size,
         query_lengths=tuple(queries),
         kv_lengths=tuple(columns for _, columns in sequences),
         heads_kv=heads[1],
+        device=torch.device(device),
     )
     q = torch.randn(sum(queries), heads[0], 8, generator=generator).to(device, dtype)
     return Store(layout, q, k.to(device, dtype), v.to(device, dtype), own)
+
+
+def attend(store: Store, window: int | None) -> Tensor:
+    """Whatever is chosen, on a store that holds all but the pass's own keys and values: those are written by it."""
+    own = store.layout.write_addresses
+    new = [each.flatten(0, 1)[own] for each in (store.k, store.v)]
+    for each in (store.k, store.v):
+        each.flatten(0, 1)[own] = math.nan
+    return attention(store.q, *new, store.k, store.v, store.layout, scale=SCALE, window=window)
 
 
 def gathered(store: Store, window: int | None) -> Tensor:
@@ -177,7 +188,7 @@ def test_one_layout_serves_layers_of_different_windows() -> None:
     for window in (None, 2, 5):
         torch.testing.assert_close(outs[window].double(), store.oracle(window), rtol=1e-5, atol=1e-5)
         assert torch.equal(gathered(store, window), outs[window])
-    assert store.layout.decode_group(5) is store.layout.decode_group(5)
+    assert store.layout.decode_groups(5) is store.layout.decode_groups(5)
     assert store.layout.prefill_segments(None) is store.layout.prefill_segments(None)
 
 
@@ -232,7 +243,7 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
 def test_the_cpu_gathers() -> None:
     store = make(PASSES["decode, then chunks and prompts"], block_size=3)
     for window in (None, 5):
-        out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+        out = attend(store, window)
         assert torch.equal(out, gathered(store, window))
 
 
@@ -384,7 +395,7 @@ def test_varlen_follows_the_rule(name: str, window: int | None, dtype: torch.dty
     store = make(PASSES[name], block_size=3, dtype=dtype, device="cuda")
     out = varlen_attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
     torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=2e-2, atol=2e-2)
-    chosen = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    chosen = attend(store, window)
     torch.testing.assert_close(chosen.double().cpu(), store.oracle(window), rtol=2e-2, atol=2e-2)
 
 
@@ -414,7 +425,7 @@ def test_leading_single_queries_take_the_paged_kernel(
 ) -> None:
     """Decoding sequences are read in place, prompts and chunks are gathered, and both follow the rule."""
     store = make(PASSES[name], block_size=4, device=triton_device)
-    out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    out = attend(store, window)
     torch.testing.assert_close(out.double().cpu(), store.oracle(window), rtol=0, atol=1e-5)
     singles = store.layout.num_single
     if singles == 0:
@@ -436,7 +447,7 @@ def test_one_layout_serves_every_layer_of_the_paged_kernel(
     """Lengths go to the device once a pass, and the indices of the other sequences are built once a window."""
     store = make(PASSES["decode, then chunks and prompts"], block_size=4, device=triton_device)
     built: list[str] = []
-    for name in ("_build_paged", "_build_decode_group", "_build_prefill_segments"):
+    for name in ("_build_decode_groups", "_build_prefill_segments"):
         method = getattr(AttentionLayout, name)
 
         def recording(*arguments: Any, name: str = name, method: Any = method) -> Any:
@@ -445,10 +456,10 @@ def test_one_layout_serves_every_layer_of_the_paged_kernel(
 
         monkeypatch.setattr(AttentionLayout, name, recording)
     for window in (None, 5, None, 5):
-        attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+        attend(store, window)
     assert len(paged_calls) == 4
     assert all(call["lengths"] is paged_calls[0]["lengths"] for call in paged_calls)
-    assert built == ["_build_paged", "_build_prefill_segments", "_build_prefill_segments"]
+    assert built == ["_build_prefill_segments", "_build_prefill_segments"]
 
 
 @pytest.mark.gpu
@@ -467,7 +478,7 @@ def test_cuda_passes_follow_the_rule_and_decode_in_place(
         return launch(*arguments, **options)
 
     monkeypatch.setattr(kernels.attention, "paged_attention_triton", recording)
-    out = attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
+    out = attend(store, window)
     singles = store.layout.num_single
     assert launched == ([singles] if singles else [])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -493,12 +504,16 @@ def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window:
     """A CPU compiles its bfloat16 products for every size: one size a step would cost more than the step."""
     decode, prefill = set(), set()
     for grown in range(attention_layout.COLUMN_TILE):
-        layout = AttentionLayout(torch.arange(20).view(2, 10), 32, (1, 1), (100 + grown, 129 + grown), 2)
-        group = layout.decode_group(window)
+        layout = AttentionLayout(
+            torch.arange(20).view(2, 10), torch.arange(2), 32, (1, 1), (100 + grown, 129 + grown), 2
+        )
+        (group,) = layout.decode_groups(window)
         decode.add((group.width, len(group.addresses), group.hidden.shape))
     assert len(decode) <= 2  # a tile's edge is crossed once at most
     for grown in range(130):
-        layout = AttentionLayout(torch.arange(20).view(1, 20), 32, (1 + grown,), (1 + grown,), 2)
+        layout = AttentionLayout(
+            torch.arange(20).view(1, 20), torch.arange(1), 32, (1 + grown,), (1 + grown,), 2
+        )
         for segment in layout.prefill_segments(window):
             prefill |= {
                 (tile.columns.stop - tile.columns.start, tile.hidden.shape[0]) for tile in segment.tiles
@@ -527,7 +542,7 @@ def test_queries_are_computed_in_tiles(
 
 def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
     torch.manual_seed(0)
-    layout = AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9), 2)
+    layout = AttentionLayout(torch.tensor([[1], [0]]), torch.arange(2), 16, (1, 5), (7, 9), 2)
     q = torch.randn(6, 4, 8)
     stores = [torch.randn(2, 16, 2, 8) for _ in range(4)]
     together = [
@@ -540,7 +555,7 @@ def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
             q,
             k,
             v,
-            AttentionLayout(torch.tensor([[1], [0]]), 16, (1, 5), (7, 9), 2),
+            AttentionLayout(torch.tensor([[1], [0]]), torch.arange(2), 16, (1, 5), (7, 9), 2),
             scale=1.0,
             window=window,
         )

@@ -608,7 +608,9 @@ from kernels.attention import attention
 from kernels.attention_layout import AttentionLayout
 from kernels.paged_attention import paged_attention_reference
 store, table = torch.ones(2, 4, 1, 8), torch.tensor([[1]])
-out = attention(torch.ones(1, 2, 8), store, store, AttentionLayout(table, 4, (1,), (3,), 1), scale=1.0, window=None)
+layout = AttentionLayout(table, torch.arange(1), 4, (1,), (3,), 1)
+new = torch.ones(1, 1, 8)
+out = attention(torch.ones(1, 2, 8), new, new, store, store, layout, scale=1.0, window=None)
 assert torch.allclose(out, torch.ones(1, 2, 8))
 lengths = torch.tensor([3])
 assert torch.equal(paged_attention_reference(out, store, store, table, lengths, scale=1.0, window=None), out)

@@ -113,4 +113,4 @@ def test_lengths_are_the_real_ones_and_come_with_success() -> None:
     assert (cache.get_seq_len(0), cache.get_seq_len(1)) == (3, 6)
     view = cache.view([Span.exact(0, 3, 4), Span.exact(1, 6, 7)])
     assert view.positions.tolist() == [3, 6]
-    assert view.write_addresses.tolist() == [3, 10 + 6]
+    assert view.layout.write_addresses.tolist() == [3, 10 + 6]

@@ -160,7 +160,7 @@ def test_decode_does_no_work_per_sequence_in_the_layers(
     step are as many for eight sequences as for two."""
     attended: list[int] = []
     built: list[Any] = []
-    attend, build_group = KVView.attend, AttentionLayout._build_decode_group
+    attend, build_group = KVView.attend, AttentionLayout._build_decode_groups
 
     def counted_attend(self: KVView, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         attended.append(layer)
@@ -171,7 +171,7 @@ def test_decode_does_no_work_per_sequence_in_the_layers(
         return build_group(self, window)
 
     monkeypatch.setattr(KVView, "attend", counted_attend)
-    monkeypatch.setattr(AttentionLayout, "_build_decode_group", counted_build)
+    monkeypatch.setattr(AttentionLayout, "_build_decode_groups", counted_build)
     operations: dict[int, Counter[str]] = {}
     for count in (2, 8):
         engine = build("continuous", llama, max_batch_size=8)

@@ -143,7 +143,7 @@ def test_a_view_follows_the_table() -> None:
     assert b.slot is not None
     assert [list(pool.block_table(s)) for s in (a.slot, b.slot)] == [[7, 6], [5, 4]]
     view = pool.view([Span.exact(b.slot, 0, 5), Span.exact(a.slot, 0, 6)])
-    assert view.write_addresses.tolist() == [20, 21, 22, 23, 16, 28, 29, 30, 31, 24, 25]
+    assert view.layout.write_addresses.tolist() == [20, 21, 22, 23, 16, 28, 29, 30, 31, 24, 25]
     assert view.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
     assert view.layout.block_table.tolist() == [[5, 4], [7, 6]]
     assert view.layout.block_size == 4

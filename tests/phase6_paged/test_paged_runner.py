@@ -65,7 +65,7 @@ def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
     built: list[tuple[str, int | None]] = []
     gathered: dict[int | None, set[int]] = {}
     views: list[KVView] = []
-    for name in ("_build_decode_group", "_build_prefill_segments"):
+    for name in ("_build_decode_groups", "_build_prefill_segments"):
         original = getattr(AttentionLayout, name)
 
         def counted(
@@ -80,7 +80,7 @@ def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
     def attend(self: KVView, layer: int, *args: Any, window: int | None, **kwargs: Any) -> Tensor:
         out = original_attend(self, layer, *args, window=window, **kwargs)
         if self.layout.num_single:
-            gathered.setdefault(window, set()).add(id(self.layout.decode_group(window).addresses))
+            gathered.setdefault(window, set()).add(id(self.layout.decode_groups(window)[0].addresses))
         return out
 
     def init(self: KVView, *args: Any) -> None:
@@ -100,7 +100,7 @@ def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
         gathered.clear()
         views.clear()
         engine.step()
-        assert sorted(built, key=str) == [("_build_decode_group", w) for w in (5, None)]
+        assert sorted(built, key=str) == [("_build_decode_groups", w) for w in (5, None)]
         assert {window: len(groups) for window, groups in gathered.items()} == {5: 1, None: 1}
         assert len(views) == 1
 
