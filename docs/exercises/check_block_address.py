@@ -23,6 +23,6 @@ def test_every_column_is_where_the_pool_writes_it(block_size: int) -> None:
     latest = Request("latest", [0] * 50, SamplingParams())
     assert pool.reserve(latest, 50)
     assert latest.slot is not None
-    addresses = pool.view([Span.exact(latest.slot, 0, 50)]).write_addresses.tolist()
+    addresses = pool.view([Span.exact(latest.slot, 0, 50)]).layout.write_addresses.tolist()
     table = pool.block_table(latest.slot)
     assert addresses == [address_of(column, table, block_size) for column in range(50)]
