@@ -119,7 +119,7 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
     """`rms_norm` by the kernel in `rms_norm.cpp`; shapes as there."""
     rows = _grouped_rows(x)
     out: torch.Tensor = torch.ops.infer.rms_norm(rows, weight.contiguous(), eps, offset)
-    return out.view(x.shape)
+    return out.view(-1, *x.shape[1:])  # no number of rows: a recorded pass is for any
 
 
 def fused_add_rms_norm_native(

@@ -172,12 +172,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, view: KVView) -> Tensor:
         """x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden]."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        heads = self.qkv(x).view(-1, sum(self.sizes), self.head_dim)
         q, k, v = heads.split(self.sizes, dim=1)
         q, k = self.normalise(q, k)
         q, k = rope(q, k, cos, sin)
         mixed = view.attend(self.index, q, k, v, scale=self.scale, window=self.window)
-        projected: Tensor = self.out(mixed.view(x.shape[0], -1))
+        projected: Tensor = self.out(mixed.view(-1, self.sizes[0] * self.head_dim))
         return projected
 
     def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:

@@ -1,0 +1,125 @@
+"""A function of tensors recorded once as the operators it calls, and played back in one call outside Python.
+
+A pass through a model is some 250 operators. From Python each of them costs microseconds of its own, lets the
+interpreter's lock go and must get it back, behind whatever other threads do meanwhile. Played from a tape
+(`tape.cpp`), they follow one another in C++, on a thread that never asks for the lock.
+
+```text
+from Python    op ─ lock ─ Python ─ op ─ lock ─ Python ─ op ─ …
+from a tape    op op op op op …
+```
+
+A recording holds for inputs of any size as long as the function names no size: `x.view(-1, 64)`, not
+`x.view(x.shape[0], 64)`. It holds no decision either: what depends on a number in a tensor cannot be recorded.
+
+Operators are called as they were recorded, on the same weights, so a pass has the same bits either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CannotRecordError(RuntimeError):
+    """A function did something that a tape cannot repeat."""
+
+
+class Tape:
+    """One recorded function. Any thread may play it, one at a time."""
+
+    def __init__(self, recorded: Any) -> None:
+        self.recorded = recorded
+
+    def __len__(self) -> int:
+        """Calls of operators."""
+        return int(self.recorded.size())
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """What the function would return for these inputs. RuntimeError: an operator's own."""
+        output: Tensor = self.recorded.play(list(inputs))
+        return output
+
+
+def record(function: Callable[..., Tensor], *inputs: Tensor) -> Tape:
+    """Call `function` on `inputs` and write down the operators it calls.
+
+    Args:
+        function: takes tensors, returns one that an operator made; names no size of theirs.
+        inputs: an example. All other tensors that it uses become part of the tape, to be read and written in place.
+
+    Raises:
+        CannotRecordError: it read a number out of a tensor, or its result is no operator's.
+    """
+    with torch.inference_mode(), _Recorder(inputs) as recorder:
+        output = function(*inputs)
+    return Tape(recorder.finish(output))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Sees every operator that torch is asked for, and tells the tape."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.tape = torch.classes.infer.Tape(len(inputs))
+        self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
+        self._alive = list(inputs)  # an id must not come again while the recording goes on
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(result, (bool, int, float)):
+            raise CannotRecordError("a number was read out of a tensor")
+        self.tape.begin(func._schema.name, func._schema.overload_name)
+        for place, argument in enumerate(func._schema.arguments):
+            if place < len(args):
+                self._add(args[place], str(argument.type))
+            elif argument.name in kwargs:
+                self._add(kwargs[argument.name], str(argument.type))
+            else:
+                self.tape.add_default()
+        returned = {0: (), 1: (result,)}.get(len(func._schema.returns), result)
+        self.tape.end([self._result_slots(each) for each in returned])
+        return result
+
+    def _add(self, value: Any, kind: str) -> None:
+        """One argument of the call that has begun."""
+        if isinstance(value, (int, float)) and kind == "Tensor":
+            value = torch.tensor(value)  # torch takes a number for a tensor, the tape does not
+        if isinstance(value, Tensor) and id(value) in self._slots:
+            self.tape.add_tensor(self._slots[id(value)])
+        elif isinstance(value, (list, tuple)) and not value:
+            self.tape.add_empty_list()
+        elif isinstance(value, (list, tuple)) and any(id(each) in self._slots for each in value):
+            self.tape.add_list([self._slot_of(each) for each in value])
+        else:
+            self.tape.add_constant(list(value) if isinstance(value, tuple) else value)
+
+    def _slot_of(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._slots:
+            raise CannotRecordError("a list of a call's results and other tensors")
+        return self._slots[id(tensor)]
+
+    def _result_slots(self, result: Any) -> list[int]:
+        """Slots for a tensor that a call returned, or for a list of them: new ones, unless it wrote in place."""
+        tensors = [result] if isinstance(result, Tensor) else result
+        made = [tensor for tensor in tensors if id(tensor) not in self._slots]
+        self._alive += made
+        self._slots |= {id(tensor): self.tape.new_slot() for tensor in made}
+        return [self._slots[id(tensor)] for tensor in tensors]
+
+    def finish(self, output: Tensor) -> Any:
+        if id(output) not in self._slots:
+            raise CannotRecordError("the result was not made by an operator")
+        self.tape.finish(self._slots[id(output)])
+        return self.tape

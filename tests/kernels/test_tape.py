@@ -1,0 +1,170 @@
+"""A pass played from a tape: the same bits for inputs of any size, in order, and without Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.kv import KVView, Span
+from common.models.layers import CausalLM, TokenBatch
+from kernels import native
+from kernels.tape import CannotRecordError, Tape, record
+from tests.helpers import ARCHITECTURES, ScatteredPool, draw_ids, load, save_tiny
+
+pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    loaded = load(save_tiny(tmp_path_factory.mktemp("tape"), request.param))
+    loaded.pack()
+    return loaded
+
+
+def ready(pool: ScatteredPool, pieces: list[tuple[int, list[int]]]) -> tuple[KVView, tuple[Tensor, ...]]:
+    """A pass over (slot, its next tokens), and all that changes from pass to pass."""
+    spans = []
+    for slot, ids in pieces:
+        start = pool.get_seq_len(slot)
+        spans.append(Span.exact(slot, start, start + len(ids)))
+    view = pool.view(spans)
+    token_ids = torch.tensor([token_id for _, ids in pieces for token_id in ids])
+    host = view.layout.host
+    return view, (
+        token_ids,
+        view.positions,
+        torch.arange(len(token_ids)),
+        view.layout.rows,
+        host.query_offsets,
+        host.kv_lengths,
+    )
+
+
+def pass_of(model: CausalLM, view: KVView) -> Callable[..., Tensor]:
+    def run(token_ids: Tensor, positions: Tensor, logit_rows: Tensor, *_: Tensor) -> Tensor:
+        return model(TokenBatch(token_ids, positions, logit_rows), view)
+
+    return run
+
+
+def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) -> None:
+    if not native.has_products(model.dtype):
+        pytest.skip("no products in this type")
+    pool, twin = ScatteredPool(model, [40, 40, 40]), ScatteredPool(model, [40, 40, 40])
+    view, inputs = ready(pool, [(0, [5])])
+    tape = record(pass_of(model, view), *inputs)
+    view.advance()
+    view, inputs = ready(twin, [(0, [5])])
+    pass_of(model, view)(*inputs)
+    view.advance()
+    # decode; a prompt; a chunk of it beside one that decodes; three that decode
+    for pieces in (
+        [(0, [7])],
+        [(1, draw_ids(20))],
+        [(0, [8]), (1, draw_ids(11)), (2, draw_ids(9))],
+        [(0, [1]), (1, [2]), (2, [3])],
+    ):
+        view, inputs = ready(pool, pieces)
+        played = tape(*inputs)
+        view.advance()
+        view, inputs = ready(twin, pieces)
+        assert torch.equal(played, pass_of(model, view)(*inputs))
+        view.advance()
+    for mine, other in zip((*pool.k, *pool.v), (*twin.k, *twin.v), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_lists_numbers_and_writes_in_place_are_played() -> None:
+    weight, kept = torch.randn(6, 4), torch.zeros(3)
+
+    def function(x: Tensor) -> Tensor:
+        low, high = (x @ weight).split([1, 3], dim=1)
+        kept.add_(high.sum(0))
+        return torch.cat([low * 2, high, torch.zeros_like(low) + 1.5], dim=1)
+
+    tape = record(function, torch.ones(2, 6))
+    kept.zero_()
+    x = torch.randn(5, 6)
+    played, after = tape(x), kept.clone()
+    kept.zero_()
+    assert torch.equal(played, function(x))
+    assert torch.equal(after, kept)
+
+
+def test_what_a_tape_cannot_repeat_is_refused() -> None:
+    x, kept = torch.tensor([1.0, 2.0]), torch.ones(2)
+    with pytest.raises(CannotRecordError, match="a number was read"):
+        record(lambda x: x * 2 if x.sum() > 0 else x, x)
+    with pytest.raises(CannotRecordError, match="not made by an operator"):
+        record(lambda _: kept, x)
+    assert torch.equal(record(lambda x: x + 1, x)(x), x + 1)
+
+
+def test_a_tape_wants_as_many_inputs_as_were_recorded() -> None:
+    tape = record(torch.add, torch.ones(2), torch.ones(2))
+    with pytest.raises(RuntimeError, match="a tape of 2 inputs was given 1"):
+        tape(torch.ones(2))
+
+
+# ---------------------------------------------------------------------- the player
+
+
+@pytest.fixture
+def player() -> torch.ScriptObject:
+    return torch.classes.infer.TapePlayer()
+
+
+def slow(tape_length: int = 300) -> tuple[Tape, Tensor]:
+    """A tape that takes some milliseconds."""
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(tape_length):
+            x = x.sin()
+        return x
+
+    x = torch.ones(20_000)
+    return record(function, x), x
+
+
+def test_passes_come_out_in_order_and_errors_to_whom_they_belong(player: torch.ScriptObject) -> None:
+    lookup = record(
+        lambda ids: torch.nn.functional.embedding(ids, torch.arange(12.0).view(4, 3)), torch.tensor([0])
+    )
+    good, bad = torch.tensor([3, 1]), torch.tensor([99])
+    tickets = [player.submit(lookup.recorded, [ids]) for ids in (good, bad, good)]
+    assert player.wait(tickets[2]).tolist() == [[9, 10, 11], [3, 4, 5]]
+    with pytest.raises(IndexError, match="out of range"):
+        player.wait(tickets[1])
+    assert player.wait(tickets[0]).tolist() == [[9, 10, 11], [3, 4, 5]]
+    with pytest.raises(RuntimeError, match="nothing was handed in under 99"):
+        player.wait(99)
+
+
+def test_a_pass_goes_on_while_python_keeps_its_lock(player: torch.ScriptObject) -> None:
+    tape, x = slow()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # nobody else gets the lock while this thread runs
+    try:
+        ticket = player.submit(tape.recorded, [x])
+        deadline = time.monotonic() + 30.0
+        while not player.is_done(ticket):
+            assert time.monotonic() < deadline
+    finally:
+        sys.setswitchinterval(interval)
+    assert torch.equal(player.wait(ticket), tape(x))
+
+
+def test_a_player_that_goes_away_first_plays_what_it_was_given() -> None:
+    written = torch.zeros(1)
+    tape = record(lambda x: written.add_(x), torch.ones(1))
+    written.zero_()
+    player = torch.classes.infer.TapePlayer()
+    for _ in range(50):
+        player.submit(tape.recorded, [torch.ones(1)])
+    del player
+    assert written.item() == 50
