@@ -62,6 +62,12 @@ struct Tape : torch::CustomClassHolder {
     slots_.emplace_back();
     return int64_t(slots_.size()) - 1;
   }
+  // A slot for a tensor that stands in a list: a list's tensors all come from slots.
+  int64_t hold(const at::Tensor& tensor) {
+    slots_.push_back(tensor);
+    held_.push_back(int64_t(slots_.size()) - 1);
+    return held_.back();
+  }
   void end(std::vector<Slots> results) { calls_.back().results = std::move(results); }
 
   // The tape is complete, and `output` is what a pass is played for.
@@ -69,6 +75,7 @@ struct Tape : torch::CustomClassHolder {
     output_ = output;
     std::vector<bool> needed(slots_.size(), false);
     needed[output] = true;
+    for (int64_t slot : held_) needed[slot] = true;
     for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
       const auto last_use = [&](const Slots& slots) {
         for (int64_t slot : slots)
@@ -129,6 +136,7 @@ struct Tape : torch::CustomClassHolder {
   int64_t inputs_, output_ = -1;
   std::vector<Call> calls_;
   std::vector<at::Tensor> slots_;
+  Slots held_;
 };
 
 // A thread that plays tapes in the order they are handed in. It is no thread of Python's and never waits for the
@@ -223,6 +231,7 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
       .def("add_tensor", &Tape::add_tensor)
       .def("add_list", &Tape::add_list)
       .def("new_slot", &Tape::new_slot)
+      .def("hold", &Tape::hold)
       .def("end", &Tape::end)
       .def("finish", &Tape::finish)
       .def("size", &Tape::size)

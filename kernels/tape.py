@@ -100,14 +100,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self.tape.add_tensor(self._slots[id(value)])
         elif isinstance(value, (list, tuple)) and not value:
             self.tape.add_empty_list()
-        elif isinstance(value, (list, tuple)) and any(id(each) in self._slots for each in value):
+        elif isinstance(value, (list, tuple)) and isinstance(value[0], Tensor):
             self.tape.add_list([self._slot_of(each) for each in value])
         else:
             self.tape.add_constant(list(value) if isinstance(value, tuple) else value)
 
     def _slot_of(self, tensor: Tensor) -> int:
         if id(tensor) not in self._slots:
-            raise CannotRecordError("a list of a call's results and other tensors")
+            self._alive.append(tensor)
+            self._slots[id(tensor)] = self.tape.hold(tensor)
         return self._slots[id(tensor)]
 
     def _result_slots(self, result: Any) -> list[int]:
