@@ -2,8 +2,8 @@
 
 `python -m benchmarks.cpu_steps [--model dummy:llama-135m] [--batch 1 16] [--repeats 5]`
 
-A decode step and a prompt through the model alone, with torch's operations first, then with one native kernel more in
-each row; last the whole pass played from a tape, so that Python is not on the way from operator to operator. All
+A decode step and a prompt through the model alone, with torch's operations first, then with one native kernel more
+in each row; last the whole pass played from a tape, so that Python is not on the way from operator to operator. All
 stages take turns, so that a machine that slows down slows all of them.
 """
 
