@@ -116,8 +116,8 @@ def measure(name: str, batch: Sequence[int], repeats: int, dtype: torch.dtype) -
     packed.pack()
     stages: list[tuple[str, list[str], list[tuple[Run, int]]]] = []
     chosen: list[str] = []
-    for stage, modules in STAGES:
-        chosen = [*chosen, *modules]
+    for stage, added in STAGES:
+        chosen = [*chosen, *added]
         passes = Passes(packed if "linear" in chosen else unpacked, batch)
         runs = [(passes.plain(*passes.decode(count)), 20) for count in batch]
         stages.append((stage, chosen, [*runs, (passes.plain(*passes.prompt()), 3)]))
