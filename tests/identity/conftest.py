@@ -121,7 +121,9 @@ def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
     model.pack()
     model.measure_batch_invariance()
     if not model.batch_invariant:
-        warnings.warn("not batch invariant here: logits are compared within bounds, not bit for bit", stacklevel=2)
+        warnings.warn(
+            "not batch invariant here: logits are compared within bounds, not bit for bit", stacklevel=2
+        )
     return Subject(model, tokenizer)
 
 

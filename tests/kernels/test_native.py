@@ -212,7 +212,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype):
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(threads)
-            found.append([y for rows in (1, 3, 100) for y in compute(draw(rows, 1536, dtype=dtype, seed=rows))])
+            found.append(
+                [y for rows in (1, 3, 100) for y in compute(draw(rows, 1536, dtype=dtype, seed=rows))]
+            )
         finally:
             torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
