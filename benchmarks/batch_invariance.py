@@ -3,10 +3,10 @@
 `python -m benchmarks.batch_invariance [--models zoo:llama-tiny …] [--requests 1000]`
 
 Every request is answered twice by an engine with the same options: alone, and among all others, which arrive in
-shuffled order while memory is so short that some are preempted. Prompts are English-like text of varied lengths; half of
-the requests are greedy, the other half are sampled with a seed each, some with penalties and stop strings. An answer
-has changed if one of its tokens has. Counted for each number type, with the native kernels and without; nothing is
-timed, so the machine need not be idle.
+shuffled order while memory is so short that some are preempted. Prompts are English-like text of varied lengths.
+Half of the requests are greedy; the others are sampled with a seed each, some with penalties and stop strings. An
+answer has changed if one of its tokens has. Counted for each number type, with the native kernels and without;
+nothing is timed, so the machine need not be idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PromptWriter
 from common.engine import Engine
-from common.models.registry import open_checkpoint
 from common.phases import find_phase
 from common.request import SamplingParams
 from common.text import Tokenizer

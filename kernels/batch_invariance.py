@@ -1,10 +1,10 @@
 """Whether a row's bits depend on what is computed beside it: found out on this machine, once a model is loaded.
 
 Floating-point addition rounds, so a sum in another order may have other last bits. The C++ kernels fix the order of
-their own sums. What adds up inside a matrix product is the machine's library, and a library may choose its way by the
-number of rows: seen in oneDNN's bfloat16 products, where one row alone differs from the same row beside others in one
-output of some thousands, and only where sums are long. So the products are tried: those of the model at hand, at
-their real sizes, on enough outputs.
+their own sums. What adds up inside a matrix product is the machine's library, and a library may choose its way by
+the number of rows. oneDNN's bfloat16 products were seen to: one row alone differs from the same row beside others
+in one output of some thousands, and only where sums are long. So the products are tried: those of the model at
+hand, at their real sizes, on enough outputs.
 """
 
 from __future__ import annotations
@@ -86,15 +86,22 @@ def product_keeps_bits(product: Product, dtype: torch.dtype) -> bool:
 
 def attention_keeps_bits(heads: Heads, dtype: torch.dtype) -> bool:
     """Whether tokens have the same bits decoded one by one, prefilled in chunks, and prefilled whole."""
-    block_size = 16
-    table = torch.arange(-(-COLUMNS // block_size))[None]
     q = _draw(COLUMNS, heads.queries, heads.size, dtype=dtype)
-    k, v = _draw(2, table.shape[1], block_size, heads.keys, heads.size, dtype=dtype)
+    k, v = _draw(2, COLUMNS, heads.keys, heads.size, dtype=dtype)
+    stores = torch.zeros(2, 1, COLUMNS, heads.keys, heads.size, dtype=dtype)  # one block
 
     def compute(first: int, end: int) -> Tensor:
         """What queries `first` to `end` give, [end - first, Hq, D], where those are a pass's."""
-        layout = AttentionLayout(table, block_size, (end - first,), (end,), heads.keys)
-        return native_attention(q[first:end], k, v, layout, scale=heads.size**-0.5, window=None)
+        layout = AttentionLayout(
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int64),
+            COLUMNS,
+            (end - first,),
+            (end,),
+            heads.keys,
+        )
+        own = slice(first, end)
+        return native_attention(q[own], k[own], v[own], *stores, layout, scale=heads.size**-0.5, window=None)
 
     whole = compute(0, COLUMNS)
     pieces = [(row, row + 1) for row in range(COLUMNS - DECODED, COLUMNS)]

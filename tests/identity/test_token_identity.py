@@ -1,8 +1,8 @@
 """The correctness rule: every phase gives the tokens that `generate()` gives, whatever runs beside them.
 
 Trained models hide mask errors behind confident predictions, so the logits of every step are compared as well, and
-random weights are run beside the trained ones. Where a model is batch invariant (with native kernels), logits have the
-same bits. Elsewhere they may differ within a bound, because sums run in another order.
+random weights are run beside the trained ones. Where a model is batch invariant (with native kernels), logits have
+the same bits. Elsewhere sums run in other orders, and logits may differ within a bound.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
 
 
 def assert_same(name: str, tokens: list[int], logits: list[Tensor], solo: Solo) -> None:
-    """Equal tokens and logits. Where these need not be exact they may differ up to a bound, and a near tie may flip,
-    once a run."""
+    """Equal tokens and logits. Where these need not be exact, they lie within a bound, and a near tie may flip,
+    once a run.
+    """
     if solo.exact:
         assert tokens == solo.tokens, name
         assert torch.equal(torch.stack(logits), torch.stack(solo.logits)), name

@@ -1,6 +1,6 @@
 """Kernels that break the rule on purpose: the tests that compare bits must notice each of them.
 
-A mutant is a copy of the C++ sources with a few words replaced, as somebody might write them who wants to be faster. Its
+A mutant is a copy of the C++ sources with a few words replaced, as somebody might who wants to be faster. Its
 library is built and loaded in a process of its own, which runs those tests on it.
 """
 
@@ -111,8 +111,9 @@ MUTANTS = {
     "rows that are fewer than threads have their sums shared out": Mutant(
         "linear.cpp",
         {
-            'library.impl("linear", &linear);': """library.impl("linear", [](
-                const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
+            'library.impl("linear", &linear);': """using at::Tensor;
+            library.impl("linear", [](
+                const Tensor& x, const Tensor& packed, int64_t outputs, const std::optional<Tensor>& bias) {
               if (x.size(0) >= at::get_num_threads()) return linear(x, packed, outputs, bias);
               const int64_t groups = packed.size(1) / 2, inputs = groups * packed.size(3);
               const auto rest = packed.narrow(1, groups, packed.size(1) - groups).contiguous();
@@ -126,8 +127,9 @@ MUTANTS = {
     "one row goes another way than several": Mutant(
         "linear.cpp",
         {
-            'library.impl("linear", &linear);': """library.impl("linear", [](
-                const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
+            'library.impl("linear", &linear);': """using at::Tensor;
+            library.impl("linear", [](
+                const Tensor& x, const Tensor& packed, int64_t outputs, const std::optional<Tensor>& bias) {
               if (x.size(0) != 1) return linear(x, packed, outputs, bias);
               auto out = at::empty({1, outputs}, x.options());
               const int64_t inputs = x.size(1), group = packed.size(3);
