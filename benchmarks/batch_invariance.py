@@ -4,9 +4,10 @@
 
 Every request is answered twice by an engine with the same options: alone, and among all others, which arrive in
 shuffled order while memory is so short that some are preempted. Prompts are English-like text of varied lengths.
-Half of the requests are greedy; the others are sampled with a seed each, some with penalties and stop strings. An
-answer has changed if one of its tokens has. Counted for each number type, with the native kernels and without;
-nothing is timed, so the machine need not be idle.
+Half of the requests are greedy; the others are sampled with a seed each, some with penalties and stop strings.
+Counted is how many answers have another token, and how many have a token with another log-probability, be it in
+the last bit: for each number type, with the native kernels and without. Nothing is timed: the machine need not be
+idle.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PromptWriter
 from common.engine import Engine
 from common.phases import find_phase
-from common.request import SamplingParams
+from common.request import SamplingParams, StepOutput
 from common.text import Tokenizer
 from kernels.dispatch import kernels_on
 
@@ -45,8 +46,9 @@ COLUMNS = [
     "type",
     "kernels",
     "batch invariant",
-    "greedy answers that changed",
-    "sampled answers that changed",
+    "greedy answers with another token",
+    "sampled answers with another token",
+    "answers with other log-probabilities",
     "sequences in a step, mean",
     "preemptions",
 ]
@@ -61,22 +63,37 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """New tokens, and the log-probability of each."""
+
+    token_ids: list[int | None]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, outputs: Sequence[StepOutput]) -> Answer:
+        return cls(
+            [output.token_id for output in outputs],
+            [output.logprobs.logprob for output in outputs if output.logprobs is not None],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """What an engine did with all orders.
 
     Attributes:
-        answers: each order's new tokens.
+        answers: of each order.
         sequences: that shared a step, the mean.
     """
 
-    answers: list[list[int]]
+    answers: list[Answer]
     sequences: float
     preemptions: int
 
 
 def greedy_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
     return [
-        Order(prompt, SamplingParams(temperature=0.0, max_new_tokens=new_tokens))
+        Order(prompt, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, logprobs=0))
         for _, prompt, new_tokens in _draw(tokenizer, count, "greedy")
     ]
 
@@ -93,6 +110,7 @@ def sampled_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
                 stop=rng.choice([(), (), (), (), (".",)]),
                 seed=rng.getrandbits(31),
                 max_new_tokens=new_tokens,
+                logprobs=0,
             ),
         )
         for rng, prompt, new_tokens in _draw(tokenizer, count, "sampled")
@@ -108,7 +126,7 @@ def _draw(tokenizer: Tokenizer, count: int, kind: str) -> list[tuple[random.Rand
     ]
 
 
-def alone(engine: Engine, orders: Sequence[Order]) -> list[list[int]]:
+def alone(engine: Engine, orders: Sequence[Order]) -> list[Answer]:
     """The orders' answers, one order after the other."""
     return [serve(engine, [order], most_arrivals=1).answers[0] for order in orders]
 
@@ -123,6 +141,7 @@ def serve(engine: Engine, orders: Sequence[Order], most_arrivals: int = ARRIVALS
     requests = [engine.create_request(order.prompt, order.params) for order in orders]
     waiting = rng.sample(requests, len(requests))
     preempted = engine.scheduler.preemptions
+    outputs: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
     active = []
     while waiting or engine.has_work:
         for _ in range(rng.randint(ARRIVALS[0], most_arrivals)):
@@ -130,12 +149,13 @@ def serve(engine: Engine, orders: Sequence[Order], most_arrivals: int = ARRIVALS
                 waiting.pop()
         if not engine.has_work:
             continue
-        errors = [output.error for output in engine.step() if output.error is not None]
-        if errors:
-            raise RuntimeError(f"a request failed: {errors[0]}")
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(f"a request failed: {output.error}")
+            outputs[output.request_id].append(output)
         active.append(len(engine.scheduler.active))
     return Served(
-        answers=[request.token_ids[len(request.prompt_token_ids) :] for request in requests],
+        answers=[Answer.of(outputs[request.request_id]) for request in requests],
         sequences=sum(active) / len(active),
         preemptions=engine.scheduler.preemptions - preempted,
     )
@@ -158,8 +178,8 @@ def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) 
     engine = package.build_engine(package.Config.model_validate(options))
     kinds = [orders(engine.tokenizer, count) for orders in (greedy_orders, sampled_orders)]
     together = [serve(engine, orders) for orders in kinds]
-    changed = [
-        sum(a != b for a, b in zip(alone(engine, orders), served.answers, strict=True))
+    pairs = [
+        list(zip(alone(engine, orders), served.answers, strict=True))
         for orders, served in zip(kinds, together, strict=True)
     ]
     invariant = engine.runner.model.batch_invariant
@@ -168,7 +188,8 @@ def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) 
         dtype,
         kernels_on(engine.runner.model.device),
         "yes" if invariant else "no",
-        *changed,
+        *(sum(a.token_ids != b.token_ids for a, b in each) for each in pairs),
+        sum(a.logprobs != b.logprobs for each in pairs for a, b in each),
         sum(served.sequences for served in together) / len(together),
         sum(served.preemptions for served in together),
     ]

@@ -88,7 +88,8 @@ def attention_keeps_bits(heads: Heads, dtype: torch.dtype) -> bool:
     """Whether tokens have the same bits decoded one by one, prefilled in chunks, and prefilled whole."""
     q = _draw(COLUMNS, heads.queries, heads.size, dtype=dtype)
     k, v = _draw(2, COLUMNS, heads.keys, heads.size, dtype=dtype)
-    stores = torch.zeros(2, 1, COLUMNS, heads.keys, heads.size, dtype=dtype)  # one block
+    k_store, v_store = torch.zeros(2, 1, COLUMNS, heads.keys, heads.size, dtype=dtype)  # one block each
+    scale = heads.size**-0.5
 
     def compute(first: int, end: int) -> Tensor:
         """What queries `first` to `end` give, [end - first, Hq, D], where those are a pass's."""
@@ -101,7 +102,7 @@ def attention_keeps_bits(heads: Heads, dtype: torch.dtype) -> bool:
             heads.keys,
         )
         own = slice(first, end)
-        return native_attention(q[own], k[own], v[own], *stores, layout, scale=heads.size**-0.5, window=None)
+        return native_attention(q[own], k[own], v[own], k_store, v_store, layout, scale=scale, window=None)
 
     whole = compute(0, COLUMNS)
     pieces = [(row, row + 1) for row in range(COLUMNS - DECODED, COLUMNS)]
