@@ -219,11 +219,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     console = Console()
     phase = find_phase_module(options.phase)
-    rows = []
-    for model, native, dtype in itertools.product(options.models, (True, False), DTYPES):
-        row = in_new_process(phase, model, dtype, native, options.requests)
-        console.print(*row, highlight=False)
-        rows.append(row)
     table = MeasuredTable(
         name="batch_invariance",
         title="answers under load against the same requests alone",
@@ -236,10 +231,14 @@ def main(arguments: list[str] | None = None) -> None:
             "seats": f"{SEATS} on {NUM_BLOCKS} blocks of {BLOCK_SIZE}",
         },
         columns=COLUMNS,
-        rows=rows,
+        rows=[],
     )
+    for model, native, dtype in itertools.product(options.models, (True, False), DTYPES):
+        table.rows.append(in_new_process(phase, model, dtype, native, options.requests))
+        path = table.save(options.out)  # each row takes minutes
+        console.print(*table.rows[-1], highlight=False)
     table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    console.print(f"written to {path}")
 
 
 if __name__ == "__main__":
