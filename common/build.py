@@ -107,9 +107,19 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
     if native:
         model.pack()
+        model.measure_batch_invariance()
     _warm_up(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)
-    logger.info("loaded %s (%s, %s, %s kernels) in %.1f s", config.model, device, dtype, kernels, seconds)
+    invariant = "" if model.batch_invariant else "not "
+    logger.info(
+        "loaded %s (%s, %s, %s kernels, %sbatch invariant) in %.1f s",
+        config.model,
+        device,
+        dtype,
+        kernels,
+        invariant,
+        seconds,
+    )
     return model, tokenizer
 
 

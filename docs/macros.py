@@ -9,7 +9,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
-from docs.building import code, memory, options, paging, pictures, results, samples  # noqa: E402 - needs the path
+from docs.building import code, memory, options, paging, pictures, results, rounding, samples  # noqa: E402 - needs the path
 
 
 def define_env(env: Any) -> None:
@@ -43,6 +43,9 @@ def define_env(env: Any) -> None:
         results.results_table,
         results.sweep_table,
         results.trade_offs,
+        rounding.lone_rows,
+        rounding.orders_of_a_sum,
+        rounding.three_numbers,
         samples.event_stream,
         samples.zoo_samples,
     ):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.kv import KVView
 from common.models.config import LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
+from kernels.batch_invariance import Heads, Product, is_batch_invariant
 from kernels.gated_act import gated_act
 from kernels.linear import pack_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -57,6 +58,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.parts = parts  # checkpoint name -> output features, in order
+        self.in_features = in_features
         self.out_features = sum(parts.values())
         self.weight = nn.Parameter(
             torch.empty(self.out_features, in_features, dtype=dtype), requires_grad=False
@@ -270,6 +272,7 @@ class CausalLM(nn.Module, ABC):
             else nn.Parameter(torch.empty_like(self.embedding), requires_grad=False)
         )
         self.packed_head: Tensor | None = None
+        self.batch_invariant = False  # until it has been measured
 
     @abstractmethod
     def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
@@ -305,9 +308,20 @@ class CausalLM(nn.Module, ABC):
         # The rows that need logits are picked before the head: full-prompt logits are never computed.
         rows = batch.logit_rows
         hidden, _ = self.norm.add_and_norm(hidden[rows], residual[rows])
+        return self.head(hidden)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> logits [S, vocab]."""
         if self.packed_head is not None:
             return packed_linear(hidden, self.packed_head, self.config.vocab_size)
         return F.linear(hidden, self.embedding if self.untied_head is None else self.untied_head)
+
+    def products(self) -> Iterator[Product]:
+        """Every linear layer of a pass, the head last."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                yield Product(module.in_features, module.out_features, module)
+        yield Product(self.config.hidden_size, self.config.vocab_size, self.head)
 
     def pack(self) -> None:
         """Keep the weights of all products in the form that a CPU computes with, layer by layer.
@@ -320,6 +334,14 @@ class CausalLM(nn.Module, ABC):
         self.packed_head = pack_linear(self.embedding if self.untied_head is None else self.untied_head)
         if self.packed_head is not None and self.untied_head is not None:
             self.untied_head = nn.Parameter(self.untied_head.new_empty(0), requires_grad=False)
+
+    def measure_batch_invariance(self) -> None:
+        """Find out whether a token's logits have the same bits whoever shares its passes, on native kernels.
+
+        Takes the time of a few hundred small products.
+        """
+        heads = Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
+        self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype)
 
     def held_tensors(self) -> Iterator[HeldTensor]:
         """Every checkpoint tensor of this model and the parameter rows it fills."""

@@ -373,6 +373,7 @@ async def version(request: Request) -> Response:
             "device": str(engine.runner.model.device),
             "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
             "kernels": kernels_on(engine.runner.model.device),
+            "batch_invariant": engine.runner.model.batch_invariant,
         }
     )
 

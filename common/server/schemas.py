@@ -379,6 +379,10 @@ class Version(BaseModel):
     kernels: Literal["triton", "native", "torch"] = Field(
         description="what computes norms, attention and the like"
     )
+    batch_invariant: bool = Field(
+        description="whether a sequence's logits have the same bits alone and beside any others: measured at start "
+        "with native kernels, false without"
+    )
 
 
 class TelemetrySnapshot(BaseModel):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import benchmarks.__main__ as command_line
 import benchmarks.compare
-from benchmarks import attention_kernel, decode_step, memory_pressure, server_cost
+from benchmarks import attention_kernel, batch_invariance, decode_step, memory_pressure, server_cost
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement
 from benchmarks.plots.groups import load_groups
@@ -236,7 +236,7 @@ def test_results_are_the_visitors_own_unless_told_otherwise(
 
 
 def test_every_program_that_writes_writes_there() -> None:
-    for module in (attention_kernel, decode_step, memory_pressure, server_cost):
+    for module in (attention_kernel, batch_invariance, decode_step, memory_pressure, server_cost):
         assert module.parser().parse_args([]).out == LOCAL, module.__name__
     assert command_line.parser("infer").parse_args(["compare"]).out == LOCAL
 

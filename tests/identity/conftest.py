@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,8 @@ class Subject:
             with recorded_logits() as logits:
                 for _ in generate(self.model, request):
                     pass
-            self._alone[key] = Solo(request.token_ids[len(prompt) :], logits["alone"])
+            tokens = request.token_ids[len(prompt) :]
+            self._alone[key] = Solo(tokens, logits["alone"], self.model.batch_invariant)
         return self._alone[key]
 
 
@@ -111,6 +113,18 @@ class Subject:
 class Solo:
     tokens: list[int]
     logits: list[Tensor]  # [vocab] for each token
+    exact: bool  # whether others' must have the same bits, or lie within a bound
+
+
+def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
+    """A subject that computes what a server computes; a warning where only bounds can be held."""
+    model.pack()
+    model.measure_batch_invariance()
+    if not model.batch_invariant:
+        warnings.warn(
+            "not batch invariant here: logits are compared within bounds, not bit for bit", stacklevel=2
+        )
+    return Subject(model, tokenizer)
 
 
 class recorded_logits:
@@ -164,5 +178,5 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Subject(model, checkpoint.tokenizer())
+    yield as_served(model, checkpoint.tokenizer())
     torch.set_num_threads(threads)

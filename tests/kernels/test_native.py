@@ -170,6 +170,16 @@ def test_linear(dtype, outputs, inputs):
             torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """A library may share out a sum among threads, if there are fewer rows than those."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048), (300, 42)])
 def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inputs):
@@ -183,6 +193,31 @@ def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inp
         for rows in (1, 2, 3, 17, 32, 64):
             alone = packed_linear(x[first : first + rows].clone(), packed, outputs)
             assert torch.equal(alone, together[first : first + rows]), (first, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_number_of_threads(dtype):
+    """Enough rows for both threads, and fewer."""
+    if not native.has_products(dtype):
+        pytest.skip(f"no products in {dtype} on this processor")
+    packed, weight = pack_linear(draw(576, 1536, dtype=dtype)), draw(1536, dtype=dtype, seed=1)
+
+    def compute(x):
+        normed, total = fused_add_rms_norm_native(x, x, weight, 1e-6)
+        gated = gated_act_native(x, "gelu_tanh")
+        return packed_linear(x, packed, 576), rms_norm_native(x, weight, 1e-6), normed, total, gated
+
+    found = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads)
+            found.append(
+                [y for rows in (1, 3, 100) for y in compute(draw(rows, 1536, dtype=dtype, seed=rows))]
+            )
+        finally:
+            torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
 
 
 # ---------------------------------------------------------------------- attention
@@ -241,7 +276,7 @@ def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, wind
     form = {"dtype": dtype, "heads": heads, "size": size, "window": window}
     whole = attend([(columns, columns)], **form)
     for chunk in (1, 7, 64, 130, 300):
-        for end in (1, 2, 63, 65, 129, 255, 256, 257, 300, 511, 512, 513, columns):
+        for end in (1, 2, 63, 64, 65, 129, 192, 255, 256, 257, 300, 320, 511, 512, 513, columns):
             queries = min(chunk, end)
             # The same store for every length: a shorter sequence is the beginning of the whole.
             part = attend_prefix(columns, queries, end, **form)

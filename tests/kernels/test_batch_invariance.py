@@ -1,0 +1,159 @@
+"""The measurement at start: that it holds here, and that it sees what breaks the rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import batch_invariance, native
+from kernels.batch_invariance import OUTPUTS, Heads, Product, attention_keeps_bits, is_batch_invariant
+from kernels.batch_invariance import product_keeps_bits as keeps_bits
+from kernels.linear import pack_linear, packed_linear
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [(512, 512), (1792, 512), (576, 960), (144, 320), (512, 32_000)]  # inputs, outputs
+HEADS = Heads(queries=8, keys=4, size=64)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if not native.is_loaded() or not native.has_products(request.param):
+        pytest.skip("no native kernels here")
+    return request.param
+
+
+def weights(inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def product_of(weight: Tensor) -> Product:
+    packed = pack_linear(weight)
+    assert packed is not None
+    outputs, inputs = weight.shape
+    return Product(inputs, outputs, functools.partial(packed_linear, packed=packed, outputs=outputs))
+
+
+def product(inputs: int, outputs: int, dtype: torch.dtype) -> Product:
+    return product_of(weights(inputs, outputs, dtype))
+
+
+@pytest.mark.parametrize(("threads", "sizes"), [(1, SIZES), (2, SIZES[1:2])])
+def test_native_kernels_are_batch_invariant(
+    dtype: torch.dtype, threads: int, sizes: list[tuple[int, int]]
+) -> None:
+    """So it was on every processor that this was run on. Where it fails, servers say so at /version, and the tests
+    that compare bits are skipped or compare within bounds; this one tells a processor that is different, or a
+    kernel that was broken."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert is_batch_invariant([product(*size, dtype) for size in sizes], HEADS, dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------- products that break the rule
+
+
+class Flipped:
+    """A product whose outputs have another last bit, one in so many of those that are computed by some calls."""
+
+    def __init__(self, product: Product, one_in: int, where: Callable[[int], bool]) -> None:
+        self.product, self.one_in, self.where = product, one_in, where
+        self.computed = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.product.compute(x)
+        if self.where(x.shape[0]):
+            first = -self.computed % self.one_in
+            self.computed += y.numel()
+            bits = torch.int32 if y.dtype == torch.float32 else torch.int16
+            y.view(-1).view(bits)[first :: self.one_in] ^= 1
+        return y
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("one_in", "rows"),
+    [(10_000, 1), (3000, 2), (3000, 3), (3000, 16), (3000, 17), (3000, 64), (3000, 256)],
+)
+def test_rare_differences_are_seen(dtype: torch.dtype, size: tuple[int, int], one_in: int, rows: int) -> None:
+    """At one row: rarer than in oneDNN's products, where 1 in 8,000 was seen at 1536 inputs."""
+    sound = product(*size, dtype)
+    seen: list[int] = []
+
+    def where(count: int) -> bool:
+        seen.append(count)
+        return count == rows
+
+    flipped = Flipped(sound, min(one_in, rows * sound.outputs), where)
+    verdict = keeps_bits(dataclasses.replace(sound, compute=flipped), dtype)
+    assert verdict is (rows not in seen)
+    assert rows in seen or (rows, size) == (256, (512, 32_000)), "a wide product gets fewer rows"
+
+
+def test_enough_outputs_are_compared(dtype: torch.dtype) -> None:
+    for size in [(512, 512), (512, 3584), (512, 32_000)]:
+        sound = product(*size, dtype)
+        flipped = Flipped(sound, 10**9, lambda rows: rows == 1)
+        flipped.computed = 1  # the one that it would flip is a thousand million on
+        assert keeps_bits(dataclasses.replace(sound, compute=flipped), dtype)
+        assert flipped.computed > OUTPUTS
+
+
+def test_a_sum_in_two_parts_is_seen(dtype: torch.dtype) -> None:
+    """What a library does with a lone row, so that every thread has something to add."""
+    inputs, outputs = 1792, 512
+    weight = weights(inputs, outputs, dtype)
+    whole = product_of(weight)
+    left, right = (product_of(half.contiguous()) for half in weight.chunk(2, dim=1))
+
+    def compute(x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            return whole.compute(x)
+        first, second = x.chunk(2, dim=1)
+        return left.compute(first) + right.compute(second)
+
+    split = Product(inputs, outputs, compute)
+    assert keeps_bits(whole, dtype)
+    assert not keeps_bits(split, dtype)
+    assert not is_batch_invariant([product(512, 512, dtype), split], HEADS, dtype)
+
+
+@pytest.mark.parametrize("queries", [1, 17, 100])
+def test_attention_that_depends_on_a_chunk_is_seen(
+    dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = batch_invariance.native_attention
+
+    def attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = original(q, *args, **kwargs)
+        if q.shape[0] == queries:
+            out[-1, -1, -1] *= 1 + 2.0**-7
+        return out
+
+    assert attention_keeps_bits(HEADS, dtype)
+    monkeypatch.setattr(batch_invariance, "native_attention", attention)
+    assert not attention_keeps_bits(HEADS, dtype)
+
+
+# ---------------------------------------------------------------------- where the kernels do not compute
+
+
+def never(x: Tensor) -> Tensor:
+    raise AssertionError("nothing is measured that nobody vouches for")
+
+
+def test_another_librarys_products_are_not_vouched_for() -> None:
+    assert not is_batch_invariant([Product(64, 64, never)], HEADS, torch.float16)
+
+
+@pytest.mark.usefixtures("torch_kernels")
+def test_without_native_kernels_nothing_is_measured() -> None:
+    assert not is_batch_invariant([Product(64, 64, never)], HEADS, torch.float32)

@@ -1,0 +1,86 @@
+"""What a server says of its bits at /version and in its log, and that it serves either way."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from torch import Tensor
+
+import common.models.layers
+from common.engine import Engine
+from common.phases import find_phase
+from common.server.app import create_app
+from kernels import native
+from kernels.linear import packed_linear
+
+BODY = {
+    "model": "zoo:llama-tiny",
+    "prompt": "Once upon a time",
+    "max_tokens": 5,
+    "temperature": 0,
+    "stream": False,
+}
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def start(dtype: str, caplog: pytest.LogCaptureFixture, **options: bool) -> tuple[Engine, str]:
+    """A server's engine, and the log's line about its model."""
+    caplog.set_level("INFO", "common.build")
+    package = find_phase("chunked")
+    config = package.Config(model="zoo:llama-tiny", device="cpu", dtype=dtype, max_seq_len=256, **options)
+    engine = package.build_engine(config)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "common.build")
+    return engine, line
+
+
+def ask(engine: Engine) -> tuple[bool, str]:
+    """What /version says of the bits, and an answer."""
+    with TestClient(create_app(engine)) as client:
+        said = client.get("/version").json()["batch_invariant"]
+        answers = [client.post("/v1/completions", json=BODY).json() for _ in range(2)]
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [5, 5]
+    text: str = answers[1]["choices"][0]["text"]
+    return said, text
+
+
+def test_said_of_native_kernels(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    if not native.is_loaded() or not native.has_products(getattr(torch, dtype)):
+        pytest.skip("no native kernels here")
+    engine, line = start(dtype, caplog)
+    assert re.fullmatch(rf".*\(cpu, torch\.{dtype}, native kernels, batch invariant\) in .* s", line)
+    assert ask(engine)[0] is True
+
+
+def test_a_product_that_depends_on_the_number_of_rows_is_told_and_served(
+    dtype: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.is_loaded() or not native.has_products(getattr(torch, dtype)):
+        pytest.skip("no native kernels here")
+    expected = ask(start(dtype, caplog)[0])[1]
+    caplog.clear()
+
+    def mutant(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
+        y = packed_linear(x, packed, outputs, bias)
+        if x.shape[0] == 16:
+            y[3, 5] *= 1 + 2.0**-7
+        return y
+
+    monkeypatch.setattr(common.models.layers, "packed_linear", mutant)
+    engine, line = start(dtype, caplog)
+    assert "native kernels, not batch invariant)" in line
+    assert ask(engine) == (False, expected)  # no pass here has sixteen rows
+
+
+@pytest.mark.usefixtures("torch_kernels")
+def test_not_said_of_torch(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine, line = start(dtype, caplog, native_kernels=False)
+    assert "torch kernels, not batch invariant)" in line
+    assert ask(engine)[0] is False
