@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.peers.environments import LIBRARIES, find_environment
+from benchmarks.peers.environments import LIBRARIES, Environment, find_environment
 from benchmarks.peers.library import start
 from benchmarks.peers.process import WorkerProcess
 from benchmarks.peers.weights import Weights, weights_of
@@ -116,18 +116,25 @@ def options_of(weights: Weights, threads: int) -> Options:
     )
 
 
-def start_peer(name: str, weights: Weights, options: Options) -> WorkerProcess:
-    """A peer by name, with its environment after the `=`.
+def find_peer(name: str) -> tuple[str, Environment | None]:
+    """A peer and its environment, which stands after the `=`; None: it lives in ours.
 
     Raises:
         StartupError: there is no such peer, or it is not installed.
     """
     peer, _, folder = name.partition("=")
-    if peer == OWN_ENVIRONMENT:
-        return WorkerProcess("transformers", options)
+    if name == OWN_ENVIRONMENT:
+        return name, None
     if peer not in LIBRARIES:
         raise StartupError(f"--peer {name}: there are {OWN_ENVIRONMENT}, {', '.join(LIBRARIES)}")
-    environment = find_environment(peer, folder)
+    return peer, find_environment(peer, folder)
+
+
+def start_peer(
+    peer: str, environment: Environment | None, weights: Weights, options: Options
+) -> WorkerProcess:
+    if environment is None:
+        return WorkerProcess(peer, options)
     options = options._replace(max_pass_tokens=LIBRARIES[peer].max_pass_tokens)
     return start(peer, environment, weights, options)
 
@@ -222,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, console: Console) -> None:
     """Start all, measure, show and save."""
     torch.set_num_threads(arguments.threads)
-    peers = arguments.peer or [OWN_ENVIRONMENT]
+    peers = [find_peer(name) for name in arguments.peer or [OWN_ENVIRONMENT]]
     weights = weights_of(arguments.model, arguments.dtype)
     options = options_of(weights, arguments.threads)
     with ExitStack() as stack:
@@ -231,9 +238,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             console.print(f"starting phase {phase}")
             worker = WorkerProcess("ours", options._replace(phase=phase))
             contenders.append(Contender(stack.enter_context(worker), ours=True))
-        for name in peers:
-            console.print(f"starting {name}")
-            worker = start_peer(name, weights, options)
+        for peer, environment in peers:
+            console.print(f"starting {peer}")
+            worker = start_peer(peer, environment, weights, options)
             contenders.append(Contender(stack.enter_context(worker), ours=False))
         num_bytes = weight_bytes(weights.config, weights.dtype)
         floor_s = measure(

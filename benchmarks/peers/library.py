@@ -10,6 +10,7 @@ import os
 import queue
 import signal
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -35,10 +36,14 @@ def start(peer: str, environment: Environment, weights: Weights, options: Option
 
 
 class Piped:
-    """A worker that steps, as a backend of the front: jobs go down its input, tokens come up its output."""
+    """A worker that steps, as a backend of the front: jobs go down its input, tokens come up its output.
 
-    def __init__(self, worker: WorkerProcess) -> None:
+    `on_end` is called when the worker has ended, after every job of its has been told.
+    """
+
+    def __init__(self, worker: WorkerProcess, on_end: Callable[[], None]) -> None:
         self._worker = worker
+        self._on_end = on_end
         self._jobs: dict[int, Job] = {}
         self._left: dict[int, int] = {}
 
@@ -56,7 +61,7 @@ class Piped:
         except Exception as error:
             for job in list(self._jobs.values()):
                 job.end(error)
-            os.kill(os.getpid(), signal.SIGTERM)  # a front without its worker serves nobody
+            self._on_end()
 
     def _pass_on(self, answer: dict[str, object]) -> None:
         match answer:
@@ -92,9 +97,18 @@ def main() -> None:
         threads=torch.get_num_threads(),
     )
     worker = start(options.peer, environment, weights, settings)
+
+    def end() -> None:
+        """A front without its worker serves nobody."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
     with worker:
         serve(
-            lambda: Piped(worker), model=options.model, name=worker.name, host=options.host, port=options.port
+            lambda: Piped(worker, end),
+            model=options.model,
+            name=worker.name,
+            host=options.host,
+            port=options.port,
         )
 
 

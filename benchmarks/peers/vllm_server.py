@@ -31,7 +31,7 @@ def main() -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    command = [environment.python, "-m", "vllm.entrypoints.cli.main", "serve", weights.folder]
+    command = [environment.python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", weights.folder]
     command += ["--served-model-name", options.model, "--dtype", weights.dtype_name]
     command += ["--kv-cache-memory-bytes", str(options.kv_tokens * weights.kv_bytes_per_token), *passed_on]
     sys.stderr.flush()
