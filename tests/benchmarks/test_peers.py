@@ -183,7 +183,7 @@ def test_peers_stand_in_one_order(installed: Path) -> None:
 def test_vllm_is_served_the_weights_and_bytes_of_the_phases(
     installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The program that becomes `vllm serve` is stopped where it would."""
+    """The program that becomes vLLM's server is stopped where it would."""
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: became.append(command))
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -196,7 +196,7 @@ def test_vllm_is_served_the_weights_and_bytes_of_the_phases(
     options = dict(itertools.pairwise(command))
     shape = KVShape.of(open_checkpoint("zoo:llama-tiny").config, torch.float32)
     assert int(options["--kv-cache-memory-bytes"]) == 4 * 256 * shape.bytes_per_token
-    assert options["serve"] == str(open_checkpoint("zoo:llama-tiny").weights)
+    assert options["--model"] == str(open_checkpoint("zoo:llama-tiny").weights)
     assert options["--dtype"] == "float32"
     assert options["--max-model-len"] == "256"
     assert "--kv-tokens" not in command  # no option of vLLM's

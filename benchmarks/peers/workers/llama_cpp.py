@@ -69,7 +69,7 @@ class LlamaCpp(SteppingWorker):
         self._free_tokens = options.kv_tokens
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
+        self.name = f"llama-cpp-python {llama_cpp.__version__}"
 
     def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
         if len(prompt) + max_tokens > self._max_seq_len:

