@@ -63,9 +63,7 @@ class Stopwatch:
 def engine_without_passes(phase: str, sequences: int) -> Engine:
     """An engine whose forward passes take no time, with room for `sequences`."""
     package = find_phase(phase)
-    whole_blocks = (
-        -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE
-    )  # or the pool could not hold all of them
+    whole_blocks = -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE  # or the pool could not hold all of them
     engine = package.build_engine(
         package.Config(model=MODEL, max_batch_size=sequences, max_seq_len=whole_blocks)
     )
