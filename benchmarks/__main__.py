@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare | run | plots`."""
+"""`python -m benchmarks compare | run | plots | export`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from rich.markup import escape
 
 from benchmarks.calibrate import LOADS, CalibrationError
 from benchmarks.compare import Comparison, compare
+from benchmarks.export import export_dummy
 from benchmarks.measure import Measurement, new_comparison_name
-from benchmarks.peers import peer_targets
+from benchmarks.peers.registry import peer_targets
 from benchmarks.results import LOCAL, RESULTS, Run
 from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
+from common.zoo.presets import PRESETS
 
 PLOTS = Path("docs/assets/plots")
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
@@ -79,13 +82,18 @@ def parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
     top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
-    commands = top.add_subparsers(required=True, metavar="compare | run | plots")
+    commands = top.add_subparsers(required=True, metavar="compare | run | plots | export")
     _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
     _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
     plots = commands.add_parser("plots", help="draw every figure from the results")
     plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
     plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
     plots.set_defaults(command=_plots)
+    export = commands.add_parser("export", help="write a dummy's weights for other servers")
+    export.add_argument("preset", help=f"with or without dummy: before it; {', '.join(PRESETS)}")
+    export.add_argument("folder", type=Path, help="a new folder")
+    export.add_argument("--dtype", default="auto", choices=DTYPES, help="what they are drawn in (auto)")
+    export.set_defaults(command=_export)
     return top
 
 
@@ -96,11 +104,12 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "--peer",
         action="append",
         default=[],
-        help="also measure: generate, transformers, llama.cpp=FILE.gguf, or the URL of a server; may be repeated",
+        help="also measure: generate, transformers, a server in a virtual environment of its own (vllm=FOLDER, "
+        "openvino=FOLDER, llama.cpp=FOLDER), or the URL of one that runs; may be repeated",
     )
     group.add_argument("--model", default="dummy:llama-60m", help="every server's (dummy:llama-60m)")
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    group.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    group.add_argument("--dtype", default="auto", choices=DTYPES)
     group.add_argument("--slots", type=int, default=8, help="KV memory, in sequences of full length (8)")
     group.add_argument(
         "--max-seq-len", type=int, default=4096, help="length of a full sequence, in tokens (4096)"
@@ -230,6 +239,12 @@ def _plots(options: argparse.Namespace, console: Console) -> int:
 
     written = draw_all(options.results, options.out)
     console.print(f"{len(written)} figures in {options.out}")
+    return 0
+
+
+def _export(options: argparse.Namespace, console: Console) -> int:
+    export_dummy(f"dummy:{options.preset.removeprefix('dummy:')}", options.folder, options.dtype)
+    console.print(f"{options.preset} written to {options.folder}")
     return 0
 
 

@@ -1,152 +1,266 @@
-"""One decode step through our engine against one of `transformers`' `generate`, on the same weights, in one run.
+"""One pass of our engine against one of other libraries, on the same weights, each in a process of its own.
 
-`python -m benchmarks.decode_step [--model dummy:llama-135m] [--batch 1 16] [--repeats 5]`
+`python -m benchmarks.decode_step [--model dummy:llama-135m] [--phase 7] [--repeats 3]`
+`    [--peer transformers] [--peer vllm=FOLDER] [--peer openvino=FOLDER] [--peer llama.cpp=FOLDER]`
 
-A step's time is the slope between a short and a long generation, so prompt passes and set-up cancel. The two take
-turns, so that a machine that slows down slows both.
+A batch of prompts is generated from, greedily. Prefill is the time until every sequence has its first token; a
+decode step is the mean of those that bring each of them one more. All processes are up with the weights loaded, and
+take turns, so that a machine that slows down slows all. Every turn has prompts of its own: no cache has seen them.
+
+The floor of a decode step is measured beside them: every weight must be read once.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
+from benchmarks.peers.environments import LIBRARIES, Environment, find_environment
+from benchmarks.peers.library import start
+from benchmarks.peers.process import WorkerProcess
+from benchmarks.peers.weights import Weights, weights_of
+from benchmarks.peers.workers.protocol import Options, Timing
 from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
-from common.models.layers import CausalLM
-from common.models.registry import load_model, open_checkpoint
-from common.phases import find_phase
-from common.request import SamplingParams
-from common.text import Tokenizer
-from common.zoo.presets import PRESETS
+from common.errors import StartupError
+from common.models.registry import weight_bytes
+from common.phases import phase_names
 
+NEW_TOKENS = 40
 PROMPT_TOKENS = 128
-SHORT, LONG = 8, 40  # new tokens
+LONG_PROMPT_TOKENS = 2048
+SEQUENCES = 16
+MAX_SEQ_LEN = LONG_PROMPT_TOKENS + 64
+SETTLE_S = 0.5  # threads of who computed last stop spinning before the next one's turn
+
+OWN_ENVIRONMENT = "transformers"  # the peer that lives in ours
 
 
-def transformers_twin(model: CausalLM, preset: str) -> Any:
-    """The same weights in `transformers`' own model class."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is generated at once."""
 
-    raw = dict(PRESETS[preset])
-    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
-    build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
-    twin = build(config, dtype=model.dtype).eval()
-    held = {h.name: h.parameter.data[h.row : h.row + h.rows] for h in model.held_tensors()}
-    twin.load_state_dict(held, strict=False)
-    twin.tie_weights()
-    twin.generation_config.eos_token_id = None
-    twin.generation_config.pad_token_id = 0
-    return twin
+    sequences: int
+    prompt_tokens: int
+    new_tokens: int
 
 
-def prompts(batch: int, vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    ids: list[list[int]] = torch.randint(vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
-    return ids
+SINGLE = Batch(1, PROMPT_TOKENS, NEW_TOKENS)
+MANY = Batch(SEQUENCES, PROMPT_TOKENS, NEW_TOKENS)
+LONG = Batch(1, LONG_PROMPT_TOKENS, 1)
+BATCHES = (SINGLE, MANY, LONG)
+
+#: Headings, and where each finds its seconds.
+COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
+    "decode step, 1 sequence, ms": (SINGLE, lambda timing: timing.decode_s),
+    f"{SEQUENCES} sequences, ms": (MANY, lambda timing: timing.decode_s),
+    f"prefill {SEQUENCES} × {PROMPT_TOKENS}, ms": (MANY, lambda timing: timing.prefill_s),
+    f"prefill 1 × {LONG_PROMPT_TOKENS}, ms": (LONG, lambda timing: timing.prefill_s),
+}
 
 
-def run_ours(
-    phase: str, model: CausalLM, tokenizer: Tokenizer, batch: int, new_tokens: int
-) -> list[list[int]]:
-    package = find_phase(phase)
-    config = package.Config(max_batch_size=batch, max_seq_len=PROMPT_TOKENS + LONG)
-    engine = package.build_engine(config, model=model, tokenizer=tokenizer)
-    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-    requests = [engine.create_request(prompt, params) for prompt in prompts(batch, model.config.vocab_size)]
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_work:
-        engine.step()
-    return [request.token_ids for request in requests]
+@dataclass(slots=True)
+class Contender:
+    """Who is measured, and what was found: for each batch a timing of every turn.
+
+    Attributes:
+        ours: whether it is one of our phases.
+    """
+
+    worker: WorkerProcess
+    ours: bool
+    found: dict[Batch, list[Timing]] = field(default_factory=dict)
+
+    def turn(self, turn: int, vocab_size: int) -> None:
+        """All batches, once."""
+        for batch in BATCHES:
+            order = {"measure": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
+            timing = Timing(**self.worker.ask(order))
+            self.found.setdefault(batch, []).append(timing)
+
+    def medians_s(self) -> list[float]:
+        """Of every column."""
+        return [
+            statistics.median(
+                seconds for timing in self.found[batch] if (seconds := read(timing)) is not None
+            )
+            for batch, read in COLUMNS.values()
+        ]
+
+    def first_tokens(self) -> list[int]:
+        """Of every sequence of every turn."""
+        return [token for batch in BATCHES for timing in self.found[batch] for token in timing.first_tokens]
 
 
-def run_theirs(twin: Any, batch: int, new_tokens: int) -> list[list[int]]:
-    ids = torch.tensor(prompts(batch, twin.config.vocab_size))
-    mask = torch.ones_like(ids)
-    with torch.inference_mode():
-        out = twin.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-    tokens: list[list[int]] = out.tolist()
-    return tokens
+def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
+    """A turn's own, the same for everybody."""
+    draw = random.Random(f"{batch}:{turn}")
+    return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
 
 
-def step_time_s(run: Callable[[int], object]) -> float:
-    """Seconds of one decode step."""
+def options_of(weights: Weights, threads: int) -> Options:
+    """What all are started with: room for the most that is generated at once."""
+    return weights.options(
+        max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
+    )
+
+
+def find_peer(name: str) -> tuple[str, Environment | None]:
+    """A peer and its environment, which stands after the `=`; None: it lives in ours.
+
+    Raises:
+        StartupError: there is no such peer, or it is not installed.
+    """
+    peer, _, folder = name.partition("=")
+    if name == OWN_ENVIRONMENT:
+        return name, None
+    if peer not in LIBRARIES:
+        raise StartupError(f"--peer {name}: there are {OWN_ENVIRONMENT}, {', '.join(LIBRARIES)}")
+    return peer, find_environment(peer, folder)
+
+
+def start_peer(
+    peer: str, environment: Environment | None, weights: Weights, options: Options
+) -> WorkerProcess:
+    if environment is None:
+        return WorkerProcess(peer, options)
+    options = options._replace(max_pass_tokens=LIBRARIES[peer].max_pass_tokens)
+    return start(peer, environment, weights, options)
+
+
+def reading_s(num_bytes: int) -> float:
+    """Seconds to read so much memory, with the threads that torch has: the best of a few."""
+    memory = torch.ones(num_bytes // 4)
     times = []
-    for new_tokens in (SHORT, LONG):
-        started = time.perf_counter()
-        run(new_tokens)
-        times.append(time.perf_counter() - started)
-    return (times[1] - times[0]) / (LONG - SHORT)
+    for _ in range(20):
+        started_s = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def measure(
+    contenders: Sequence[Contender], floor: Callable[[], float], repeats: int, vocab_size: int
+) -> float:
+    """All turns; who begins changes. A turn before the first warms up and is not counted.
+
+    Returns:
+        The floor, in seconds: the median over turns.
+    """
+    floors = []
+    for turn in range(repeats + 1):
+        for contender in contenders if turn % 2 else contenders[::-1]:
+            time.sleep(SETTLE_S)
+            contender.turn(turn, vocab_size)
+        time.sleep(SETTLE_S)
+        floors.append(floor())
+        if turn == 0:
+            floors.clear()
+            for contender in contenders:
+                contender.found.clear()
+    return statistics.median(floors)
+
+
+def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
+    """A line for each, the floor, and how our last phase compares with the best of the others."""
+    found = {contender.worker.name: contender.medians_s() for contender in contenders}
+    (*_, own), others = (
+        [contender for contender in contenders if contender.ours],
+        [contender for contender in contenders if not contender.ours],
+    )
+    expected = own.first_tokens()
+    rows: list[list[Cell]] = []
+    for contender in contenders:
+        same = sum(a == b for a, b in zip(expected, contender.first_tokens(), strict=True))
+        times: list[Cell] = [seconds * 1e3 for seconds in found[contender.worker.name]]
+        rows.append([contender.worker.name, *times, f"{same} of {len(expected)}"])
+    rows.append(["reading the weights once", floor_s * 1e3, floor_s * 1e3, None, None, ""])
+    if others:
+        best = [min(times) for times in zip(*(found[c.worker.name] for c in others), strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(found[own.worker.name], best, strict=True)]
+        rows.append([f"{own.worker.name} ÷ the best of the others", *ratios, ""])
+    return rows
 
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--model", default="dummy:llama-135m", help="a dummy preset")
-    options.add_argument("--phase", default="phase5_continuous")
-    options.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--model", default="dummy:llama-135m")
+    options.add_argument(
+        "--phase", nargs="+", default=phase_names()[-1:], help="numbers or names; the last one is compared"
+    )
+    options.add_argument(
+        "--peer",
+        action="append",
+        help=f"transformers, or with the folder of a virtual environment: {', '.join(LIBRARIES)}; "
+        "may be repeated (transformers)",
+    )
+    options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    options.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="that compute, for each"
+    )
     options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
     return options
 
 
-def main() -> None:
-    arguments = parser().parse_args()
-    checkpoint = open_checkpoint(arguments.model)
-    model = load_model(
-        checkpoint,
-        device=torch.device("cpu"),
-        dtype=getattr(torch, arguments.dtype),
-        max_positions=PROMPT_TOKENS + LONG,
-    )
-    twin = transformers_twin(model, arguments.model.removeprefix("dummy:"))
-    tokenizer = checkpoint.tokenizer()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; its exit code."""
+    try:
+        run(parser().parse_args(arguments), Console())
+    except StartupError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    return 0
 
-    rows: list[list[Cell]] = []
-    for batch in arguments.batch:
 
-        def ours(new: int, batch: int = batch) -> list[list[int]]:
-            return run_ours(arguments.phase, model, tokenizer, batch, new)
-
-        def theirs(new: int, batch: int = batch) -> list[list[int]]:
-            return run_theirs(twin, batch, new)
-
-        ours(SHORT), theirs(SHORT)  # warm
-        pairs = [(step_time_s(ours), step_time_s(theirs)) for _ in range(arguments.repeats)]
-        rows.append(
-            [
-                batch,
-                statistics.median(a for a, _ in pairs) * 1e3,
-                statistics.median(b for _, b in pairs) * 1e3,
-                statistics.median(a / b for a, b in pairs),
-            ]
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """Start all, measure, show and save."""
+    torch.set_num_threads(arguments.threads)
+    peers = [find_peer(name) for name in arguments.peer or [OWN_ENVIRONMENT]]
+    weights = weights_of(arguments.model, arguments.dtype)
+    options = options_of(weights, arguments.threads)
+    with ExitStack() as stack:
+        contenders = []
+        for phase in arguments.phase:
+            console.print(f"starting phase {phase}")
+            worker = WorkerProcess("ours", options._replace(phase=phase))
+            contenders.append(Contender(stack.enter_context(worker), ours=True))
+        for peer, environment in peers:
+            console.print(f"starting {peer}")
+            worker = start_peer(peer, environment, weights, options)
+            contenders.append(Contender(stack.enter_context(worker), ours=False))
+        num_bytes = weight_bytes(weights.config, weights.dtype)
+        floor_s = measure(
+            contenders, lambda: reading_s(num_bytes), arguments.repeats, weights.config.vocab_size
         )
     table = MeasuredTable(
         name="decode_step",
-        title="one decode step",
+        title="one pass",
         setup={
-            "model": f"{arguments.model} in {arguments.dtype}",
-            "after prompts of": f"{PROMPT_TOKENS} tokens",
-            "median of": f"{arguments.repeats} pairs",
-            "threads": str(torch.get_num_threads()),
+            "model": f"{arguments.model} in {weights.dtype_name}",
+            "decode after prompts of": f"{PROMPT_TOKENS} tokens",
+            "median of": f"{arguments.repeats} turns",
+            "threads": str(arguments.threads),
         },
-        columns=["batch", f"{arguments.phase}, ms", "transformers, ms", "ratio"],
-        rows=rows,
+        columns=["", *COLUMNS, "first tokens as ours"],
+        rows=rows_of(contenders, floor_s),
     )
-    console = Console()
     table.print(console)
     console.print(f"written to {table.save(arguments.out)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -40,6 +40,7 @@ def define_env(env: Any) -> None:
         results.ledger,
         results.plots,
         results.measured_table,
+        results.peers_tables,
         results.results_table,
         results.sweep_table,
         results.trade_offs,

@@ -18,7 +18,7 @@ def source(name: str) -> str:
         name: in full, such as `common.kv.KVPool.view`. A name that has moved fails the build.
     """
     found = pkgutil.resolve_name(_with_colon(name))
-    target = inspect.unwrap(found.fget if isinstance(found, property) else found)  # beneath its decorators
+    target = inspect.unwrap(found.fget if isinstance(found, property) else found)
     lines, first = inspect.getsourcelines(target)
     path = Path(inspect.getsourcefile(target) or "").resolve().relative_to(ROOT)
     code = inspect.cleandoc("\n" + "".join(lines))

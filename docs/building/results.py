@@ -143,6 +143,23 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
     return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
 
 
+def peers_tables(results: Path = RESULTS) -> str:
+    """The newest comparison of phases with other servers, for each workload, model and machine; or a sentence."""
+    found: dict[tuple[str, str, str], Group] = {}
+    for group in complete_groups(results):
+        run = group.first
+        phases = [label.startswith("phase ") for label in group.labels]
+        if any(phases) and not all(phases) and not run.workload.quick and not group.swept:
+            found.setdefault((run.workload.name, group.folder, run.server.model), group)
+    if not found:
+        return "No comparison with another server has been measured yet.\n"
+    lines = [line for line in LINES if line.title in HEADLINES]
+    return "\n".join(
+        f"`{workload}`: {_setup(group)}\n\n{_table(group, lines)}"
+        for (workload, *_), group in sorted(found.items(), key=lambda item: item[0])
+    )
+
+
 def measured_table(name: str, results: Path = RESULTS) -> str:
     """What a program that measures in one process found, on each machine; a sentence where it has not been run."""
     found = [table for table in load_tables(results) if table.name == name]

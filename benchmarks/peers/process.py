@@ -1,0 +1,117 @@
+"""A worker in a process of its own: starting it, giving it orders, reading its answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.peers.workers import protocol
+from common.errors import StartupError
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = "benchmarks.peers.workers"
+STOP_TIMEOUT_S = 20.0
+LOG_LINES = 8
+
+
+def command(python: Path | str, module: str, *arguments: str) -> list[str]:
+    """A worker's program. Its environment must be `environment()`."""
+    return [str(python), "-P", "-m", f"{WORKERS}.{module}", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Ours and where a worker finds itself; how many threads compute is said in its options."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+
+
+class WorkerProcess:
+    """A worker's process. Use it in a `with` statement.
+
+    Attributes:
+        name: the library's, with its version.
+    """
+
+    def __init__(self, module: str, options: protocol.Options, python: Path | str = sys.executable) -> None:
+        self._module = module
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `stop`
+        self._process = subprocess.Popen(
+            command(python, module),
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        try:
+            self.name: str = self.ask(options._asdict())["ready"]
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        """One order and its answer.
+
+        Raises:
+            StartupError: the worker says what went wrong, or has ended.
+        """
+        self.send(order)
+        answer = self.receive()
+        if "error" in answer:
+            raise StartupError(f"{self._module}: {answer['error']}")
+        return answer
+
+    def send(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def receive(self) -> dict[str, Any]:
+        """The next answer. StartupError: there will be none."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        """Close its input, which ends it; SIGKILL if that does not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            """It has ended already."""
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def _ended(self) -> StartupError:
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        said = "\n  ".join(lines) or "(nothing)"
+        return StartupError(f"{self._module} ended (exit {code}); it printed last:\n  {said}")

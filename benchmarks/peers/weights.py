@@ -1,0 +1,134 @@
+"""The weights that peers serve: a checkpoint's folder as it is, a dummy's exported, both converted where need be.
+
+What is made is made once, in `peers` in the user's cache folder, and found again as long as what it was made from
+is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.export import export_dummy
+from benchmarks.peers.process import command, environment
+from benchmarks.peers.workers.protocol import Options
+from common.config import resolve_dtype
+from common.errors import StartupError
+from common.kv import KVShape
+from common.models.config import ModelConfig
+from common.models.registry import DUMMY_SEED, open_checkpoint
+from common.zoo.presets import PRESETS
+from kernels.native import default_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A Hugging Face folder, and the type that is computed in.
+
+    Attributes:
+        key: of what it holds.
+    """
+
+    model: str
+    folder: Path
+    dtype: torch.dtype
+    config: ModelConfig
+    key: str
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return KVShape.of(self.config, self.dtype).bytes_per_token
+
+    def options(self, *, max_seq_len: int, max_sequences: int, kv_tokens: int, threads: int) -> Options:
+        """What a worker is started with to serve them."""
+        return Options(
+            model=self.model,
+            folder=str(self.folder),
+            dtype=self.dtype_name,
+            max_seq_len=max_seq_len,
+            max_sequences=max_sequences,
+            kv_tokens=kv_tokens,
+            kv_bytes=kv_tokens * self.kv_bytes_per_token,
+            threads=threads,
+        )
+
+
+def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
+    """A model's weights as a folder.
+
+    Args:
+        model: any name that a server takes.
+        dtype: to be computed in, or `auto`.
+        cache: where a dummy's are kept; default: `peers` in the user's cache folder.
+
+    Raises:
+        StartupError: there is no such model.
+    """
+    checkpoint = open_checkpoint(model)
+    resolved = resolve_dtype(dtype, checkpoint.config.dtype, torch.device("cpu"))
+    if checkpoint.weights is not None:
+        folder = checkpoint.weights.resolve()
+        files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
+        return Weights(model, folder, resolved, checkpoint.config, _key(folder, files))
+    shape = PRESETS[model.removeprefix("dummy:")]
+    key = _key(model, sorted(shape.items()), resolved, DUMMY_SEED, torch.__version__)
+    name = str(resolved).removeprefix("torch.")
+    folder = made_once(
+        (cache or _cache()) / key / "weights", lambda folder: export_dummy(model, folder, name)
+    )
+    return Weights(model, folder, resolved, checkpoint.config, key)
+
+
+def converted(weights: Weights, module: str, python: Path, version: str, cache: Path | None = None) -> Path:
+    """The weights in the form that a library reads, made by its worker.
+
+    Raises:
+        StartupError: the library cannot convert them; with what it said last.
+    """
+
+    def convert(target: Path) -> None:
+        program = command(python, module, "convert", str(weights.folder), str(target))
+        done = subprocess.run(program, env=environment(), capture_output=True, text=True, errors="replace")
+        if done.returncode != 0:
+            said = (done.stderr.strip() or "(nothing)").splitlines()[-1]
+            raise StartupError(f"{module} cannot convert {weights.model}: {said}")
+
+    return made_once((cache or _cache()) / weights.key / f"{module}-{version}", convert)
+
+
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """`target`, made under another name and moved there when it is whole."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        make(scratch / target.name)
+        try:
+            os.rename(scratch / target.name, target)
+        except OSError:
+            if not target.exists():  # else somebody was faster
+                raise
+    finally:
+        shutil.rmtree(scratch)
+    return target
+
+
+def _cache() -> Path:
+    return default_cache() / "peers"
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

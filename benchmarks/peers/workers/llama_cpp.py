@@ -1,0 +1,229 @@
+"""llama.cpp by way of its C functions; in an environment with `llama-cpp-python` and `gguf`.
+
+The package's own server computes one request at a time, so requests are batched here, as llama.cpp's `llama-server`
+does it: in one batch the last token of every sequence that decodes, then of prompts as much as still fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
+
+# ---------------------------------------------------------------------------------------------- computing
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A request. `pending` are the tokens to be computed next, `computed` how many lie in KV memory."""
+
+    job: int
+    pending: list[int]
+    max_tokens: int
+    slot: int = -1
+    computed: int = 0
+    generated: int = field(default=0)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV memory at its end: while `generated` is 0."""
+        return len(self.pending) + self.max_tokens
+
+
+class LlamaCpp(SteppingWorker):
+    """KV memory is one pool for all sequences; a request is admitted when all that it may grow to is free."""
+
+    def __init__(self, options: Options) -> None:
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(
+            options.folder.encode(), llama_cpp.llama_model_default_params()
+        )
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = options.kv_tokens
+        parameters.n_seq_max = options.max_sequences
+        parameters.kv_unified = True
+        parameters.n_threads = parameters.n_threads_batch = options.threads
+        if options.max_pass_tokens:
+            parameters.n_batch = options.max_pass_tokens
+        # Keys and values stay in float16, the library's default: as many bytes as bfloat16.
+        if options.dtype == "float32":
+            parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F32
+        self._context = llama_cpp.llama_init_from_model(model, parameters)
+        if not self._context:
+            raise RuntimeError("llama.cpp made no context; its reason is above")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._batch_size = llama_cpp.llama_n_batch(self._context)
+        self._batch = llama_cpp.llama_batch_init(self._batch_size, 0, 1)
+        self._max_seq_len = min(options.max_seq_len, options.kv_tokens)
+        self._free_slots = list(range(options.max_sequences))
+        self._free_tokens = options.kv_tokens
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self.name = f"llama-cpp-python {llama_cpp.__version__}"
+
+    def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
+        if len(prompt) + max_tokens > self._max_seq_len:
+            raise ValueError(f"{len(prompt)} + {max_tokens} tokens are more than {self._max_seq_len}")
+        self._waiting.append(_Sequence(job, list(prompt), max_tokens))
+
+    def step(self) -> Iterable[tuple[int, int]]:
+        self._admit()
+        rows = self._fill()
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode: {status}")
+        for sequence, row in rows:
+            logits = llama_cpp.llama_get_logits_ith(self._context, row)
+            token = int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+            sequence.pending = [token]
+            sequence.generated += 1
+            if sequence.generated == sequence.max_tokens:
+                self._retire(sequence)
+            yield sequence.job, token
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_slots and self._waiting[0].kv_tokens <= self._free_tokens:
+            sequence = self._waiting.popleft()
+            self._free_tokens -= sequence.kv_tokens
+            sequence.slot = self._free_slots.pop()
+            self._running.append(sequence)
+
+    def _retire(self, sequence: _Sequence) -> None:
+        """What it held is what it has computed, and the one token that is never computed."""
+        self._running.remove(sequence)
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence.slot, -1, -1)
+        self._free_slots.append(sequence.slot)
+        self._free_tokens += sequence.computed + 1
+
+    def _fill(self) -> list[tuple[_Sequence, int]]:
+        """Put the next batch together: sequences that get a token from it, and the row whose logits choose it."""
+        rows: list[tuple[_Sequence, int]] = []
+        batch = self._batch
+        batch.n_tokens = 0
+        for sequence in sorted(
+            self._running, key=lambda each: each.generated == 0
+        ):  # those that decode first
+            chunk = sequence.pending[: self._batch_size - batch.n_tokens]
+            sequence.pending = sequence.pending[len(chunk) :]
+            for token in chunk:
+                row = batch.n_tokens
+                batch.token[row] = token
+                batch.pos[row] = sequence.computed
+                batch.n_seq_id[row] = 1
+                batch.seq_id[row][0] = sequence.slot
+                batch.logits[row] = False
+                batch.n_tokens += 1
+                sequence.computed += 1
+            if chunk and not sequence.pending:
+                batch.logits[batch.n_tokens - 1] = True
+                rows.append((sequence, batch.n_tokens - 1))
+        return rows
+
+
+# ---------------------------------------------------------------------------------------------- converting
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_STORED: dict[str, tuple[np.dtype[Any], Any]] = {
+    "BF16": (np.dtype("uint16"), gguf.GGMLQuantizationType.BF16),  # numpy has no such type: bits do as well
+    "F16": (np.dtype("float16"), gguf.GGMLQuantizationType.F16),
+    "F32": (np.dtype("float32"), gguf.GGMLQuantizationType.F32),
+}
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def convert(source: Path, target: Path) -> None:
+    """A Hugging Face folder of a Llama or Qwen 3, in one file, as GGUF without a vocabulary, in the same type.
+
+    Raises:
+        ValueError: it is another architecture, or its rotary frequencies are scaled.
+    """
+    config = json.loads((source / "config.json").read_text())
+    architecture = config["model_type"]
+    rope = config.get("rope_parameters") or {}
+    if architecture not in ("llama", "qwen3") or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"only unscaled llama and qwen3 are converted to GGUF, not {architecture} {rope}")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(target, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config["vocab_size"])
+    for name, kind, stored in _read(source / "model.safetensors"):
+        array = stored
+        # llama.cpp's Llama rotates neighbours, Hugging Face's the two halves of a head.
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            array = _interleaved(array, heads if "q_proj" in name else kv_heads)
+        if array.ndim == 1:  # norms are kept in float32
+            wide = (array.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else array.astype("f4")
+            writer.add_tensor(_renamed(name), wide)
+        else:
+            writer.add_tensor(_renamed(name), array, raw_dtype=_STORED[kind][1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _read(path: Path) -> Iterable[tuple[str, str, Array]]:
+    """Every tensor of a safetensors file with its name and type; bfloat16 as its bits."""
+    content = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        kind = entry["dtype"]
+        yield name, kind, content[first:last].view(_STORED[kind][0]).reshape(entry["shape"])
+
+
+def _interleaved(weight: Array, heads: int) -> Array:
+    """[heads * d, hidden], rows of each head in the order 0, d/2, 1, d/2 + 1, ..."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _renamed(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        index, _, rest = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{index}.{_NAMES[rest]}.weight"
+    return f"{_NAMES[stem]}.weight"
+
+
+if __name__ == "__main__":
+    main(LlamaCpp, convert)

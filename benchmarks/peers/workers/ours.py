@@ -1,0 +1,43 @@
+"""Our own engine, as a peer of the others: `benchmarks.decode_step` measures it as it measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
+from common.phases import find_phase
+from common.request import SamplingParams
+
+
+class Ours(SteppingWorker):
+    """A phase's engine, built and stepped in this thread."""
+
+    def __init__(self, options: Options) -> None:
+        torch.set_num_threads(options.threads)
+        package = find_phase(options.phase)
+        config = package.Config(
+            model=options.model,
+            device="cpu",
+            dtype=options.dtype,
+            max_batch_size=options.max_sequences,
+            max_seq_len=options.max_seq_len,
+        )
+        self._engine = package.build_engine(config)
+        self.name = f"phase {package.PHASE.number}"
+
+    def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_new_tokens=max_tokens, ignore_eos=True)
+        self._engine.add_request(self._engine.create_request(prompt, params, str(job)))
+
+    def step(self) -> Iterable[tuple[int, int]]:
+        for output in self._engine.step():
+            if output.error is not None:
+                raise output.error
+            assert output.token_id is not None
+            yield int(output.request_id), output.token_id
+
+
+if __name__ == "__main__":
+    main(Ours)

@@ -1,0 +1,145 @@
+"""A dummy as a Hugging Face folder: the same model for transformers, for our own loader, and for peers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import benchmarks.__main__ as command_line
+from benchmarks.export import export_dummy
+from benchmarks.peers.weights import made_once, weights_of
+from common.errors import StartupError
+from common.llm import LLM
+from common.models.registry import open_checkpoint
+from common.request import SamplingParams
+from common.zoo.presets import PRESETS
+from tests.helpers import draw_ids, largest_difference, load, oracle_logits, oracle_of, solo_logits
+
+TINY: dict[str, Any] = {
+    "vocab_size": 1300,  # more than the tokenizer that a dummy borrows has
+    "hidden_size": 42,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 56,
+    "max_position_embeddings": 256,
+}
+LIKE = {"tiny-llama": "llama-60m", "tiny-qwen3": "qwen3-60m", "tiny-gemma3": "gemma3-60m"}
+
+
+@pytest.fixture(autouse=True)
+def tiny_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets of each architecture small enough to run twice."""
+    presets: Any = PRESETS
+    for name, like in LIKE.items():
+        monkeypatch.setitem(presets, name, {**PRESETS[like], **TINY})
+    untied = {**PRESETS["tiny-llama"], "tie_word_embeddings": False}
+    monkeypatch.setitem(presets, "tiny-untied", untied)
+
+
+@pytest.mark.parametrize("preset", [*LIKE, "tiny-untied"])
+def test_transformers_and_our_loader_find_the_dummy_again(preset: str, tmp_path: Path) -> None:
+    export_dummy(f"dummy:{preset}", tmp_path / "out", "float32")
+    dummy, again = load(f"dummy:{preset}"), load(tmp_path / "out")
+    for (name, ours), theirs in zip(dummy.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    ids = draw_ids(20, TINY["vocab_size"])
+    logits = solo_logits(dummy, ids)
+    assert torch.equal(logits, solo_logits(again, ids))
+    assert largest_difference(logits, oracle_logits(oracle_of(tmp_path / "out"), ids)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_our_engine_answers_alike_from_both(dtype: str, tmp_path: Path) -> None:
+    export_dummy("dummy:tiny-llama", tmp_path / "out", dtype)
+    prompts = [draw_ids(count, TINY["vocab_size"], seed=count) for count in (3, 17, 40)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+    dummy, exported = (
+        [
+            completion.token_ids
+            for completion in LLM(model, dtype=dtype, device="cpu", max_seq_len=128).generate(prompts, params)
+        ]
+        for model in ("dummy:tiny-llama", str(tmp_path / "out"))
+    )
+    assert dummy == exported
+    assert [len(tokens) for tokens in dummy] == [12] * 3
+
+
+def test_weights_are_written_in_the_type_they_are_drawn_in(tmp_path: Path) -> None:
+    export_dummy("dummy:tiny-llama", tmp_path / "b", "bfloat16")
+    export_dummy("dummy:tiny-llama", tmp_path / "f", "float32")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert open_checkpoint(str(tmp_path / "b")).config.dtype == torch.bfloat16
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("b", "f")]
+    assert sizes[0] < 0.6 * sizes[1]
+    assert torch.equal(
+        load(tmp_path / "b", dtype=torch.bfloat16).embedding,
+        load("dummy:tiny-llama", dtype=torch.bfloat16).embedding,
+    )
+
+
+def test_the_command_writes_a_folder_and_says_what_is_wrong_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert command_line.main(["export", "tiny-llama", out]) == 0
+    assert {path.name for path in Path(out).iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    capsys.readouterr()
+    for arguments, said in (
+        (["export", "tiny-llama", out], "holds something already"),
+        (["export", "nobody", out], "no preset 'nobody'"),
+    ):
+        assert command_line.main(arguments) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(StartupError, match="only dummies are exported"):
+        export_dummy("zoo:llama-tiny", tmp_path / "other")
+    assert command_line.main(["export", "dummy:tiny-llama", str(tmp_path / "again")]) == 0
+
+
+def test_a_peers_weights_are_exported_once_for_each_type(tmp_path: Path) -> None:
+    first = weights_of("dummy:tiny-llama", "float32", tmp_path)
+    written = (first.folder / "model.safetensors").stat().st_mtime_ns
+    again = weights_of("dummy:tiny-llama", "float32", tmp_path)
+    assert again == first
+    assert (again.folder / "model.safetensors").stat().st_mtime_ns == written
+    assert weights_of("dummy:tiny-llama", "bfloat16", tmp_path).folder != first.folder
+    assert weights_of("dummy:tiny-qwen3", "float32", tmp_path).folder != first.folder
+    assert torch.equal(load(first.folder).embedding, load("dummy:tiny-llama").embedding)
+
+
+def test_a_preset_that_changes_is_exported_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = weights_of("dummy:tiny-llama", "float32", tmp_path)
+    presets: Any = PRESETS
+    monkeypatch.setitem(presets, "tiny-llama", {**PRESETS["tiny-llama"], "num_hidden_layers": 2})
+    second = weights_of("dummy:tiny-llama", "float32", tmp_path)
+    assert second.folder != first.folder
+    assert load(second.folder).config.num_layers == 2
+
+
+def test_a_checkpoint_is_served_from_where_it_is(tmp_path: Path) -> None:
+    weights = weights_of("zoo:llama-tiny", "float32", tmp_path)
+    assert weights.folder == open_checkpoint("zoo:llama-tiny").weights
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    def broken(target: Path) -> None:
+        target.mkdir()
+        (target / "half").write_text("")
+        raise StartupError("no more")
+
+    with pytest.raises(StartupError, match="no more"):
+        made_once(tmp_path / "cache" / "model", broken)
+    assert not list((tmp_path / "cache").iterdir())
+    made = made_once(tmp_path / "cache" / "model", lambda target: target.mkdir())
+    assert made.is_dir()
+    assert [path.name for path in made.parent.iterdir()] == ["model"]
