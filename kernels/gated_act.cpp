@@ -4,17 +4,6 @@
 namespace infer {
 namespace {
 
-inline float sigmoid(float x) {
-  const float small = exp_of_nonpositive(x > 0 ? -x : x);
-  return (x > 0 ? 1.0f : small) / (1.0f + small);
-}
-
-// gate * sigmoid(gate) is SiLU; with the gate steepened it is the tanh form of GELU (see gated_act.py).
-template <bool silu>
-inline float openness(float gate) {
-  return sigmoid(silu ? gate : 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate));
-}
-
 template <typename T, bool silu>
 void activate(const at::Tensor& gate_up, at::Tensor& out) {
   const int64_t rows = out.size(0), size = out.size(1), stride = gate_up.stride(0);
@@ -24,10 +13,8 @@ void activate(const at::Tensor& gate_up, at::Tensor& out) {
     for (int64_t row = begin; row < end; ++row) {
       const T *gates = from + row * stride, *ups = gates + size;
       T* result = to + row * size;
-      for (int64_t i = 0; i < size; ++i) {
-        const float gate = to_float(gates[i]);
-        result[i] = from_float<T>(gate * openness<silu>(gate) * to_float(ups[i]));
-      }
+      for (int64_t i = 0; i < size; ++i)
+        result[i] = from_float<T>(activated<silu>(to_float(gates[i])) * to_float(ups[i]));
     }
   });
 }

@@ -17,14 +17,20 @@ product itself. Packed once, a decode step reads each weight once, front to back
 
 **A row has the same bits whatever rows are beside it.** Every output is one sum over its inputs, in an order that
 depends on the number of inputs alone. oneDNN's own products have that property for two rows and more, not for one.
+
+A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in a panel: whoever computes
+a panel has both, and writes `activation(gate) * up` instead of the product.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import has_native_products
+
+GATES_IN_PANEL = 32  # and as many ups; kernels/linear.cpp counts on it
 
 
 def pack_linear(weight: Tensor) -> Tensor | None:
@@ -55,4 +61,40 @@ def packed_linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None =
         [T, N]. Sums are float32 and rounded once.
     """
     out: Tensor = torch.ops.infer.linear(x if x.stride(-1) == 1 else x.contiguous(), packed, outputs, bias)
+    return out
+
+
+def pack_gated_linear(weight: Tensor) -> Tensor | None:
+    """`weight` in panels, for `packed_gated_linear`; None as for `pack_linear`.
+
+    Args:
+        weight: [2F, K] float32 or bfloat16, contiguous: the rows of the F gates, then those of the F ups.
+
+    Returns:
+        [ceil(F / 32), K / 2, 64, 2], in float32 [ceil(F / 32), K, 64, 1]; missing outputs are zero.
+    """
+    inputs = weight.shape[1]
+    halves = weight.view(2, -1, inputs)
+    halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % GATES_IN_PANEL))
+    by_panel = halves.view(2, -1, GATES_IN_PANEL, inputs).transpose(0, 1)
+    return pack_linear(by_panel.reshape(-1, inputs))
+
+
+def packed_gated_linear(
+    x: Tensor, packed: Tensor, size: int, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    """`activation(x G^T) * (x U^T)` on packed gates G and ups U.
+
+    Args:
+        x: [T, K], the type of the weights.
+        packed: from `pack_gated_linear`.
+        size: F.
+        activation: one of `kernels.gated_act.ACTIVATIONS`.
+        bias: [2F], the gates' first.
+
+    Returns:
+        [T, F]. Everything up to the result is float32; it is rounded once.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out: Tensor = torch.ops.infer.gated_linear(x, packed, size, bias, activation == "silu")
     return out

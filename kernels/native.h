@@ -97,8 +97,10 @@ inline float largest_of(const float* values, int64_t count) {
 // denormal, 0; NaN stays NaN. The library's expf is as exact, but a call, and a loop with a call is not vectorised.
 inline float exp_of_nonpositive(float x) {
   constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f, kLowest = -87.3f;
+  // Added to a small number it leaves no room for a fraction: the sum is rounded, and its last bits are the integer.
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
   const float clamped = x < kLowest ? kLowest : x;
-  const float n = __builtin_floorf(clamped * kLog2e + 0.5f);
+  const float rounded = clamped * kLog2e + kRounder, n = rounded - kRounder;
   const float r = (clamped - n * kLn2High) - n * kLn2Low;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -106,11 +108,27 @@ inline float exp_of_nonpositive(float x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &rounded, sizeof(bits));
+  bits = (bits + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof(power));
   return x < kLowest ? 0.0f : p * power;
+}
+
+// ---------------------------------------------------------------------- activations
+
+inline float sigmoid(float x) {
+  const float small = exp_of_nonpositive(x > 0 ? -x : x);
+  return (x > 0 ? 1.0f : small) / (1.0f + small);
+}
+
+// gate * sigmoid(gate) is SiLU; with the gate steepened it is the tanh form of GELU (see gated_act.py).
+template <bool silu>
+inline float activated(float gate) {
+  return gate * sigmoid(silu ? gate : 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate));
 }
 
 // ---------------------------------------------------------------------- types

@@ -102,6 +102,7 @@ def _register_shapes() -> None:
     fake("infer::rope")(lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)))
     fake("infer::gated_act")(lambda x, _: x.new_empty(x.shape[0], x.shape[1] // 2))
     fake("infer::linear")(lambda x, _, outputs, __: x.new_empty(x.shape[0], outputs))
+    fake("infer::gated_linear")(lambda x, _, size, *__: x.new_empty(x.shape[0], size))
     fake("infer::attention")(lambda q, *_: q.new_empty(q.shape))
 
 

@@ -20,7 +20,7 @@ from common.kv import KVView
 from common.models.config import LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 from kernels.batch_invariance import Heads, Product, is_batch_invariant
 from kernels.gated_act import gated_act
-from kernels.linear import pack_linear, packed_linear
+from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import rope
 
@@ -70,9 +70,13 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Keep the weight in the form that a CPU computes with, where there is one, instead of the checkpoint's."""
-        self.packed = pack_linear(self.weight)
+        self.packed = self.in_panels(self.weight)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def in_panels(self, weight: Tensor) -> Tensor | None:
+        """`weight` in the form that a CPU computes with, or None."""
+        return pack_linear(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -86,6 +90,25 @@ class Linear(nn.Module):
             if self.bias is not None:
                 yield HeldTensor(f"{prefix}{name}.bias", self.bias, row, rows)
             row += rows
+
+
+class GatedLinear(Linear):
+    """Gates and ups of one input, and what they come to: [T, in] -> [T, outs of one of the two parts]."""
+
+    def __init__(
+        self, in_features: int, parts: dict[str, int], activation: str, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, parts, bias=bias, dtype=dtype)
+        self.activation = activation
+
+    def in_panels(self, weight: Tensor) -> Tensor | None:
+        return pack_gated_linear(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            size = self.out_features // 2
+            return packed_gated_linear(x, self.packed, size, self.activation, self.bias)
+        return gated_act(F.linear(x, self.weight, self.bias), self.activation)
 
 
 class RMSNorm(nn.Module):
@@ -212,14 +235,17 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.activation = config.activation
-        self.gate_up = Linear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias, dtype=dtype
+        self.gate_up = GatedLinear(
+            config.hidden_size,
+            {"gate_proj": size, "up_proj": size},
+            config.activation,
+            bias=config.mlp_bias,
+            dtype=dtype,
         )
         self.down = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down(gated_act(self.gate_up(x), self.activation))
+        hidden: Tensor = self.down(self.gate_up(x))
         return hidden
 
     def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:

@@ -18,7 +18,7 @@ from kernels import native
 from kernels.attention import native_attention
 from kernels.attention_layout import AttentionLayout
 from kernels.gated_act import ACTIVATIONS, gated_act_native, gated_act_reference
-from kernels.linear import pack_linear, packed_linear
+from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import (
     fused_add_rms_norm_native,
     fused_add_rms_norm_reference,
@@ -181,18 +181,67 @@ def threads(request):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("size", "inputs"), [(1, 2), (31, 16), (32, 42), (33, 576), (96, 64)])
+def test_gated_linear(dtype, activation, size, inputs):
+    if not native.has_products(dtype):
+        pytest.skip(f"no products in {dtype} on this processor")
+    weight, bias = draw(2 * size, inputs, dtype=dtype) / inputs**0.5, draw(2 * size, dtype=dtype, seed=1)
+    packed = pack_gated_linear(weight)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-7}[dtype]
+    for rows in (1, 2, 31, 32, 33, 100):
+        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]
+        gate_up = x.double() @ weight.double().T
+        for result, expected in (
+            (packed_gated_linear(x, packed, size, activation), gate_up),
+            (packed_gated_linear(x, packed, size, activation, bias), gate_up + bias.double()),
+        ):
+            assert result.dtype == dtype
+            expected = gated_act_reference(expected, activation)
+            torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048), (300, 42)])
 def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inputs):
     """At sizes of real layers, where a product that is cut differently would show: some 2 million outputs."""
     if not native.has_products(dtype):
         pytest.skip(f"no products in {dtype} on this processor")
-    packed = pack_linear(draw(outputs, inputs, dtype=dtype))
-    x = draw(512, inputs, dtype=dtype, seed=1)
-    together = packed_linear(x, packed, outputs)
-    for first in range(0, 512, 64):
-        for rows in (1, 2, 3, 17, 32, 64):
-            alone = packed_linear(x[first : first + rows].clone(), packed, outputs)
-            assert torch.equal(alone, together[first : first + rows]), (first, rows)
+    weight = draw(outputs, inputs, dtype=dtype)
+    packed, gated = pack_linear(weight), pack_gated_linear(weight)
+    x = draw(1000, inputs, dtype=dtype, seed=1)  # more rows than are kept at hand at a time
+
+    def product(x):
+        return packed_linear(x, packed, outputs)
+
+    def gated_product(x):
+        return packed_gated_linear(x, gated, outputs // 2, "silu")
+
+    for layer in (product, gated_product):
+        together = layer(x)
+        for first in (*range(0, 512, 64), 936):
+            for rows in (1, 2, 3, 17, 32, 64):
+                alone = layer(x[first : first + rows].clone())
+                assert torch.equal(alone, together[first : first + rows]), (first, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 100, 1000])
+def test_a_linear_layer_has_the_same_bits_on_any_number_of_threads(dtype, rows):
+    if not native.has_products(dtype):
+        pytest.skip(f"no products in {dtype} on this processor")
+    packed = pack_linear(draw(960, 576, dtype=dtype))
+    x = draw(rows, 576, dtype=dtype, seed=1)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(packed_linear(x, packed, 960))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
