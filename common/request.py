@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from common.text import IncrementalDetokenizer
+from common.token_counts import TokenCounts
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
@@ -120,6 +121,8 @@ class Request:
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
     ending_token_ids: frozenset[int] = field(init=False)  # end it when sampled; none is, before `min_tokens`
+    token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
+    takes_best: bool = field(init=False)  # greedy, and nothing else about its tokens is asked or changed
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
@@ -134,7 +137,16 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.ending_token_ids = eos | frozenset(self.params.stop_token_ids)
-        self.seed_generator(self.params.seed if self.params.seed is not None else 0)
+        params = self.params
+        if params.has_penalties:
+            with_prompt = params.repetition_penalty != 1.0
+            self.token_counts = TokenCounts(
+                self.prompt_token_ids, params.max_new_tokens, with_prompt=with_prompt
+            )
+        self.takes_best = (
+            params.greedy and self.token_counts is None and not params.min_tokens and params.logprobs is None
+        )
+        self.seed_generator(params.seed if params.seed is not None else 0)
 
     def seed_generator(self, seed: int) -> None:
         """Start this request's own stream of random numbers: on the CPU, so that every device draws alike."""

@@ -316,8 +316,8 @@ from common.request import Request, SamplingParams
 from common.sampling import sample
 
 CPU = torch.device("cpu")
-PARAMS = SamplingParams(
-    temperature=1.0, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.2, logprobs=5, max_new_tokens=2, seed=0
+PARAMS = SamplingParams(  # its top_k makes sampling sort all
+    top_p=0.9, top_k=100_000, min_p=0.1, repetition_penalty=1.2, logprobs=5, max_new_tokens=2, seed=0
 )
 
 def read(entry):

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import common.sampling
 from common.request import Request, SamplingParams
-from common.sampling import NOT_A_TOKEN, read_logprobs, sample
+from common.sampling import FIRST_CANDIDATES, NOT_A_TOKEN, read_logprobs, sample
 
 VOCAB = 40
 
@@ -147,6 +148,107 @@ def test_every_row_of_any_batch_against_the_oracle(
         assert chosen[row] in allowed or request.params.top_p < 1.0 or request.params.min_p > 0.0
 
 
+# ---------------------------------------------------------------------- a few candidates, or all
+
+#: Scores of which many are equal, so that ties lie on every border.
+STEPS = st.lists(
+    st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.5, -4.0, math.inf, -math.inf, math.nan]),
+    min_size=VOCAB,
+    max_size=VOCAB,
+)
+FILTERED = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([1e-9, 0.3, 1.0, 1.0, 2.5, 1e38]),
+    top_p=st.sampled_from([1.0, 0.999999, 0.95, 0.75, 0.5, 0.5, 0.25, 0.1, 1e-9, 5e-324]),
+    top_k=st.sampled_from([None, None, 1, 2, 3, 7, 20, VOCAB - 1, VOCAB, 10**12]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 1000),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=st.lists(st.tuples(FILTERED, st.one_of(STEPS, st.integers(0, 1000))), min_size=1, max_size=5),
+    candidates=st.integers(1, VOCAB),
+)
+def test_a_few_candidates_choose_what_all_of_them_choose(
+    rows: list[tuple[SamplingParams, list[float] | int]], candidates: int
+) -> None:
+    """The same token, always: with ties at the border of the candidates, with NaN and infinities, whatever is
+    asked. Scores are drawn in steps, or at random."""
+    logits = torch.stack(
+        [random_logits(1, seed=each)[0] if isinstance(each, int) else torch.tensor(each) for _, each in rows]
+    )
+    chosen = []
+    for count in (candidates, VOCAB):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common.sampling, "FIRST_CANDIDATES", count)
+            chosen.append(ids_of(logits, [make(params) for params, _ in rows]))
+    assert chosen[0] == chosen[1]
+
+
+class Sorts:
+    """How many rows were put in order, by how many of their tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: Counter[int] = Counter()
+        original = common.sampling._most_likely
+
+        def counting(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            self.rows[count] += len(scores)
+            return original(scores, count)
+
+        monkeypatch.setattr(common.sampling, "_most_likely", counting)
+
+
+def test_all_are_sorted_only_in_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = 5 * FIRST_CANDIDATES
+    logits = random_logits(8, vocab=vocab)
+    logits[3] *= 1e-3  # equally likely, so that 90 % are more tokens than were looked at
+    few, many = FIRST_CANDIDATES // 2, FIRST_CANDIDATES + 1
+    filters: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_k": few},
+        {"top_k": few, "top_p": 0.99},
+        {"top_p": 0.9},
+        {"top_p": 0.05},
+        {"top_k": many},
+        {"top_k": 10**9},
+        {},
+    ]
+    sorts = Sorts(monkeypatch)
+    together = ids_of(logits, [make(seed=i, **values) for i, values in enumerate(filters)])
+    assert sorts.rows == {FIRST_CANDIDATES: 7, vocab: 3}
+    alone = [ids_of(logits[i : i + 1], [make(seed=i, **values)])[0] for i, values in enumerate(filters)]
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("values", "last", "sorted_rows"),
+    [
+        ({"top_k": 2}, 30, 0),
+        ({"top_k": 3}, 0, 1),
+        ({"top_k": 8}, 5, 1),
+        ({"top_p": 0.88}, 30, 0),
+        ({"top_p": 0.9}, 4, 1),
+    ],
+    ids=str,
+)
+def test_candidates_that_end_among_equals(
+    values: dict[str, Any], last: int, sorted_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal tokens rank by their ids. A search for the first eight finds any of them: it decides nothing."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [30, 20]] = 5.0
+    monkeypatch.setattr(common.sampling, "FIRST_CANDIDATES", 8)
+    monkeypatch.setattr(Request, "next_uniform", lambda _: math.nextafter(1.0, 0.0))
+    sorts = Sorts(monkeypatch)
+    assert ids_of(logits, [make(**values)]) == [last]
+    assert sorts.rows[VOCAB] == sorted_rows
+    assert ids_of(torch.zeros(1, VOCAB), [make(top_p=1e-9)]) == [0]
+    assert sorts.rows[VOCAB] == sorted_rows + 1
+
+
 # ---------------------------------------------------------------------- frequencies
 
 
@@ -237,7 +339,9 @@ def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     assert ids_of(logits, requests) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("values", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"top_k": 1}, {"top_p": 1e-9}, {"top_p": 5e-324, "top_k": 3}, {"min_p": 1.0}], ids=str
+)
 def test_the_tightest_filters_leave_the_most_likely(values: dict[str, Any]) -> None:
     logits = random_logits(20)
     assert ids_of(logits, [make(seed=i, **values) for i in range(20)]) == logits.argmax(-1).tolist()
@@ -342,6 +446,36 @@ def test_penalties_beyond_float32_leave_a_token(values: dict[str, Any]) -> None:
         for history in ([0], [1], [2], [3], [4], [0, 1, 2, 3, 4]):
             (token,) = ids_of(logits, [make(prompt=history, generated=history, seed=1, **values)])
             assert token not in (NOT_A_TOKEN, 1)
+
+
+PENALISED = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 1.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.8, -0.4]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(PENALISED, HISTORY), min_size=1, max_size=4), seed=st.integers(0, 1000))
+def test_counts_that_were_kept_penalise_like_counts_made_anew(
+    rows: list[tuple[SamplingParams, list[int]]], seed: int
+) -> None:
+    """Twenty steps of a batch that a row leaves for some of them, as one that was preempted does."""
+    requests = [make(params, prompt=prompt) for params, prompt in rows]
+    for step in range(20):
+        away = step % 7 if step % 7 < len(requests) > 1 else None
+        present = [request for row, request in enumerate(requests) if row != away]
+        logits = random_logits(len(present), seed=seed + step, spread=1.0)
+        chosen = ids_of(logits, present)
+        anew = [
+            make(r.params, prompt=r.prompt_token_ids, generated=r.token_ids[r.num_prompt_tokens :])
+            for r in present
+        ]
+        assert ids_of(logits, anew) == chosen
+        for request, token_id in zip(present, chosen, strict=True):
+            request.token_ids.append(token_id)
 
 
 # ---------------------------------------------------------------------- the ends of the numbers
