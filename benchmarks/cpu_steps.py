@@ -38,9 +38,9 @@ Run = Callable[[], object]
 #: Each stage's name, and which modules choose their native kernel in it and in all stages after it.
 STAGES: list[tuple[str, tuple[str, ...]]] = [
     ("torch's operations", ()),
-    ("packed weights", ("linear",)),
+    ("packed weights, activation at a product's end", ("linear", "gated_act")),
     ("attention", ("attention",)),
-    ("norms, rope and activation", ("rms_norm", "rope", "gated_act")),
+    ("norms and rope", ("rms_norm", "rope")),
 ]
 TAPE = "played from a tape"
 _CHOICE = {"linear": "has_native_products", "attention": "has_native_products"}  # others: use_native
