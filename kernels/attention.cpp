@@ -28,9 +28,10 @@ namespace {
 
 constexpr int64_t kColumns = 256; // of a tile: long enough that a product is worth its call
 constexpr int64_t kWidth = 64;    // of a tile's products, times one to four: what is not there is not computed
-constexpr int64_t kRows = 128;    // queries times heads in a group, computed together at the most
+constexpr int64_t kRows = 256;    // queries times heads in a group, at the most: a tile is brought into form for all
 constexpr int64_t kFewRows = 16;  // so many are computed the other way round: see `multiply_keys`
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();  // a row's largest score until it has seen one
 
 using at::native::cpublas::brgemm;
 
@@ -49,6 +50,30 @@ struct Columns {
   T* head(T* store, int64_t column, int64_t head) const {
     return store + (address(column) * heads + head) * size;
   }
+
+  // The places in a store where one head of columns `first` to `last` begins, found block by block: with divisions
+  // for every column that would take longer than to copy it.
+  void locate(int64_t head, int64_t first, int64_t last, int64_t* places) const {
+    for (int64_t column = first; column < last;) {
+      int64_t place = (address(column) * heads + head) * size;
+      const int64_t end = std::min(last, (column / block_size + 1) * block_size);
+      for (; column < end; ++column, place += heads * size) *places++ = place;
+    }
+  }
+};
+
+// Numbers that begin where a cache line does: of a row that did not, every load would take two lines.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) : lines_((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)) {}
+  T* data() { return reinterpret_cast<T*>(lines_.data()); }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
 };
 
 // What one thread works on.
@@ -57,20 +82,21 @@ struct Scratch {
   explicit Scratch(int64_t size)
       : size(size), queries(kRows * size), turned(kFewRows * size), keys(kColumns * size), packed(kColumns * size),
         values(kColumns * size), zeros(size), weights(kRows * kColumns), scores(kRows * kColumns), sums(kRows * size),
-        largest(kRows), total(kRows) {}
+        largest(kRows), rescale(kRows), total(kRows) {}
 
-  int64_t size;                  // numbers in a head
-  std::vector<T> queries;        // [rows, size]
-  std::vector<T> turned;         // [size / pair, 16, pair]: the queries as the right side of a product
-  std::vector<T> keys;           // [width, size], of one tile
-  std::vector<T> packed;         // [size / pair, width, pair]: the keys as the right side of a product
-  std::vector<T> values;         // [width / pair, size, pair]
-  std::vector<T> zeros;          // [size]: a column that is not there
-  std::vector<T> weights;        // [rows, 256]
-  std::vector<float> scores;     // [rows, 256]
-  std::vector<float> sums;       // [rows, size]: weighted values so far
-  std::vector<float> largest;    // [rows]
-  std::vector<float> total;      // [rows]: weights so far
+  int64_t size;             // numbers in a head
+  Buffer<T> queries;        // [rows, size]
+  Buffer<T> turned;         // [size / pair, 16, pair]: the queries as the right side of a product
+  Buffer<T> keys;           // [width, size], of one tile
+  Buffer<T> packed;         // [size / pair, width, pair]: the keys as the right side of a product
+  Buffer<T> values;         // [width / pair, size, pair]
+  Buffer<T> zeros;          // [size]: a column that is not there
+  Buffer<T> weights;        // [rows, 256]
+  Buffer<float> scores;     // [rows, 256]
+  Buffer<float> sums;       // [rows, size]: weighted values so far
+  Buffer<float> largest;    // [rows]
+  Buffer<float> rescale;    // [rows]: what that does to sums so far
+  Buffer<float> total;      // [rows]: weights so far
 };
 
 // A thread's own, kept from call to call: with an allocation each, the operating system would hand out and clear the
@@ -88,30 +114,37 @@ void gather(
     Scratch<T>& scratch, const Columns& columns, const T* k_store, const T* v_store, int64_t head, int64_t first,
     int64_t last, int64_t width) {
   const int64_t size = columns.size, count = last - first;
+  int64_t places[kColumns];
+  columns.locate(head, first, last, places);
   for (int64_t i = 0; i < count; ++i)
-    std::memcpy(scratch.keys.data() + i * size, columns.head(k_store, first + i, head), size * sizeof(T));
+    std::memcpy(scratch.keys.data() + i * size, k_store + places[i], size * sizeof(T));
   std::fill_n(scratch.keys.data() + count * size, (width - count) * size, T(0));
   for (int64_t i = 0; i < width; i += kPair<T>) {
     T* to = scratch.values.data() + i * size;
-    const T* value = i < count ? columns.head(v_store, first + i, head) : scratch.zeros.data();
+    const T* value = i < count ? v_store + places[i] : scratch.zeros.data();
     if constexpr (kPair<T> == 1) {
       std::memcpy(to, value, size * sizeof(T));
     } else {
-      const T* next = i + 1 < count ? columns.head(v_store, first + i + 1, head) : scratch.zeros.data();
-      for (int64_t d = 0; d < size; ++d) {  // two columns, number by number
-        to[2 * d] = value[d];
-        to[2 * d + 1] = next[d];
+      const T* next = i + 1 < count ? v_store + places[i + 1] : scratch.zeros.data();
+      for (int64_t d = 0; d < size; ++d) {  // two columns, number by number: the halves of 32 bits
+        const uint32_t pair = uint32_t(value[d].x) | uint32_t(next[d].x) << 16;
+        std::memcpy(to + 2 * d, &pair, sizeof(pair));
       }
     }
   }
 }
 
-// [count, size] -> [size / pair, width, pair], zeros from `count` to `width`.
+// [count, size] -> [size / pair, width, pair], zeros from `count` to `width`, a multiple of sixteen. A pair, or one
+// float32, moves as 32 bits; sixteen at a time, so that reading down a column meets lines that are still at hand.
 template <typename T>
 void turn(const T* from, int64_t count, int64_t size, int64_t width, T* to) {
-  for (int64_t d = 0; d < size; ++d)
-    for (int64_t i = 0; i < width; ++i)
-      to[(d / kPair<T> * width + i) * kPair<T> + d % kPair<T>] = i < count ? from[i * size + d] : T(0);
+  for (int64_t begin = 0; begin < width; begin += 16)
+    for (int64_t d = 0; d < size; d += kPair<T>)
+      for (int64_t i = begin; i < begin + 16; ++i) {
+        uint32_t pair = 0;
+        if (i < count) std::memcpy(&pair, from + i * size + d, sizeof(pair));
+        std::memcpy(to + d * width + i * kPair<T>, &pair, sizeof(pair));
+      }
 }
 
 // scores [rows, width] = queries keys^T. With few rows it is cheaper to turn the queries, once a task, than the keys of
@@ -126,39 +159,11 @@ void multiply_keys(Scratch<T>& scratch, int64_t rows, int64_t count, int64_t siz
            scratch.scores.data(), paired);
     return;
   }
-  float by_column[kColumns * kFewRows];
+  alignas(64) float by_column[kColumns * kFewRows];
   brgemm(width, kFewRows, size, size, kFewRows, kFewRows, false, scratch.keys.data(), scratch.turned.data(), by_column,
          paired);
   for (int64_t row = 0; row < count; ++row)
-    for (int64_t i = 0; i < width; ++i) scratch.scores[row * kColumns + i] = by_column[i * kFewRows + row];
-}
-
-// Scores to weights, for one row whose visible columns of this tile are `begin` to `end`. Rescales what the row has so
-// far to the new largest score.
-template <typename T>
-void weigh(
-    Scratch<T>& scratch, int64_t row, int64_t begin, int64_t end, float scale, int64_t size, int64_t width) {
-  float* scores = scratch.scores.data() + row * kColumns;
-  T* weights = scratch.weights.data() + row * kColumns;
-  if (begin >= end) {  // none: the row stays as it is
-    std::fill_n(weights, width, T(0));
-    return;
-  }
-  std::fill(scores, scores + begin, kHidden);
-  std::fill(scores + end, scores + width, kHidden);
-  for (int64_t i = 0; i < width; ++i) scores[i] *= scale;
-  const float best = std::max(scratch.largest[row], largest_of(scores, width));
-  const float rescale = exp_of_nonpositive(scratch.largest[row] - best);
-  for (int64_t i = 0; i < width; ++i) {
-    scores[i] = exp_of_nonpositive(scores[i] - best);
-    weights[i] = from_float<T>(scores[i]);
-  }
-  OrderedSum added;
-  added.add(width, [&](int64_t i) { return scores[i]; });
-  scratch.total[row] = scratch.total[row] * rescale + added.total();
-  scratch.largest[row] = best;
-  float* sums = scratch.sums.data() + row * size;
-  for (int64_t d = 0; d < size; ++d) sums[d] *= rescale;
+    for (int64_t i = 0; i < width; ++i) scratch.scores.data()[row * kColumns + i] = by_column[i * kFewRows + row];
 }
 
 // Some neighbouring queries of one sequence, all heads that share a KV head.
@@ -172,6 +177,38 @@ struct Task {
   int64_t queries, group; // how many, and heads that share the KV head
   int64_t head;           // the KV head
 };
+
+// Scores to weights, of the tile of columns that begins at `first`; what rows have so far is rescaled to their new
+// largest score. The vector unit takes rows side by side where a row has one number, and else a row's columns.
+template <typename T>
+void weigh(
+    Scratch<T>& scratch, const Task<T>& task, int64_t first, int64_t width, int64_t size, float scale, int64_t window) {
+  const int64_t count = task.queries * task.group;
+  float *largest = scratch.largest.data(), *total = scratch.total.data(), *rescale = scratch.rescale.data();
+  for (int64_t row = 0; row < count; ++row) {
+    float* scores = scratch.scores.data() + row * kColumns;
+    const int64_t end = task.position + row / task.group + 1 - first, begin = window > 0 ? end - window : 0;
+    std::fill(scores, scores + std::clamp<int64_t>(begin, 0, width), kHidden);
+    std::fill(scores + std::clamp<int64_t>(end, 0, width), scores + width, kHidden);
+    rescale[row] = std::max(largest[row], largest_of(scores, width) * scale);  // a scale is positive
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    const float before = largest[row];
+    largest[row] = rescale[row];
+    rescale[row] = exp_of_nonpositive(before - largest[row]);
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    float *scores = scratch.scores.data() + row * kColumns, *sums = scratch.sums.data() + row * size;
+    T* weights = scratch.weights.data() + row * kColumns;
+    const float best = largest[row];
+    for (int64_t i = 0; i < width; ++i) scores[i] = exp_of_nonpositive(scores[i] * scale - best);
+    for (int64_t i = 0; i < width; ++i) weights[i] = from_float<T>(scores[i]);
+    OrderedSum added;
+    added.add(width, [=](int64_t i) { return scores[i]; });
+    total[row] = total[row] * rescale[row] + added.total();
+    for (int64_t d = 0; d < size; ++d) sums[d] *= rescale[row];
+  }
+}
 
 template <typename T>
 void attend(
@@ -190,7 +227,7 @@ void attend(
   if (rows <= kFewRows) turn(scratch.queries.data(), rows, size, kFewRows, scratch.turned.data());
   std::fill_n(scratch.weights.data() + count * kColumns, (rows - count) * kColumns, T(0));
   std::fill_n(scratch.sums.data(), rows * size, 0.0f);
-  std::fill_n(scratch.largest.data(), rows, kHidden);
+  std::fill_n(scratch.largest.data(), rows, kLowest);
   std::fill_n(scratch.total.data(), rows, 0.0f);
 
   const int64_t last = task.position + task.queries;  // the last query sees the columns before this one
@@ -199,18 +236,14 @@ void attend(
     const int64_t seen = std::min(kColumns, last - first), width = (seen + kWidth - 1) / kWidth * kWidth;
     gather(scratch, columns, k_store, v_store, task.head, first, first + seen, width);
     multiply_keys(scratch, rows, count, size, width);
-    for (int64_t row = 0; row < count; ++row) {
-      const int64_t position = task.position + row / task.group;
-      const int64_t begin = window > 0 ? position - window + 1 - first : 0, end = position + 1 - first;
-      weigh(scratch, row, std::max<int64_t>(begin, 0), std::min(end, width), scale, size, width);
-    }
+    weigh(scratch, task, first, width, size, scale, window);
     brgemm(rows, size, width, kColumns, size, size, true, scratch.weights.data(), scratch.values.data(),
            scratch.sums.data(), kPair<T> == 2);
   }
   for (int64_t row = 0; row < count; ++row) {
     T* out = task.out + row / task.group * task.out_stride + row % task.group * size;
-    const float* sums = scratch.sums.data() + row * size;
-    for (int64_t d = 0; d < size; ++d) out[d] = from_float<T>(sums[d] / scratch.total[row]);
+    const float *sums = scratch.sums.data() + row * size, total = scratch.total.data()[row];
+    for (int64_t d = 0; d < size; ++d) out[d] = from_float<T>(sums[d] / total);
   }
 }
 
@@ -257,15 +290,19 @@ at::Tensor attention(
   auto out = at::empty(q.sizes(), q.options());
 
   // The tiles of queries of all sequences; each is a task for every KV head.
-  const int64_t tile = std::max<int64_t>(1, kRows / group);
+  const int64_t most = std::max<int64_t>(1, kRows / group);
   struct Tile {
-    int64_t sequence, first;
+    int64_t sequence, first, queries;
   };
   std::vector<Tile> tiles;
   for (int64_t sequence = 0; sequence < pass.sequences; ++sequence) {
-    const int64_t count = (pass.queries(sequence) + tile - 1) / tile;
+    const int64_t queries = pass.queries(sequence), count = (queries + most - 1) / most;
+    const int64_t each = count > 0 ? (queries + count - 1) / count : 0;
     // Early queries of a prompt see few columns and late ones many: in this order each half has as much to do.
-    for (int64_t i = 0; i < count; ++i) tiles.push_back({sequence, (i % 2 ? count - 1 - i / 2 : i / 2) * tile});
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t first = (i % 2 ? count - 1 - i / 2 : i / 2) * each;
+      tiles.push_back({sequence, first, std::min(each, queries - first)});
+    }
   }
 
   with_product_type(q, [&](auto element) {
@@ -278,12 +315,11 @@ at::Tensor attention(
     at::parallel_for(0, int64_t(tiles.size()) * heads_kv, 1, [&](int64_t begin, int64_t end) {
       Scratch<T>& scratch = scratch_of_this_thread<T>(size);
       for (int64_t i = begin; i < end; ++i) {
-        const auto [sequence, first] = tiles[i / heads_kv];
+        const auto [sequence, first, count] = tiles[i / heads_kv];
         const int64_t head = i % heads_kv, token = pass.offsets[sequence] + first;
         const Task<T> task{
             queries + token * q.stride(0) + head * group * size, result + (token * heads + head * group) * size,
-            q.stride(0), heads * size, pass.position(sequence, first), std::min(tile, pass.queries(sequence) - first),
-            group, head};
+            q.stride(0), heads * size, pass.position(sequence, first), count, group, head};
         attend<T>(scratch, task, pass.columns(sequence), keys, values, float(scale), window);
       }
       at::native::cpublas::brgemm_release(kPair<T> == 2);

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #ifndef _OPENMP
 #error "build with -fopenmp: without it at::parallel_for is a plain loop, and says nothing"
@@ -49,13 +50,23 @@ inline c10::BFloat16 from_float(float x) {
 
 // ---------------------------------------------------------------------- a sum
 
+constexpr int64_t kLanes = 16;
+
+// Joins the upper half of the lanes to the lower, until one is left.
+template <int64_t kHalf = kLanes / 2, typename Join>
+inline float fold(float* lanes, Join join) {
+  for (int64_t lane = 0; lane < kHalf; ++lane) lanes[lane] = join(lanes[lane], lanes[lane + kHalf]);
+  if constexpr (kHalf > 1)
+    return fold<kHalf / 2>(lanes, join);
+  else
+    return lanes[0];
+}
+
 // Sixteen running sums, element i to number i % 16, folded in halves at the end. The order depends on nothing but the
 // index: not on the vector width, the alignment or the number of threads, so a row's sum has the same bits wherever
 // and beside whomever it is computed.
 class OrderedSum {
  public:
-  static constexpr int64_t kLanes = 16;
-
   // Adds term(0) + … + term(count - 1).
   template <typename Term>
   void add(int64_t count, Term term) {
@@ -66,11 +77,9 @@ class OrderedSum {
   }
 
   float total() const {
-    float folded[kLanes];
-    std::memcpy(folded, lanes_, sizeof(folded));
-    for (int64_t half = kLanes / 2; half > 0; half /= 2)
-      for (int64_t lane = 0; lane < half; ++lane) folded[lane] += folded[lane + half];
-    return folded[0];
+    float lanes[kLanes];
+    std::memcpy(lanes, lanes_, sizeof(lanes));
+    return fold(lanes, [](float a, float b) { return a + b; });
   }
 
  private:
@@ -79,15 +88,17 @@ class OrderedSum {
 
 // The largest of `count` values, a multiple of sixteen; NaN is passed over.
 inline float largest_of(const float* values, int64_t count) {
-  constexpr int64_t kLanes = OrderedSum::kLanes;
+  // Sixteen floats as one: a type of GCC and Clang, with the operators of a number. A loop over sixteen floats that
+  // compares would be taken apart instead.
+  typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+  Lanes largest = Lanes{} - std::numeric_limits<float>::infinity(), next;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    std::memcpy(&next, values + i, sizeof(next));
+    largest = next > largest ? next : largest;
+  }
   float lanes[kLanes];
-  std::memcpy(lanes, values, sizeof(lanes));
-  for (int64_t i = kLanes; i < count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];
-  float largest = lanes[0];
-  for (float lane : lanes) largest = lane > largest || largest != largest ? lane : largest;
-  return largest;
+  std::memcpy(lanes, &largest, sizeof(lanes));
+  return fold(lanes, [](float a, float b) { return b > a ? b : a; });
 }
 
 // ---------------------------------------------------------------------- exp
