@@ -220,6 +220,10 @@ class Engine:
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
         record.kv_reserved_tokens = pool.reserved_tokens
+        begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
+        record.prompt_tokens = sum(request.num_prompt_tokens for request in begun)
+        record.cached_tokens = sum(request.cached_tokens for request in begun)
+        telemetry.counters.evictions = pool.evictions
 
         try:
             outputs = self._notices + runner.execute(plan)

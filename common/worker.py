@@ -95,6 +95,7 @@ class RequestStream:
                 error=error,
                 prompt_tokens=self.request.num_prompt_tokens,
                 completion_tokens=self.received_tokens,
+                cached_tokens=self.request.cached_tokens,
             )
         )
 
