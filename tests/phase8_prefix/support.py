@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from common.engine import Engine
 from common.kv import KVPool, KVShape, Span
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk
-from common.engine import Engine
 from phase8_prefix.cache import CACHE, PrefixCachingPool
 from phase8_prefix.config import Config
 from phase8_prefix.tree import Node, PrefixTree
@@ -70,13 +70,17 @@ def assert_shared_consistently(pool: PrefixCachingPool) -> None:
     free = list(allocator._free)
     assert len(set(cached)) == len(cached), "a block is in the tree twice"
     assert len(set(own)) == len(own), "a block of a sequence's own is in two tables"
-    assert sorted([*free, *cached, *own]) == list(range(allocator.num_blocks)), "a block is lost, or twice there"
+    assert sorted([*free, *cached, *own]) == list(range(allocator.num_blocks)), (
+        "a block is lost, or twice there"
+    )
     assert {block for block, owner in allocator._owners.items() if owner == CACHE} == set(cached)
     assert all(block in tables[allocator._owners[block]] for block in own)
     holders = {node: sum(node in path for path in pool._paths.values()) for node in nodes}
     assert {node: node.users for node in nodes} == holders
     assert set(tree._unused) == {node for node in nodes if node.users == 0}
-    assert all(node.parent is not None and node.parent.users >= node.users for _, node in tree.walk() if _ > 0)
+    assert all(
+        node.parent is not None and node.parent.users >= node.users for _, node in tree.walk() if _ > 0
+    )
     assert allocator.num_free == len(free) + sum(node.users == 0 for node in nodes)
     assert allocator.num_free + allocator.num_allocated == allocator.num_blocks
     for slot, path in pool._paths.items():
@@ -177,7 +181,9 @@ class Sharing:
 
     def found(self, request: Request, hits: int) -> None:
         assert request.slot is not None
-        assert request.prefill_start == request.prefill_progress == self.pool.get_seq_len(request.slot) == hits
+        assert (
+            request.prefill_start == request.prefill_progress == self.pool.get_seq_len(request.slot) == hits
+        )
         assert hits < len(request.token_ids)
         assert not request.has_begun
         self._held[request.request_id] = set(self.blocks_of(request, hits))
@@ -333,10 +339,14 @@ def act(sharing: Sharing) -> None:
         case d if d < 0.67 and prefilling:
             sharing.nan(draw.choice(prefilling), draw.randint(1, 9))
         case d if d < 0.9 and decoding:
-            sharing.decode(draw.choice(decoding))
-        case d if d < 0.985 and sharing.active:
+            request = draw.choice(decoding)
+            if request.num_generated_tokens < request.params.max_new_tokens:
+                sharing.decode(request)
+            else:
+                sharing.finish(request)
+        case d if d < 0.92 and sharing.active:
             sharing.finish(draw.choice(sharing.active))
-        case d if d > 0.997:
+        case d if d > 0.998:
             sharing.reset()
     sharing.check()
 
