@@ -79,10 +79,10 @@ def engine_of(model: CausalLM, phase: str, options: dict[str, Any]) -> Engine:
     return engine
 
 
-def serve(engine: Engine, requests: Any) -> list[Any]:
-    """Each request's bits: two arrive a step, shuffled."""
+def serve(engine: Engine, requests: Any, shuffle: str = "") -> list[Any]:
+    """Each request's bits: two arrive a step, in an order that `shuffle` decides."""
     order = list(range(len(requests)))
-    random.Random(str(engine.config)).shuffle(order)
+    random.Random(shuffle).shuffle(order)
     found: dict[str, list[StepOutput]] = {}
     while order or engine.has_work:
         for number in order[:2]:
@@ -100,7 +100,7 @@ def test_a_sequence_has_the_same_bits_alone_and_under_load(
     phase: str, options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
 ) -> None:
     engine = engine_of(model, phase, options)
-    assert serve(engine, requests) == alone
+    assert serve(engine, requests, phase + str(options)) == alone
     if options.get("num_blocks") == 95:
         assert engine.telemetry.counters.preemptions > 0
 
