@@ -79,7 +79,12 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def create_request(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        cache_salt: str = "",
     ) -> Request:
         """Check a prompt against this engine's limits and make a request of it. Any thread may call this.
 
@@ -87,6 +92,7 @@ class Engine:
             prompt: text (the tokenizer adds its special tokens), or token ids (nothing is added).
             params: how to sample and when to end.
             request_id: unique among the requests that live; made up if None.
+            cache_salt: memory of equal prompts is shared, where it is, only by requests with the same one.
 
         Raises:
             InvalidPromptError: empty, or with ids that the model does not have.
@@ -117,6 +123,7 @@ class Engine:
             params=params,
             eos_token_ids=self.runner.model.config.eos_token_ids,
             detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop),
+            cache_salt=cache_salt,
         )
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams, *, exact: bool = True) -> None:
@@ -220,6 +227,10 @@ class Engine:
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
         record.kv_reserved_tokens = pool.reserved_tokens
+        begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
+        record.prompt_tokens = sum(request.num_prompt_tokens for request in begun)
+        record.cached_tokens = sum(request.cached_tokens for request in begun)
+        telemetry.counters.evictions = pool.evictions
 
         try:
             outputs = self._notices + runner.execute(plan)

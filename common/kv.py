@@ -121,6 +121,25 @@ class KVPool(ABC):
         All or nothing: on False nothing has changed.
         """
 
+    def cost(self, request: Request, tokens: int) -> int:  # noqa: ARG002 - all cost the same where nothing is shared
+        """Columns that `reserve` takes from the free ones for `tokens` tokens of a request without memory."""
+        return -(-tokens // self.block_size) * self.block_size
+
+    def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
+        """Let a request that has computed nothing yet begin after what is in memory already."""
+
+    def register_prefix(self, request: Request, columns: int) -> None:  # noqa: B027 - the same
+        """A request's first `columns` columns are computed, and may be shared from now on."""
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what is kept for requests to come and used by nobody now; how many blocks that were."""
+        return 0
+
+    @property
+    def evictions(self) -> int:
+        """Blocks kept for requests to come, and then needed otherwise, since the start."""
+        return 0
+
     def release(self, request: Request) -> None:
         """Take back all that `request` holds; a request that holds nothing is left alone."""
         if request.slot is not None:

@@ -117,6 +117,7 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
+    cache_salt: str = ""  # only requests with the same one share memory
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
@@ -125,6 +126,9 @@ class Request:
     takes_best: bool = field(init=False)  # greedy, and nothing else about its tokens is asked or changed
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
+    prefill_start: int = field(default=0, init=False)  # how many of them it held before any was computed
+    cached_tokens: int = field(default=0, init=False)  # the same, when this request was first admitted
+    preempted: bool = field(default=False, init=False)
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     _generator: torch.Generator = field(init=False)
     _uniforms: list[float] = field(default_factory=list, init=False)
@@ -179,6 +183,11 @@ class Request:
         return len(self.prompt_token_ids) + self.params.max_new_tokens
 
     @property
+    def has_begun(self) -> bool:
+        """Whether any of it has been computed since it was admitted."""
+        return self.prefill_progress > self.prefill_start
+
+    @property
     def is_terminal(self) -> bool:
         return self.state in TERMINAL_STATES
 
@@ -190,10 +199,17 @@ class Request:
     def start_decode(self) -> None:
         self._move_to(RequestState.DECODE)
 
+    def start_after(self, tokens: int) -> None:
+        """So many tokens are in the cache already: prefill begins after them."""
+        self.prefill_start = self.prefill_progress = tokens
+        if not self.preempted:  # what one finds that was here before may be its own
+            self.cached_tokens = tokens
+
     def preempt(self) -> None:
         """Back to the queue with everything generated so far; the caller has released its memory."""
         self._move_to(RequestState.WAITING)
-        self.prefill_progress = 0
+        self.preempted = True
+        self.prefill_progress = self.prefill_start = 0
 
     def finish(self, reason: FinishReason) -> None:
         self._move_to(RequestState.FINISHED)
@@ -238,4 +254,5 @@ class StepOutput:
     error: Exception | None
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt: found in memory, and not computed
     logprobs: TokenLogprobs | None = None

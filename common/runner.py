@@ -74,8 +74,9 @@ class SampledPass:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way: passes that succeeded, requests whose pass did not."""
+    """A step on its way: its plan, passes that succeeded, requests whose pass did not."""
 
+    plan: StepPlan
     sampled: list[SampledPass] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
@@ -117,7 +118,7 @@ class Runner(ABC):
 
     def launch(self, plan: StepPlan) -> Launched:
         """Run the forward passes and sample. What raises in a pass fails that pass alone."""
-        launched = Launched()
+        launched = Launched(plan)
         for forward_pass in self.passes(plan):
             record = self.telemetry.current
             record.padded_tokens += forward_pass.padded_tokens
@@ -213,6 +214,8 @@ class Runner(ABC):
                     logger.exception("request %s failed", request.request_id)
                     outputs.append(fail(request, error))
         outputs += [fail(request, error) for request, error in launched.failed if not request.is_terminal]
+        for chunk in launched.plan.prefill:  # once their results are here: looking at them earlier would wait
+            self.pool.register_prefix(chunk.request, chunk.end)
         return outputs
 
 
@@ -239,6 +242,7 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
         error=None,
         prompt_tokens=request.num_prompt_tokens,
         completion_tokens=request.num_generated_tokens,
+        cached_tokens=request.cached_tokens,
         logprobs=logprobs,
     )
 
@@ -290,6 +294,7 @@ def terminal_output(request: Request) -> StepOutput:
         error=request.error,
         prompt_tokens=request.num_prompt_tokens,
         completion_tokens=request.num_generated_tokens,
+        cached_tokens=request.cached_tokens,
     )
 
 

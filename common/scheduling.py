@@ -17,9 +17,19 @@ class PrefillChunk:
     start: int
     end: int
 
+    @classmethod
+    def rest(cls, request: Request) -> PrefillChunk:
+        """All that is still to be computed before the next token."""
+        return cls(request, request.prefill_progress, len(request.token_ids))
+
     @property
     def token_ids(self) -> list[int]:
         return self.request.token_ids[self.start : self.end]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing of the request was computed before, in this admission or an earlier one."""
+        return self.start == self.request.prefill_start and not self.request.preempted
 
     @property
     def is_last(self) -> bool:

@@ -25,6 +25,8 @@ class StepRecord:
     idle_rows: int = 0  # decode rows of requests that were done already
     kv_used_tokens: int = 0
     kv_reserved_tokens: int = 0
+    prompt_tokens: int = 0  # of requests whose prefill begins
+    cached_tokens: int = 0  # of those, found in memory
 
 
 @dataclass(slots=True)
@@ -44,6 +46,9 @@ class Counters:
     failed_passes: int = 0
     reclaimed_slots: int = 0  # slots or blocks held for nobody, found after a failed pass; 0 in health
     preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # their share in prompt_tokens is the prefix cache's hit rate
+    evictions: int = 0  # blocks of it that were needed otherwise
     busy_s: float = 0.0
 
 
@@ -69,7 +74,7 @@ class Telemetry:
         record.duration_s = now - record.started_s
         counters.steps += 1
         counters.busy_s += record.duration_s
-        for name in ("passes", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"):
+        for name in _SUMMED:
             setattr(counters, name, getattr(counters, name) + getattr(record, name))
         self.records.append(record)
 
@@ -95,6 +100,15 @@ class Telemetry:
         }
 
 
+_SUMMED = (
+    "passes",
+    "decode_tokens",
+    "prefill_tokens",
+    "padded_tokens",
+    "idle_rows",
+    "prompt_tokens",
+    "cached_tokens",
+)
 _COUNTERS = tuple(each.name for each in fields(Counters))
 _COLUMNS = tuple(each.name for each in fields(StepRecord))
 

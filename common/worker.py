@@ -95,6 +95,7 @@ class RequestStream:
                 error=error,
                 prompt_tokens=self.request.num_prompt_tokens,
                 completion_tokens=self.received_tokens,
+                cached_tokens=self.request.cached_tokens,
             )
         )
 
@@ -146,6 +147,7 @@ class EngineWorker:
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
+        self._resets: list[Future[int]] = []  # how many blocks each has dropped
         self._held = 0  # places whose requests are not yet with the scheduler
         self._abort: Exception | None = None
         self._stopping = False
@@ -191,10 +193,7 @@ class EngineWorker:
             QueueFullError: there is no room for so many.
             EngineDeadError, ShuttingDownError: nothing is taken any more.
         """
-        if self.dead is not None:
-            raise EngineDeadError(str(self.dead))
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
+        self._refuse_at_the_end()
         with self._wakeup:
             if self._queue_room() < count:
                 raise self._queue_full(count)
@@ -202,6 +201,12 @@ class EngineWorker:
         self._holders += 1
         self._idle.clear()
         return HeldPlaces(self, count)
+
+    def _refuse_at_the_end(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(str(self.dead))
+        if self._draining:
+            raise ShuttingDownError("the server is shutting down")
 
     def queue_room(self) -> int:
         """How many more requests would be taken now."""
@@ -250,6 +255,19 @@ class EngineWorker:
         with self._wakeup:
             self._cancelled.append(request_id)
             self._wakeup.notify()
+
+    async def reset_prefix_cache(self) -> int:
+        """Between two steps, forget what is cached and used by nobody: how many blocks that were.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: nothing is taken any more.
+        """
+        self._refuse_at_the_end()
+        dropped: Future[int] = Future()
+        with self._wakeup:
+            self._resets.append(dropped)
+            self._wakeup.notify()
+        return await asyncio.wrap_future(dropped)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -331,7 +349,7 @@ class EngineWorker:
 
     def _wait_for_work(self) -> None:
         """Block until there is news or the engine has something to do. The lock is held, and let go meanwhile."""
-        while not (self._arrived or self._cancelled or self._abort or self._stopping):
+        while not (self._arrived or self._cancelled or self._resets or self._abort or self._stopping):
             wake = self.engine.next_wake()
             timeout = None if wake is None else wake - self.engine.clock()
             if timeout is not None and timeout <= 0:
@@ -360,6 +378,10 @@ class EngineWorker:
         for request_id in self._cancelled:
             self.engine.cancel(request_id)
         self._cancelled.clear()
+        for dropped in self._resets:
+            if dropped.set_running_or_notify_cancel():  # its client may have left
+                dropped.set_result(self.engine.runner.pool.reset_prefix_cache())
+        self._resets.clear()
         if self._abort is not None:
             outputs += self.engine.abort_all(self._abort)
             self._abort = None

@@ -39,9 +39,7 @@ class ContinuousScheduler(SeatingScheduler):
         """A token for everyone who decodes, and the newcomers' prompts."""
         return StepPlan(
             decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
-            prefill=tuple(
-                PrefillChunk(r, 0, len(r.token_ids)) for r in self._active if r.state is RequestState.PREFILL
-            ),
+            prefill=tuple(PrefillChunk.rest(r) for r in self._active if r.state is RequestState.PREFILL),
         )
 
     def next_wake(self, now: float) -> float | None:

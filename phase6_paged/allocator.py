@@ -33,7 +33,7 @@ class BlockAllocator(Generic[Owner]):
         return len(self._owners)
 
     def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
+        return count <= self.num_free
 
     def allocate(self, count: int, owner: Owner) -> list[int]:
         """Take `count` blocks for `owner`, all or none.

@@ -76,12 +76,12 @@ class PagedKVCachePool(KVPool):
         self._seats: dict[int, int] = {}
         self._rows = BlockTables(config.max_batch_size, self.blocks_for(config.max_seq_len))
         self._names = itertools.count()
-        if self.allocator.num_blocks * self._block_size < config.max_seq_len:
+        if self.max_request_tokens() < config.max_seq_len:
             logger.warning(
                 "%d blocks of %d hold %d tokens: less than one sequence of %d; longer requests are refused",
                 self.allocator.num_blocks,
                 self._block_size,
-                self.allocator.num_blocks * self._block_size,
+                self.max_request_tokens(),
                 config.max_seq_len,
             )
 
@@ -136,12 +136,14 @@ class PagedKVCachePool(KVPool):
     # ------------------------------------------------------------------ the protocol
 
     def reserve(self, request: Request, tokens: int) -> bool:
-        held = 0 if request.slot is None else len(self._tables[request.slot])
-        missing = self.blocks_for(tokens) - held
-        if not self.allocator.can_allocate(missing) or (request.slot is None and not self._rows.num_free):
-            return False
         if request.slot is None:
+            if self.cost(request, tokens) > self.free_token_capacity() or not self._rows.num_free:
+                return False
             request.slot = self.allocate_slot()
+            self.match_prefix(request)
+        missing = self.blocks_for(tokens) - len(self._tables[request.slot])
+        if not self.allocator.can_allocate(missing):
+            return False
         if missing > 0:
             self.grow(request.slot, tokens)
         return True
@@ -155,10 +157,10 @@ class PagedKVCachePool(KVPool):
     def block_table(self, slot: int) -> Sequence[int]:
         return self._tables[slot]
 
-    def max_request_tokens(self) -> int | None:
+    def max_request_tokens(self) -> int:
         return self.allocator.num_blocks * self._block_size
 
-    def free_token_capacity(self) -> int | None:
+    def free_token_capacity(self) -> int:
         return self.allocator.num_free * self._block_size
 
     @property

@@ -37,14 +37,12 @@ class PagedScheduler(ContinuousScheduler):
     def admit(self, pool: KVPool) -> None:
         """First come, first served, as long as whole blocks for prompt and generated tokens are within budget."""
         free = pool.free_token_capacity()
-        budget = None if free is None else int(free * (1 - GROWTH_RESERVE))
+        budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
         while self.waiting and self.free_seats > 0:
             request = self.waiting[0]
-            cost = -(-len(request.token_ids) // pool.block_size) * pool.block_size
+            cost = pool.cost(request, len(request.token_ids))
             # With nobody active nobody grows: a prompt that fits the pool must not wait forever.
-            if budget is not None and cost > budget and self._active:
-                return
-            if not self._seat(request, pool):
+            if (cost > budget and self._active) or not self._seat(request, pool):
                 return
             self.waiting.popleft()
-            budget = None if budget is None else budget - cost
+            budget -= cost

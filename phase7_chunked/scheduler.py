@@ -53,7 +53,7 @@ class ChunkedScheduler(PagedScheduler):
             max_chunks: how many of them at the most; None: all.
         """
         prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
-        return sorted(prefilling, key=lambda r: (r.prefill_progress == 0, r.arrival))[:max_chunks]
+        return sorted(prefilling, key=lambda r: (not r.has_begun, r.arrival))[:max_chunks]
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
         """The next chunk of each, until the tokens of the budget are dealt out.

@@ -6,6 +6,7 @@ sequence at a time.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ import phase4_static
 import phase5_continuous
 import phase6_paged
 import phase7_chunked
+import phase8_prefix
 from common.generate import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
 from common.request import Request
 from phase4_static.cache import StaticKVCache
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
+from phase8_prefix.cache import PrefixCachingPool
 from tests.engine_helpers import CPU, greedy
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 4
@@ -45,10 +48,10 @@ class Kind:
     idle_tokens: int = 0  # reserved while nobody holds anything
 
 
-def paged(block_size: int, config: Any = phase6_paged.Config) -> Kind:
+def paged(block_size: int, config: Any = phase6_paged.Config, kind: Any = PagedKVCachePool) -> Kind:
     def make() -> KVPool:
         options = config(max_seq_len=COLUMNS, block_size=block_size, num_blocks=3 * -(-COLUMNS // block_size))
-        pool = PagedKVCachePool(options, SHAPE, CPU)
+        pool: PagedKVCachePool = kind(options, SHAPE, CPU)
         random.Random(block_size).shuffle(pool.allocator._free)
         return pool
 
@@ -75,6 +78,7 @@ POOLS = {
     ),
     **{f"paged-{size}": paged(size) for size in (1, 3, 4, 16, 64)},
     "paged-of-phase-7": paged(16, phase7_chunked.Config),
+    **{f"prefix-caching-{size}": paged(size, phase8_prefix.Config, PrefixCachingPool) for size in (1, 4, 16)},
 }  # fmt: skip
 
 
@@ -88,9 +92,12 @@ def pool(kind: Kind) -> KVPool:
     return kind.make()
 
 
+first_tokens = itertools.count()
+
+
 def seat(pool: KVPool, *prompts: int) -> list[Request]:
-    """Requests that hold memory for their prompts."""
-    requests = [Request(str(i), [1] * n, greedy(NEW)) for i, n in enumerate(prompts)]
+    """Requests that hold memory for their prompts, no two of which begin alike."""
+    requests = [Request(str(i), [next(first_tokens)] * n, greedy(NEW)) for i, n in enumerate(prompts)]
     for each in requests:
         assert pool.reserve(each, each.num_prompt_tokens)
     return requests

@@ -156,11 +156,13 @@ class CompletionServer:
         params = [completion.sampling_params(choice) for choice in range(completion.choices_per_prompt)]
         requests: list[EngineRequest] = []
         for prompt in completion.prompts:
-            first = self.engine.create_request(prompt, params[0], f"{answer_id}-{len(requests)}")
-            requests.append(first)
-            for each in params[1:]:  # the prompt is tokenized once
+            for each in params:
                 request_id = f"{answer_id}-{len(requests)}"
-                requests.append(self.engine.create_request(first.prompt_token_ids, each, request_id))
+                request = self.engine.create_request(
+                    prompt, each, request_id, cache_salt=completion.cache_salt or ""
+                )
+                requests.append(request)
+                prompt = request.prompt_token_ids  # tokenized once
         return requests
 
     def new_answer(self, completion: CompletionRequest) -> Answer:
@@ -376,6 +378,17 @@ async def version(request: Request) -> Response:
             "batch_invariant": engine.runner.model.batch_invariant,
         }
     )
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget what the prefix cache keeps and nobody uses; in phases that share nothing that is nothing."""
+    server: CompletionServer = request.app.state.server
+    try:
+        dropped = await server.worker.reset_prefix_cache()
+    except (EngineDeadError, ShuttingDownError) as error:
+        raise from_exception(error) from None
+    return json_response({"dropped_blocks": dropped})
 
 
 @router.get("/telemetry")

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from common.engine import Engine
 from common.server.schemas import (
     MAX_BODY_BYTES,
+    CacheReset,
     Completion,
     CompletionEvent,
     CompletionRequest,
@@ -32,6 +33,7 @@ _ERRORS: dict[str, dict[int, str]] = {
     "/v1/models": {},
     "/health": {503: "The server is shutting down, or its engine is dead"},
     "/version": {},
+    "/reset_prefix_cache": {503: "The server is shutting down, or its engine is dead"},
     "/telemetry": {400: "since_step is not an integer", 422: "since_step is out of range"},
 }
 
@@ -40,6 +42,7 @@ _ANSWERS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/models": (ModelList, "The served model"),
     "/health": (Health, "Requests are taken"),
     "/version": (Version, "What runs here"),
+    "/reset_prefix_cache": (CacheReset, "What nobody used is forgotten"),
     "/telemetry": (TelemetrySnapshot, "Counters and a page of steps"),
 }
 
@@ -67,7 +70,8 @@ _STREAM = {
     '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":null}],"token":"Hello","token_id":9906}\n\n'
     'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
     '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
-    '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}\n\n',
+    '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
+    '"prompt_tokens_details":{"cached_tokens":0}}}\n\n',
 }
 
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}

@@ -128,6 +128,12 @@ class CompletionRequest(BaseModel):
     n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
     ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
     min_tokens: int | None = Field(default=0, ge=0, description="no EOS and no stop token before so many")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="what is cached is shared only with requests that have the same one",
+    )
     # A label that the request's log line carries: that is all a server without accounts can do with it.
     user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
     # Not implemented: refused unless neutral (see `_refuse_unimplemented`).
@@ -292,10 +298,15 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="found in memory and not computed; 0 in phases that share nothing")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class Logprobs(BaseModel):
@@ -383,6 +394,10 @@ class Version(BaseModel):
         description="whether a sequence's logits have the same bits alone and beside any others: measured at start "
         "with native kernels, false without"
     )
+
+
+class CacheReset(BaseModel):
+    dropped_blocks: int = Field(description="blocks of the prefix cache that nobody used")
 
 
 class TelemetrySnapshot(BaseModel):

@@ -65,14 +65,16 @@ class Choice:
     text_length: int = 0  # characters so far
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
     def add(self, output: StepOutput) -> None:
         self.text.append(output.text_delta)
         self.text_length += len(output.text_delta)
         self.prompt_tokens, self.completion_tokens = output.prompt_tokens, output.completion_tokens
+        self.cached_tokens = output.cached_tokens
 
-    def usage(self) -> dict[str, int]:
-        return _usage(self.prompt_tokens, self.completion_tokens)
+    def usage(self) -> dict[str, Any]:
+        return _usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,14 @@ class Answer:
     def header(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
 
-    def usage(self) -> dict[str, int]:
-        """All choices together; a prompt counts once, however many choices continue it."""
-        prompts = {choice.prompt_index: choice.prompt_tokens for choice in self.choices}
-        return _usage(sum(prompts.values()), sum(choice.completion_tokens for choice in self.choices))
+    def usage(self) -> dict[str, Any]:
+        """All choices together; a prompt counts once, as its first choice found it, however many continue it."""
+        first = {choice.prompt_index: choice for choice in reversed(self.choices)}.values()
+        return _usage(
+            sum(choice.prompt_tokens for choice in first),
+            sum(choice.completion_tokens for choice in self.choices),
+            sum(choice.cached_tokens for choice in first),
+        )
 
     def logprobs(self, choice: Choice, output: StepOutput) -> dict[str, list[Any]] | None:
         """OpenAI's object for one token; call it before the output is added to its choice."""
@@ -112,11 +118,12 @@ class Answer:
         return top
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

@@ -65,6 +65,11 @@ VARIANTS = [
     Variant("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 16, "num_blocks": 48}),
     Variant("phase7_chunked", {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7}),
     Variant("phase7_chunked", {"use_chunked_prefill": False}),
+    Variant("phase8_prefix", {"prefill_chunk_size": 16}),
+    Variant("phase8_prefix", {"block_size": 1, "prefill_chunk_size": 7, "prefill_token_budget": None}),
+    Variant("phase8_prefix", {"block_size": 4, "num_blocks": 150, "mixed_batches": False}),
+    Variant("phase8_prefix", {"use_chunked_prefill": False, "block_size": 4}),
+    Variant("phase8_prefix", {"enable_prefix_caching": False}),
 ]
 
 MODELS = [

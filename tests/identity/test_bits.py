@@ -24,6 +24,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phase7_chunked", {"prefill_chunk_size": 7}),
     ("phase7_chunked", {"prefill_chunk_size": 100, "mixed_batches": False, "prefill_token_budget": None}),
     ("phase7_chunked", {"prefill_chunk_size": 33, "block_size": 1, "num_blocks": 800}),
+    ("phase8_prefix", {"prefill_chunk_size": 33, "block_size": 4, "num_blocks": 95}),
+    ("phase8_prefix", {"enable_prefix_caching": False}),
 ]
 
 
@@ -69,14 +71,18 @@ def alone(model: CausalLM, requests: list[tuple[list[int], SamplingParams]]) -> 
     return [bits(list(generate(model, Request("solo", *request)))) for request in requests]
 
 
-def serve(model: CausalLM, requests: Any, phase: str, options: dict[str, Any]) -> tuple[Engine, list[Any]]:
-    """The engine, and each request's bits: two arrive a step, shuffled."""
+def engine_of(model: CausalLM, phase: str, options: dict[str, Any]) -> Engine:
     package = find_phase(phase)
     config = package.Config(max_batch_size=6, max_seq_len=400, **options)
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     engine: Engine = package.build_engine(config, model=model, tokenizer=tokenizer)
+    return engine
+
+
+def serve(engine: Engine, requests: Any, shuffle: str = "") -> list[Any]:
+    """Each request's bits: two arrive a step, in an order that `shuffle` decides."""
     order = list(range(len(requests)))
-    random.Random(phase + str(options)).shuffle(order)
+    random.Random(shuffle).shuffle(order)
     found: dict[str, list[StepOutput]] = {}
     while order or engine.has_work:
         for number in order[:2]:
@@ -86,15 +92,15 @@ def serve(model: CausalLM, requests: Any, phase: str, options: dict[str, Any]) -
         for output in engine.step():
             assert output.error is None
             found.setdefault(output.request_id, []).append(output)
-    return engine, [bits(found[str(number)]) for number in range(len(requests))]
+    return [bits(found[str(number)]) for number in range(len(requests))]
 
 
 @pytest.mark.parametrize(("phase", "options"), VARIANTS, ids=str)
 def test_a_sequence_has_the_same_bits_alone_and_under_load(
     phase: str, options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
 ) -> None:
-    engine, found = serve(model, requests, phase, options)
-    assert found == alone
+    engine = engine_of(model, phase, options)
+    assert serve(engine, requests, phase + str(options)) == alone
     if options.get("num_blocks") == 95:
         assert engine.telemetry.counters.preemptions > 0
 
@@ -104,7 +110,33 @@ def test_and_with_another_number_of_threads(model: CausalLM, requests: Any, alon
     assert before == 1
     try:
         torch.set_num_threads(2)
-        _, found = serve(model, requests[:6], "phase7_chunked", {"prefill_chunk_size": 40})
+        found = serve(engine_of(model, "phase7_chunked", {"prefill_chunk_size": 40}), requests[:6])
     finally:
         torch.set_num_threads(before)
     assert found == alone[:6]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 1, "prefill_chunk_size": 512, "prefill_token_budget": None},
+        {"block_size": 4, "num_blocks": 300, "prefill_chunk_size": 7},  # too few to keep everything
+    ],
+    ids=str,
+)
+def test_what_is_found_has_the_bits_of_what_is_computed(
+    options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
+) -> None:
+    """The same requests again, and their second turns, which begin with the first ones' prompts and answers."""
+    engine = engine_of(model, "phase8_prefix", options)
+    assert serve(engine, requests) == alone
+    turns = [
+        ([*prompt, *(token for token, _ in told if token is not None), 7, 8, 9], params)
+        for (prompt, params), told in zip(requests, alone, strict=True)
+    ]
+    expected = [bits(list(generate(model, Request("solo", *turn)))) for turn in turns]
+    assert serve(engine, [*requests, *turns]) == [*alone, *expected]
+    counters = engine.telemetry.counters
+    assert counters.cached_tokens > (200 if "num_blocks" in options else 2000)
+    assert (counters.evictions > 0) == ("num_blocks" in options)

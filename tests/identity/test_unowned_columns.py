@@ -17,6 +17,7 @@ import kernels.attention
 from common.engine import Engine
 from common.kv import KVPool, KVView, Span
 from kernels.dispatch import HAS_TRITON
+from phase8_prefix.cache import PrefixCachingPool
 from tests.identity.conftest import VARIANTS, Subject, Variant, recorded_logits
 from tests.identity.test_token_identity import Arrival, greedy, prompt_of, serve
 
@@ -36,7 +37,7 @@ class Poison:
     def view(self, spans: Sequence[Span]) -> KVView:
         view = self._view(spans)  # phase 4 allocates here
         held = held_rows(self.pool)
-        self.past_an_end += self.pool.reserved_tokens - len(held)
+        self.past_an_end += self.pool.reserved_tokens - self.pool.used_tokens
         for layer in (*self.pool.k, *self.pool.v):
             rows = layer.view(-1, *layer.shape[2:])
             kept = rows[held].clone()
@@ -47,16 +48,16 @@ class Poison:
 
 
 def held_rows(pool: KVPool) -> torch.Tensor:
-    """Rows of the flat store that hold a token."""
+    """Rows of the flat store that hold a token: of a sequence, or kept for one to come."""
     size = pool.block_size
-    return torch.tensor(
-        [
-            pool.block_table(slot)[column // size] * size + column % size
-            for slot, length in pool._lengths.items()
-            for column in range(length)
-        ],
-        dtype=torch.int64,
-    )
+    held = {
+        pool.block_table(slot)[column // size] * size + column % size
+        for slot, length in pool._lengths.items()
+        for column in range(length)
+    }
+    if isinstance(pool, PrefixCachingPool):
+        held |= {node.block * size + row for _, node in pool.tree.walk() for row in range(size)}
+    return torch.tensor(sorted(held), dtype=torch.int64)
 
 
 def assert_unchanged(
@@ -97,7 +98,7 @@ def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> Non
 
 
 @MODELS
-@pytest.mark.parametrize("phase", ["phase6_paged", "phase7_chunked"])
+@pytest.mark.parametrize("phase", ["phase6_paged", "phase7_chunked", "phase8_prefix"])
 def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) -> None:
     variant = Variant(phase, {"block_size": 4, "num_blocks": 24})
     arrivals = arrivals_of(subject, (20, 12, 9, 30, 5, 17), (30, 24, 28, 20, 40, 9))
@@ -116,6 +117,7 @@ def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) 
         Variant("phase5_continuous"),
         Variant("phase6_paged", {"block_size": 4}),
         Variant("phase7_chunked", {"block_size": 4, "prefill_chunk_size": 16}),
+        Variant("phase8_prefix", {"block_size": 4, "prefill_chunk_size": 16}),
     ],
     ids=str,
 )

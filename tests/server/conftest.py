@@ -14,6 +14,7 @@ PHASES = [
     "phase5_continuous",
     "phase6_paged",
     "phase7_chunked",
+    "phase8_prefix",
 ]
 
 #: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.

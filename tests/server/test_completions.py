@@ -173,7 +173,62 @@ def test_interleaved_choices_each_end_once_with_their_own_usage(server: ServerPr
 def test_lists_of_token_ids(server: ServerProcess) -> None:
     answer = server.complete(prompt=[[5, 6, 7], [8, 9]], max_tokens=2, ignore_eos=True)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 4,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+# ---------------------------------------------------------------------- what was here before
+
+
+def cached(usage: dict[str, Any]) -> int:
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(server: ServerProcess, phase: str) -> None:
+    """Only phase 8 shares: there all but the last block of 40 tokens is found, by those with the same salt."""
+    found = 32 if phase == "phase8_prefix" else 0
+    fields: dict[str, Any] = {"prompt": list(range(50, 90)), "max_tokens": 3, "ignore_eos": True}
+    first = server.complete(**fields, cache_salt="tenant a")
+    again = server.complete(**fields, cache_salt="tenant a")
+    assert (cached(first["usage"]), cached(again["usage"])) == (0, found)
+    assert again["choices"] == first["choices"]
+    for salt in ("tenant b", None):
+        assert cached(server.complete(**fields, cache_salt=salt)["usage"]) == 0
+    events = server.events(**fields, cache_salt="tenant a", stream_options={"include_usage": True})
+    told = {name: cached(data["usage"]) for name, data in events if name in ("done", "usage")}
+    assert told == {"done": found, "usage": found}
+    counters = server.client.get("/telemetry").json()["counters"]
+    assert counters["cached_tokens"] >= 2 * found
+    assert counters["prompt_tokens"] > counters["cached_tokens"]
+
+
+def test_a_prompt_with_several_choices_is_found_as_its_first_choice_found_it(
+    server: ServerProcess, phase: str
+) -> None:
+    fields: dict[str, Any] = {"prompt": list(range(150, 190)), "n": 3, "max_tokens": 1}
+    cold, warm = server.complete(**fields)["usage"], server.complete(**fields)["usage"]
+    assert (cached(cold), cached(warm)) == (0, 32 if phase == "phase8_prefix" else 0)
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, 5])
+def test_a_salt_is_a_text_of_some_length(server: ServerProcess, salt: Any) -> None:
+    response = server.client.post("/v1/completions", json=server.body(cache_salt=salt))
+    assert response.status_code == (400 if salt == 5 else 422)
+    assert response.json()["error"]["param"] == "cache_salt"
+    assert server.complete(max_tokens=1, cache_salt="x")["usage"]["completion_tokens"] == 1
+
+
+def test_what_is_cached_can_be_forgotten(server: ServerProcess, phase: str) -> None:
+    fields: dict[str, Any] = {"prompt": list(range(200, 240)), "max_tokens": 1}
+    server.complete(**fields)
+    dropped = server.client.post("/reset_prefix_cache").json()["dropped_blocks"]
+    assert (dropped > 0) == (phase == "phase8_prefix")
+    assert cached(server.complete(**fields)["usage"]) == 0
+    assert server.client.get("/reset_prefix_cache").status_code == 405
 
 
 # ---------------------------------------------------------------------- how it ends

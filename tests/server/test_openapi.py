@@ -36,7 +36,14 @@ def small(phase: str) -> Iterator[ServerProcess]:
 def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> None:
     document = server.client.get("/openapi.json").json()
     paths = document["paths"]
-    assert set(paths) == {"/v1/completions", "/v1/models", "/health", "/version", "/telemetry"}
+    assert set(paths) == {
+        "/v1/completions",
+        "/v1/models",
+        "/health",
+        "/version",
+        "/reset_prefix_cache",
+        "/telemetry",
+    }
     responses = paths["/v1/completions"]["post"]["responses"]
     assert set(responses) == {"200", "400", "413", "422", "500", "503"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}

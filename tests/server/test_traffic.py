@@ -16,7 +16,7 @@ from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import hold_a_full_batch, in_background, post
 
 QUEUE = 16
-PAGED = {"phase6_paged", "phase7_chunked"}
+PAGED = {"phase6_paged", "phase7_chunked", "phase8_prefix"}
 LONG = {"max_tokens": 100, "ignore_eos": True}  # seven blocks of 16 tokens
 
 

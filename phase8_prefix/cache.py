@@ -1,0 +1,131 @@
+"""A pool whose blocks outlive their sequences, for those that begin alike.
+
+```text
+block size 4                     table     columns  0 1 2 3  4 5 6 7  8 9
+  A  tokens 0-9                  5 0 7              block 5  block 0  block 7     5 and 0 are in the tree
+  B  begins like A, tokens 0-8   5 0 3              block 5  block 0  block 3     B computes column 8 only
+```
+
+A block enters the tree when all of its columns are computed, and is never written again. When nobody uses it any
+more it stays, until its memory is needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from common.kv import KVShape
+from common.request import Request
+from phase6_paged.allocator import BlockAllocator
+from phase6_paged.cache import PagedKVCachePool
+from phase8_prefix.config import Config
+from phase8_prefix.tree import Node, PrefixTree
+
+CACHE = -1  # who owns the tree's blocks: no slot has this name
+
+
+class CachingAllocator(BlockAllocator[int]):
+    """What the tree keeps and nobody uses counts as free, and is evicted when it is asked for."""
+
+    def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
+        super().__init__(num_blocks)
+        self.tree = tree
+
+    @property
+    def num_free(self) -> int:
+        return super().num_free + self.tree.evictable_count()
+
+    @property
+    def num_allocated(self) -> int:
+        return super().num_allocated - self.tree.evictable_count()
+
+    def allocate(self, count: int, owner: int) -> list[int]:
+        if self.can_allocate(count):
+            self.force_free(self.tree.evict(count - super().num_free))
+        return super().allocate(count, owner)
+
+    def hand_over(self, blocks: Iterable[int]) -> None:
+        """These are the tree's from now on."""
+        self._owners |= dict.fromkeys(blocks, CACHE)
+
+
+class PrefixCachingPool(PagedKVCachePool):
+    """Phase 6's pool, and a tree of what its blocks hold."""
+
+    def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
+        super().__init__(config, shape, device)
+        self.tree = PrefixTree(config.block_size)
+        self.allocator: CachingAllocator = CachingAllocator(config.resolve_num_blocks(), self.tree)
+        # Slot -> nodes it holds. Where another was first to register a block, the slot's table has a twin of it.
+        self._paths: defaultdict[int, list[Node]] = defaultdict(list)
+
+    def cost(self, request: Request, tokens: int) -> int:
+        """What must be allocated, and hits on blocks that nobody uses: they will not be evictable any more."""
+        in_use = sum(node.users > 0 for node in self._match(request, ()))
+        return super().cost(request, tokens) - in_use * self.block_size
+
+    def match_prefix(self, request: Request) -> None:
+        slot = request.slot
+        assert slot is not None
+        path, table = self._paths[slot], self._tables[slot]
+        hits = self._match(request, path)
+        found = slice(len(path), len(path) + len(hits))
+        self.tree.hold(hits)
+        path += hits
+        self.allocator.free(table[found])  # reserved when there was less to find
+        table[found] = [node.block for node in hits]
+        self._rows.write(self._seats[slot], found.start, table[found])
+        self._lengths[slot] = len(path) * self.block_size
+        request.start_after(len(path) * self.block_size)
+
+    def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
+        """Hits after `held`. The last token is always computed, and in a block of the sequence's own."""
+        limit = (len(request.token_ids) - 1) // self.block_size
+        return self.tree.match(request.token_ids, request.cache_salt, held)[: limit - len(held)]
+
+    def register_prefix(self, request: Request, columns: int) -> None:
+        """Put full blocks into the tree, if their numbers are sound.
+
+        The last layer tells of all: what is not a number in an earlier one has spread, through its column's own
+        attention, to the column's keys and values there.
+        """
+        slot = request.slot
+        assert slot is not None
+        path = self._paths[slot]
+        full = min(columns, self.get_seq_len(slot)) // self.block_size
+        blocks = self._tables[slot][len(path) : full]
+        if blocks and all(layer[blocks].isfinite().all() for layer in (self.k[-1], self.v[-1])):
+            path += self.tree.insert(request.token_ids, blocks, request.cache_salt, path)
+            self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
+
+    def release(self, request: Request) -> None:
+        """What was generated stays, too: a chat's next turn begins with it."""
+        if request.slot is not None:
+            self.register_prefix(request, self.get_seq_len(request.slot))
+        super().release(request)
+
+    def free_slot(self, slot: int) -> None:
+        path = self._paths.pop(slot, [])
+        shared = {node.block for node in path}
+        self._tables[slot] = [block for block in self._tables[slot] if block not in shared]
+        super().free_slot(slot)
+        self.tree.release(path)
+
+    @property
+    def used_tokens(self) -> int:
+        """What is shared counts once: only the ends of tables are reserved and not used."""
+        ends = sum(self.capacity(slot) - length for slot, length in self._lengths.items())
+        return self.reserved_tokens - ends
+
+    @property
+    def evictions(self) -> int:
+        return self.tree.evictions
+
+    def reset_prefix_cache(self) -> int:
+        return self.allocator.force_free(self.tree.evict(self.tree.evictable_count()))
+
+    def audit_blocks(self) -> set[int]:
+        return super().audit_blocks() - {node.block for _, node in self.tree.walk()}

@@ -1,0 +1,24 @@
+"""Options of prefix caching."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from phase7_chunked.config import Config as ChunkedConfig
+
+
+class Config(ChunkedConfig):
+    """Phase 7's options, and whether blocks are shared."""
+
+    enable_prefix_caching: bool = Field(default=True, description="without it this phase is phase 7")
+
+    @model_validator(mode="after")
+    def _refuse_to_share_slots(self) -> Self:
+        if self.enable_prefix_caching and self.kv_cache_backend == "contiguous":
+            raise ValueError(
+                "kv_cache_backend contiguous has no blocks to share: a slot is all of one sequence; use paged, "
+                "or turn enable_prefix_caching off"
+            )
+        return self

@@ -1,0 +1,365 @@
+"""Shared blocks under any history: a pool whose store holds token ids, and a plain model of what must be in it.
+
+Nothing here computes: a pass writes a token's id as its key and value. So what a sequence would see, and what the
+tree says that a block holds, can be read back and compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from common.engine import Engine
+from common.kv import KVPool, KVShape, Span
+from common.request import Request, RequestState
+from common.scheduling import PrefillChunk
+from phase8_prefix.cache import CACHE, PrefixCachingPool
+from phase8_prefix.config import Config
+from phase8_prefix.tree import Node, PrefixTree
+from tests.engine_helpers import CPU, greedy
+
+SMALLEST = KVShape(1, 1, 1, torch.float32)
+GARBAGE = -7.0  # what a pass that fails leaves behind
+SEATS = 4
+
+Text = tuple[str, tuple[int, ...]]  # salt, and whole blocks of token ids
+
+
+def make_pool(num_blocks: int, block_size: int = 4, **options: Any) -> PrefixCachingPool:
+    config = Config(
+        **{"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": 64, "max_batch_size": SEATS}
+        | options
+    )
+    return PrefixCachingPool(config, SMALLEST, CPU)
+
+
+def caching(pool: KVPool | Engine) -> PrefixCachingPool:
+    """The pool as what it is."""
+    pool = pool.runner.pool if isinstance(pool, Engine) else pool
+    assert isinstance(pool, PrefixCachingPool)
+    return pool
+
+
+def texts(tree: PrefixTree) -> dict[Text, Node]:
+    """Every node by the whole text that leads to it."""
+    found: dict[Text, Node] = {}
+    parents: dict[Node, Text] = {}
+    for _, node in tree.walk():
+        if node.parent in parents:
+            salt, before = parents[node.parent]
+            text = salt, (*before, *node.key)
+        else:
+            text = node.key[0], node.key[1:]
+        parents[node] = text
+        found[text] = node
+    return found
+
+
+def assert_shared_consistently(pool: PrefixCachingPool) -> None:
+    """References are holders; free, held and cached blocks are all there are; who is in use is not evictable."""
+    allocator, tree, tables = pool.allocator, pool.tree, pool._tables
+    nodes = [node for _, node in tree.walk()]
+    cached = [node.block for node in nodes]
+    own = list(itertools.chain.from_iterable(tables.values()))
+    own = [block for block in own if block not in set(cached)]
+    free = list(allocator._free)
+    assert len(set(cached)) == len(cached), "a block is in the tree twice"
+    assert len(set(own)) == len(own), "a block of a sequence's own is in two tables"
+    assert sorted([*free, *cached, *own]) == list(range(allocator.num_blocks)), (
+        "a block is lost, or twice there"
+    )
+    assert {block for block, owner in allocator._owners.items() if owner == CACHE} == set(cached)
+    assert all(block in tables[allocator._owners[block]] for block in own)
+    holders = {node: sum(node in path for path in pool._paths.values()) for node in nodes}
+    assert {node: node.users for node in nodes} == holders
+    assert set(tree._unused) == {node for node in nodes if node.users == 0}
+    assert all(
+        node.parent is not None and node.parent.users >= node.users for _, node in tree.walk() if _ > 0
+    )
+    assert allocator.num_free == len(free) + sum(node.users == 0 for node in nodes)
+    assert allocator.num_free + allocator.num_allocated == allocator.num_blocks
+    for slot, path in pool._paths.items():
+        assert len(path) * pool.block_size <= max(pool.get_seq_len(slot), 0)
+        for above, node in itertools.pairwise(path):
+            assert node.parent is above
+    assert pool.block_tables.shape[0] >= len(tables)
+    for slot, table in tables.items():
+        assert pool.block_tables[pool.seat(slot)].tolist()[: len(table)] == table
+        assert pool.get_seq_len(slot) <= pool.capacity(slot)
+    assert pool.audit_blocks() == set()
+
+
+def column(pool: PrefixCachingPool, slot: int, index: int) -> int:
+    """The row of the flat store where a sequence has its column `index`."""
+    return pool.block_table(slot)[index // pool.block_size] * pool.block_size + index % pool.block_size
+
+
+class Sharing:
+    """A pool, the requests that hold parts of it, and a plain account of texts, users and times of last use."""
+
+    def __init__(self, pool: PrefixCachingPool, seed: int = 0) -> None:
+        self.pool = pool
+        self.draw = random.Random(seed)
+        self.waiting: list[Request] = []
+        self.active: list[Request] = []
+        self.operations = 0
+        self.hits = self.evicted = self.preemptions = self.twins = self.refused = 0
+        self._names, self._ticks = itertools.count(), itertools.count(1)
+        self._account: dict[Text, int] = {}  # when each text was last let go of
+        self._held: dict[str, set[Text]] = {}  # by request
+        self._evict = pool.tree.evict
+        pool.tree.evict = self.evict  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------ the account
+
+    def blocks_of(self, request: Request, columns: int) -> list[Text]:
+        size = self.pool.block_size
+        ids = request.token_ids
+        return [(request.cache_salt, tuple(ids[:end])) for end in range(size, columns + 1, size)]
+
+    def expected_hits(self, request: Request) -> int:
+        """Columns, by the account."""
+        hits = 0
+        for text in self.blocks_of(request, len(request.token_ids) - 1):
+            if text not in self._account:
+                break
+            hits = len(text[1])
+        return hits
+
+    def in_use(self) -> set[Text]:
+        return set().union(*self._held.values())
+
+    def evict(self, count: int) -> list[int]:
+        """The tree's eviction, which must take the leaf that nobody uses and was let go of the longest ago."""
+        before = {text: node.block for text, node in texts(self.pool.tree).items()}
+        blocks = self._evict(count)
+        expected: list[int] = []
+        while len(expected) < count:
+            unused = self._account.keys() - self.in_use()
+            leaves = [t for t in unused if not any(is_below(other, t) for other in self._account)]
+            if not leaves:
+                break
+            oldest = min(leaves, key=lambda text: (self._account[text], -len(text[1])))
+            del self._account[oldest]
+            expected.append(before[oldest])
+        assert blocks == expected
+        self.evicted += len(blocks)
+        return blocks
+
+    # ------------------------------------------------------------------ operations
+
+    def add(self, prompt: Sequence[int], salt: str = "", new: int = 8) -> Request:
+        request = Request(f"r{next(self._names)}", list(prompt), greedy(new), cache_salt=salt)
+        request.arrival = int(request.request_id[1:])
+        self.waiting.append(request)
+        return request
+
+    def admit(self) -> bool:
+        """The first who waits, as far as there is memory."""
+        request, pool = self.waiting[0], self.pool
+        free, tokens = pool.free_token_capacity(), len(request.token_ids)
+        cost, hits = pool.cost(request, tokens), self.expected_hits(request)
+        assert pool.free_token_capacity() == free, "asking costs nothing"
+        fits = cost <= free and len(self.active) < SEATS
+        if fits:  # its hits are in use before anything is evicted for the rest
+            self._held[request.request_id] = set(self.blocks_of(request, hits))
+        assert pool.reserve(request, tokens) == fits
+        if not fits:
+            self.refused += 1
+            assert (request.slot, pool.free_token_capacity()) == (None, free)
+            return False
+        assert pool.free_token_capacity() == free - cost, "the charge is what it takes"
+        self.active.append(self.waiting.pop(0))
+        request.start_prefill()
+        self.found(request, hits)
+        return True
+
+    def found(self, request: Request, hits: int) -> None:
+        assert request.slot is not None
+        assert (
+            request.prefill_start == request.prefill_progress == self.pool.get_seq_len(request.slot) == hits
+        )
+        assert hits < len(request.token_ids)
+        assert not request.has_begun
+        self._held[request.request_id] = set(self.blocks_of(request, hits))
+        self.hits += hits
+
+    def look_again(self, request: Request) -> None:
+        before, hits = request.prefill_progress, self.expected_hits(request)
+        assert hits >= before
+        free = self.pool.free_token_capacity()
+        self.pool.match_prefix(request)
+        self.found(request, hits)
+        assert self.pool.free_token_capacity() >= free, "what it had reserved for them is free again"
+
+    def chunk(self, request: Request, tokens: int, *, write: float | None = None) -> PrefillChunk:
+        """The next tokens of a prompt; `write` instead of their ids."""
+        start = request.prefill_progress
+        chunk = PrefillChunk(request, start, min(start + tokens, len(request.token_ids)))
+        self.write(request, chunk.start, chunk.end, write)
+        return chunk
+
+    def write(self, request: Request, start: int, end: int, value: float | None = None) -> None:
+        assert request.slot is not None
+        shared = {node.block for _, node in self.pool.tree.walk()}
+        for index in range(start, end):
+            row = column(self.pool, request.slot, index)
+            assert row // self.pool.block_size not in shared, "a shared block is written"
+            for layer in (*self.pool.k, *self.pool.v):
+                layer.view(-1)[row] = float(request.token_ids[index]) if value is None else value
+
+    def commit(self, chunk: PrefillChunk) -> None:
+        """The pass has succeeded: lengths move, full blocks are registered, a whole prompt has its next token."""
+        request = chunk.request
+        assert request.slot is not None
+        self.pool.view([Span.exact(request.slot, chunk.start, chunk.end)]).advance()
+        request.prefill_progress = chunk.end
+        self.register(request, chunk.end)
+        if chunk.is_last:
+            request.start_decode()
+            request.token_ids.append(self.draw.randint(1, 2))
+
+    def register(self, request: Request, columns: int) -> None:
+        held = self._held[request.request_id]
+        for text in self.blocks_of(request, columns):
+            self.twins += text in self._account and text not in held
+            self._account.setdefault(text, 0)
+            held.add(text)
+        self.pool.register_prefix(request, columns)
+
+    def fail(self, chunk: PrefillChunk) -> None:
+        """The pass has failed, after it had written: nothing of it is registered."""
+        self.pool.register_prefix(chunk.request, chunk.end)
+        chunk.request.fail(RuntimeError("told to fail"))
+        self.let_go(chunk.request)
+
+    def nan(self, request: Request, tokens: int) -> None:
+        """The pass has succeeded, and what it wrote is no number."""
+        chunk = self.chunk(request, tokens, write=math.nan)
+        assert request.slot is not None
+        self.pool.view([Span.exact(request.slot, chunk.start, chunk.end)]).advance()
+        nodes = set(texts(self.pool.tree))
+        self.pool.register_prefix(request, chunk.end)
+        request.fail(RuntimeError("not a number"))
+        self.let_go(request)
+        assert set(texts(self.pool.tree)) == nodes
+
+    def decode(self, request: Request) -> None:
+        """A column for the latest token, the youngest giving up theirs if need be."""
+        while request in self.active and not self.pool.reserve(request, len(request.token_ids)):
+            victim = max(self.active, key=lambda r: r.arrival)
+            self.register_all(victim)
+            self.let_go(victim)
+            victim.preempt()
+            self.waiting.insert(0, victim)
+            self.preemptions += 1
+        if request in self.active:
+            assert request.slot is not None
+            end = len(request.token_ids)
+            self.write(request, end - 1, end)
+            self.pool.view([Span.exact(request.slot, end - 1, end)]).advance()
+            request.token_ids.append(self.draw.randint(1, 2))
+
+    def finish(self, request: Request) -> None:
+        request.cancel()
+        self.register_all(request)
+        self.let_go(request)
+
+    def register_all(self, request: Request) -> None:
+        """A sequence that leaves registers all it has computed."""
+        assert request.slot is not None
+        held = self._held[request.request_id]
+        for text in self.blocks_of(request, self.pool.get_seq_len(request.slot)):
+            self._account.setdefault(text, 0)
+            held.add(text)
+
+    def let_go(self, request: Request) -> None:
+        self.active.remove(request)
+        self.pool.release(request)
+        assert request.slot is None
+        now = next(self._ticks)
+        for text in self._held.pop(request.request_id):
+            self._account[text] = now
+
+    def reset(self) -> None:
+        unused = len(self._account.keys() - self.in_use())
+        assert self.pool.reset_prefix_cache() == unused
+        assert self.pool.tree.evictable_count() == 0
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check(self) -> None:
+        pool = self.pool
+        assert_shared_consistently(pool)
+        known = texts(pool.tree)
+        assert set(known) == set(self._account), "what can be found is what was registered"
+        store = pool.k[0].view(-1)
+        for (_, ids), node in known.items():
+            rows = store[node.block * pool.block_size : (node.block + 1) * pool.block_size]
+            assert rows.tolist() == list(ids[-pool.block_size :]), "the tree's text is the blocks' text"
+            assert node.users == sum((_, ids) in held for held in self._held.values())
+        for request in self.active:
+            assert request.slot is not None
+            length = pool.get_seq_len(request.slot)
+            seen = [store[column(pool, request.slot, c)].item() for c in range(length)]
+            assert seen == request.token_ids[:length], "a sequence sees another's tokens"
+            assert request.state is not RequestState.PREFILL or request.prefill_progress == length
+        assert pool.active_seq_count() == len(self.active)
+        assert 0 <= pool.used_tokens <= pool.reserved_tokens
+
+
+def is_below(text: Text, above: Text) -> bool:
+    return text[0] == above[0] and len(text[1]) > len(above[1]) and text[1][: len(above[1])] == above[1]
+
+
+def act(sharing: Sharing) -> None:
+    """One random operation, and everything checked."""
+    draw = sharing.draw
+    sharing.operations += 1
+    prefilling = [r for r in sharing.active if r.state is RequestState.PREFILL]
+    decoding = [r for r in sharing.active if r.state is RequestState.DECODE]
+    match draw.random():
+        case d if d < 0.15 and len(sharing.waiting) < 4:
+            length = draw.choice([1, 2, 3, 4, 5, 8, 9, 12, 13, 16])
+            sharing.add(draw.choices([1, 2], weights=[8, 1], k=length), draw.choice(["", "", "a"]))
+        case d if d < 0.35 and sharing.waiting:
+            sharing.admit()
+        case d if d < 0.6 and prefilling:
+            request = draw.choice(prefilling)
+            if not request.has_begun:
+                sharing.look_again(request)
+            sharing.commit(sharing.chunk(request, draw.randint(1, 9)))
+        case d if d < 0.64 and prefilling:
+            sharing.fail(sharing.chunk(draw.choice(prefilling), draw.randint(1, 9), write=GARBAGE))
+        case d if d < 0.67 and prefilling:
+            sharing.nan(draw.choice(prefilling), draw.randint(1, 9))
+        case d if d < 0.9 and decoding:
+            request = draw.choice(decoding)
+            if request.num_generated_tokens < request.params.max_new_tokens:
+                sharing.decode(request)
+            else:
+                sharing.finish(request)
+        case d if d < 0.92 and sharing.active:
+            sharing.finish(draw.choice(sharing.active))
+        case d if d > 0.998:
+            sharing.reset()
+    sharing.check()
+
+
+def run_down(sharing: Sharing) -> None:
+    """Everybody leaves: all that is not free is cached, and a reset frees it."""
+    sharing.waiting.clear()
+    for request in list(sharing.active):
+        sharing.finish(request)
+        sharing.check()
+    pool = sharing.pool
+    assert (pool.reserved_tokens, pool.used_tokens) == (0, 0)
+    assert pool.allocator.num_free == pool.allocator.num_blocks
+    sharing.reset()
+    sharing.check()
+    assert len(pool.allocator._free) == pool.allocator.num_blocks

@@ -1,0 +1,191 @@
+"""A fault in each place while blocks are shared: neighbours keep their tokens, and audits find nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from common.engine import Engine
+from common.errors import NaNLogitsError
+from common.request import Request, RequestState, StepOutput
+from tests.engine_helpers import (
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    one_hot,
+    run,
+    solo,
+    tokens_of,
+)
+from tests.phase6_paged.test_paged_runner import ALLERGEN, Allergic, nan_model
+from tests.phase8_prefix.support import assert_shared_consistently, caching
+
+CHUNK = 8
+SHARED = [(5 * i + 1) % 250 for i in range(CHUNK)]  # a chunk, two blocks
+
+
+def engine_of(model: Any = None, **options: Any) -> Engine:
+    return build(
+        "phase8_prefix",
+        model,
+        **{"prefill_chunk_size": CHUNK, "block_size": 4, "num_blocks": 60, "max_batch_size": 6} | options,
+    )
+
+
+def sick_prompt() -> list[int]:
+    """Its second chunk is what fails, or is no number."""
+    return [*SHARED, 7, 7, ALLERGEN, *[7] * (2 * CHUNK)]
+
+
+def assert_sound(engine: Engine, outputs: list[StepOutput], neighbours: list[Request]) -> None:
+    for each in neighbours:
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, each.params.max_new_tokens)
+    assert_shared_consistently(caching(engine))
+    assert_all_free(engine)
+    assert caching(engine).allocator.num_free == 60
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_pass_fails_after_its_first_chunk_was_shared(mixed: bool) -> None:
+    engine = engine_of(Allergic(), mixed_batches=mixed, prefill_token_budget=2 * CHUNK)
+    victim = add(engine, sick_prompt(), greedy(4))
+    outputs = engine.step()
+    friend = add(engine, [*SHARED, 1, 2, 3], greedy(6))
+    outputs += engine.step()
+    assert str(end_of(outputs, victim).error) == "allergic"
+    assert friend.cached_tokens == CHUNK
+    assert len(tokens_of(outputs, friend)) == 1, "computed beside the one that failed, or after it"
+    outputs += run(engine)
+    again = add(engine, sick_prompt()[: CHUNK + 2], greedy(3))
+    outputs += run(engine)
+    assert again.cached_tokens == CHUNK, "chunk 1 was sound; of chunk 2 nothing was registered"
+    assert engine.telemetry.counters.reclaimed_slots == 0
+    assert_sound(engine, outputs, [friend, again])
+
+
+def test_nothing_of_a_failed_pass_is_found() -> None:
+    """It had written its columns when it failed; they were whole blocks."""
+    model = RememberingModel()
+    engine = engine_of(model)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("after the last layer")
+
+    model.before_pass = fail
+    victim = add(engine, SHARED * 2, greedy(4))
+    assert str(end_of(run(engine), victim).error) == "after the last layer"
+    model.before_pass = lambda _: None
+    heir = add(engine, SHARED * 2, greedy(4))
+    outputs = run(engine)
+    assert heir.cached_tokens == 0
+    assert_sound(engine, outputs, [heir])
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_nan_in_chunk_2_is_not_registered(mixed: bool) -> None:
+    """Only the last chunk has logits to look at; what was written is looked at in every one."""
+    model = nan_model()
+    engine = engine_of(model, mixed_batches=mixed)
+    sick = add(engine, sick_prompt(), greedy(4))
+    outputs = engine.step() + engine.step()
+    assert (sick.state, sick.prefill_progress) == (RequestState.PREFILL, 2 * CHUNK)
+    assert caching(engine).k[0].isnan().any()
+    friend = add(engine, [*SHARED, 7, 7, 8, 9, 10], greedy(8, ignore_eos=True))
+    outputs += run(engine)
+    assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
+    assert friend.cached_tokens == CHUNK
+    twin = add(engine, sick_prompt(), greedy(4))
+    outputs += run(engine)
+    assert twin.cached_tokens == CHUNK, "the sound part of it"
+    assert isinstance(end_of(outputs, twin).error, NaNLogitsError), "its own prompt's doing"
+    assert tokens_of(outputs, friend) == solo(model, friend.prompt_token_ids, friend.params)
+    assert_shared_consistently(caching(engine))
+    assert_all_free(engine)
+
+
+def test_a_nan_that_comes_and_goes_stays_with_the_one_it_befell() -> None:
+    """A prompt of its own is no reason: the next one with the same prompt is answered."""
+    model = nan_model()
+    engine = engine_of(model)
+    pool = caching(engine)
+    unlucky = add(engine, SHARED * 3, greedy(4))
+    engine.step()
+    assert unlucky.slot is not None
+    view = pool.view
+
+    def broken(spans: Any) -> Any:
+        table = pool.block_table(unlucky.slot if unlucky.slot is not None else 0)
+        for layer in (*pool.k, *pool.v):
+            layer[table[1], 0] = math.nan  # in the block that others share, too: a fault of the memory
+        return view(spans)
+
+    pool.view = broken  # type: ignore[method-assign]
+    outputs = engine.step()
+    pool.view = view  # type: ignore[method-assign]
+    pool.k[0].nan_to_num_()
+    outputs += run(engine)
+    assert isinstance(end_of(outputs, unlucky).error, NaNLogitsError)
+    assert [node.block for _, node in pool.tree.walk() if pool.k[-1][node.block].isnan().any()] != []
+    assert len(list(pool.tree.walk())) == 2, "what was computed from it is not registered"
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_a_nan_among_the_logits_registers_no_answer(when: str) -> None:
+    """The model's keys are sound and its logits are not: what was sampled from stays out of the tree."""
+
+    def rule(token_ids: list[int]) -> Any:
+        limit = len(SHARED) if when == "prefill" else len(SHARED) + 6
+        return one_hot(0, math.nan) if len(token_ids) >= limit else continuation(token_ids, 1)[0]
+
+    engine = engine_of(RememberingModel(rule=rule))
+    sick = add(engine, SHARED, greedy(9))
+    outputs = run(engine)
+    assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
+    assert len(list(caching(engine).tree.walk())) == 2 + (when == "decode")
+    assert_shared_consistently(caching(engine))
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("state", [RequestState.PREFILL, RequestState.DECODE])
+def test_a_cancellation_while_another_uses_the_prefix(state: RequestState) -> None:
+    engine = engine_of(RememberingModel(), prefill_token_budget=2 * CHUNK)
+    first = add(engine, [*SHARED, *SHARED, *SHARED], greedy(9))
+    outputs = engine.step()
+    friend = add(engine, [*SHARED, 1, 2, 3], greedy(9))
+    while first.state is not state or friend.slot is None:
+        outputs += engine.step()
+    assert friend.cached_tokens == CHUNK
+    engine.cancel(first.request_id)
+    outputs += engine.step()
+    assert first.slot is None
+    assert_shared_consistently(caching(engine))
+    outputs += run(engine)
+    heir = add(engine, [*SHARED, 1, 2, 4], greedy(3))
+    outputs += run(engine)
+    assert heir.cached_tokens == CHUNK
+    assert_sound(engine, outputs, [friend, heir])
+
+
+def test_a_leak_beside_a_full_tree_is_reclaimed_and_the_tree_is_not() -> None:
+    engine = engine_of(Allergic())
+    keeps = add(engine, SHARED * 2, greedy(2))
+    outputs = run(engine)
+    pool = caching(engine)
+    pool.allocator.allocate(2, owner=77)
+    victim = add(engine, sick_prompt(), greedy(4))
+    outputs += run(engine)
+    assert str(end_of(outputs, victim).error) == "allergic"
+    assert engine.telemetry.counters.reclaimed_slots == 2
+    again = add(engine, SHARED * 2, greedy(2))
+    outputs += run(engine)
+    assert again.cached_tokens == 12
+    for each in (keeps, again):
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 2)
+    assert_shared_consistently(pool)
+    assert pool.allocator.num_free == 60

@@ -1,0 +1,122 @@
+"""What is found in the cache gives the tokens and the logits of what is computed, whoever computed it.
+
+The identity suite runs phase 8 beside the others; here is traffic that shares: conversations that begin alike and
+go on from their own answers, cold and warm, with enough memory and with too little.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from common.request import SamplingParams
+from tests.identity.conftest import Subject, Variant, recorded_logits
+from tests.identity.test_token_identity import Arrival, assert_same, prompt_of, serve
+from tests.phase7_chunked.test_chunked_identity import subject_of
+from tests.phase8_prefix.support import assert_shared_consistently, caching
+
+ARCHITECTURES = ["llama", "qwen3", "gemma3"]
+SYSTEM = 70  # tokens that all begin with: no multiple of any block size but 1, past Gemma's windows
+NEW = 9
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def trained(request: pytest.FixtureRequest) -> Subject:
+    return subject_of(request.param, "trained")
+
+
+def params_of(index: int) -> SamplingParams:
+    """Every other one is sampled."""
+    if index % 2:
+        return SamplingParams(temperature=0.9, seed=index, top_p=0.95, max_new_tokens=NEW, ignore_eos=True)
+    return SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+
+
+def first_turns(subject: Subject) -> list[Arrival]:
+    """0 to 40 tokens of their own after the shared ones, twice the same; a burst, and some who come later."""
+    system = prompt_of(subject, SYSTEM, seed=1)
+    own = [prompt_of(subject, n, seed=10 + n) if n else () for n in (26, 0, 1, 40, 10, 40)]
+    return [Arrival(3 * (i // 3), (*system, *each), params_of(i)) for i, each in enumerate(own)]
+
+
+def next_turns(arrivals: Sequence[Arrival], tokens: dict[str, list[int]], subject: Subject) -> list[Arrival]:
+    """Prompt, answer, and a few words more; in another order."""
+    turns = [
+        Arrival(i, (*a.prompt, *tokens[str(i)], *prompt_of(subject, 5, seed=i)), params_of(i + 1))
+        for i, a in enumerate(arrivals)
+    ]
+    random.Random(3).shuffle(turns)
+    return turns
+
+
+def check(subject: Subject, options: dict[str, Any], *, rounds: int = 3) -> Any:
+    """Several turns on one engine, each as it is alone: the engine's counters."""
+    variant = Variant("phase8_prefix", options)
+    engine = subject.engine(variant, max_seq_len=200)
+    arrivals = first_turns(subject)
+    for _ in range(rounds):
+        with recorded_logits() as logits:
+            tokens = serve(engine, arrivals)
+        for i, arrival in enumerate(arrivals):
+            alone = subject.alone(arrival.prompt, arrival.params)
+            assert_same(f"{variant} {i}", tokens[str(i)], logits[str(i)], alone)
+        assert_shared_consistently(caching(engine))
+        arrivals = next_turns(arrivals, tokens, subject)
+    return engine.telemetry.counters
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 512])
+def test_cold_and_warm(trained: Subject, chunk: int, block_size: int) -> None:
+    counters = check(trained, {"block_size": block_size, "prefill_chunk_size": chunk}, rounds=2)
+    least = SYSTEM * 3 // 4 * 8  # most of what could be found, of the system prompt alone
+    assert counters.cached_tokens > least
+    assert counters.evictions == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_with_too_little_memory(trained: Subject, mixed: bool, block_size: int) -> None:
+    """Blocks are evicted, and sequences preempted, which find their own blocks or do not."""
+    counters = check(
+        trained,
+        {
+            "block_size": block_size,
+            "num_blocks": 176 // block_size,
+            "prefill_chunk_size": 33,
+            "prefill_token_budget": None,
+            "mixed_batches": mixed,
+        },
+    )
+    assert counters.evictions > 0
+    assert counters.preemptions > 0
+    assert counters.cached_tokens > 0
+
+
+@pytest.mark.parametrize("options", [{"use_chunked_prefill": False}, {"max_batch_size": 1}], ids=str)
+def test_without_chunks_and_one_at_a_time(trained: Subject, options: dict[str, Any]) -> None:
+    assert check(trained, options | {"block_size": 4}, rounds=2).cached_tokens > SYSTEM * 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_random_weights_hide_nothing(architecture: str, block_size: int) -> None:
+    drawn = subject_of(architecture, "drawn")
+    options = {"block_size": block_size, "prefill_chunk_size": 20}
+    assert check(drawn, options, rounds=2).cached_tokens > 0
+
+
+def test_without_caching_nothing_is_found(trained: Subject) -> None:
+    """Or the comparisons above would be of one thing with itself."""
+    arrivals = first_turns(trained)
+    engine = trained.engine(Variant("phase8_prefix", {"enable_prefix_caching": False}), max_seq_len=200)
+    tokens = serve(engine, arrivals)
+    assert serve(engine, arrivals) == tokens
+    assert engine.telemetry.counters.cached_tokens == 0
+    caching_engine = trained.engine(Variant("phase8_prefix"), max_seq_len=200)
+    assert serve(caching_engine, arrivals) == tokens
+    computed = caching_engine.telemetry.counters.prefill_tokens
+    assert computed < engine.telemetry.counters.prefill_tokens / 2 - 16 * len(arrivals)

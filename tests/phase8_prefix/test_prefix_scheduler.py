@@ -1,0 +1,277 @@
+"""Who begins where, who is admitted for what price, and what clients are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from common.engine import Engine
+from common.request import Request, RequestState, StepOutput
+from tests.engine_helpers import (
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    greedy,
+    run,
+    tokens_of,
+)
+from tests.phase6_paged.support import assert_streams
+from tests.phase8_prefix.support import assert_shared_consistently, caching
+
+SYSTEM = list(range(100, 124))  # six blocks of 4
+
+
+def engine_of(num_blocks: int = 100, **options: Any) -> Engine:
+    return build(
+        "phase8_prefix",
+        RememberingModel(),
+        **{"block_size": 4, "num_blocks": num_blocks, "prefill_chunk_size": 8} | options,
+    )
+
+
+def own(number: int, length: int = 5) -> list[int]:
+    return [*SYSTEM, *[number] * length]
+
+
+def expected(requests: Sequence[Request]) -> dict[str, list[int]]:
+    return {r.request_id: continuation(r.prompt_token_ids, r.params.max_new_tokens) for r in requests}
+
+
+# ---------------------------------------------------------------------- where prefill begins
+
+
+@pytest.mark.parametrize(
+    ("length", "found"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (24, 20), (25, 24), (60, 24)]
+)
+def test_at_least_the_last_token_is_computed(length: int, found: int) -> None:
+    """A prompt that is there whole finds all but its last block, or all but the block its last token is in."""
+    engine = engine_of()
+    first = add(engine, SYSTEM, greedy(1))
+    outputs = run(engine)
+    second = add(engine, [*SYSTEM, *range(36)][:length], greedy(3))
+    computed = engine.telemetry.counters.prefill_tokens
+    outputs += run(engine)
+    assert second.cached_tokens == found
+    assert engine.telemetry.counters.prefill_tokens - computed == length - found
+    assert_streams(outputs, expected([first, second]))
+    assert_all_free(engine)
+
+
+def test_a_second_turn_begins_after_the_first_ones_answer() -> None:
+    engine = engine_of()
+    first = add(engine, own(1), greedy(10))
+    outputs = run(engine)
+    second = add(engine, [*first.token_ids, 5, 6, 7], greedy(4))
+    outputs += run(engine)
+    assert second.cached_tokens == (29 + 9) // 4 * 4, "all full blocks, but the last token is in no column"
+    assert_streams(outputs, expected([first, second]))
+
+
+def test_one_may_begin_while_the_other_still_prefills() -> None:
+    engine = engine_of(prefill_token_budget=16, max_prefill_chunks_per_step=2)
+    first, other = add(engine, [*SYSTEM, *SYSTEM], greedy(3)), add(engine, [7] * 7, greedy(1))
+    outputs = engine.step() + engine.step()
+    assert (first.state, first.prefill_progress) == (RequestState.PREFILL, 16)
+    second = add(engine, own(2), greedy(3))
+    outputs += engine.step()
+    assert second.cached_tokens == 16
+    outputs += run(engine)
+    assert_streams(outputs, expected([first, other, second]))
+
+
+def test_those_of_a_burst_look_again_when_they_begin() -> None:
+    engine = engine_of(max_batch_size=4)
+    requests = [add(engine, own(i), greedy(3)) for i in range(4)]
+    outputs = engine.step()
+    pool = caching(engine)
+    assert [r.prefill_progress for r in requests] == [8, 0, 0, 0]
+    assert pool.allocator.num_allocated == 4 * 8, "each has reserved all it needs"
+    outputs += engine.step()
+    assert [r.prefill_progress for r in requests] == [16, 8, 8, 8], "and sees what has been computed since"
+    assert not any(r.has_begun for r in requests[1:])
+    assert pool.allocator.num_allocated == 4 * 8 - 3 * 2, "what it had reserved for that is free again"
+    outputs += run(engine)
+    assert [r.cached_tokens for r in requests] == [0, 24, 24, 24]
+    assert engine.telemetry.counters.prefill_tokens == 29 + 3 * 5
+    assert_streams(outputs, expected(requests))
+    assert_all_free(engine)
+    assert_shared_consistently(pool)
+
+
+def test_a_hit_is_not_begun_those_who_have_computed_go_on_first() -> None:
+    engine = engine_of()
+    add(engine, SYSTEM, greedy(1))
+    run(engine)
+    late, early = add(engine, own(1, 30), greedy(1)), add(engine, [9] * 30, greedy(1))
+    late.arrival, early.arrival = early.arrival, late.arrival  # `early` was admitted second, and came first
+    engine.step()
+    assert (late.prefill_progress, early.prefill_progress) == (24, 8)
+    late.arrival = -1
+    engine.step()
+    assert (late.prefill_progress, early.prefill_progress) == (24, 16), "24 tokens found are no beginning"
+
+
+def test_twins_are_kept_until_their_sequence_lets_go() -> None:
+    """Two compute the same at the same time: one's blocks enter the tree, the other keeps its own."""
+    engine = engine_of(prefill_token_budget=None)
+    first, second = (add(engine, SYSTEM, greedy(4)) for _ in range(2))
+    outputs = [o for _ in range(3) for o in engine.step()]
+    pool = caching(engine)
+    assert [first.cached_tokens, second.cached_tokens] == [0, 0]
+    assert first.slot is not None
+    assert second.slot is not None
+    assert set(pool.block_table(first.slot)).isdisjoint(pool.block_table(second.slot))
+    assert {node.users for _, node in pool.tree.walk()} == {2}
+    assert_shared_consistently(pool)
+    outputs += run(engine)
+    assert_streams(outputs, expected([first, second]))
+    assert len(pool.allocator._free) == 100 - 6, "the twins are free"
+
+
+# ---------------------------------------------------------------------- salts
+
+
+def test_only_the_same_salt_shares() -> None:
+    engine = engine_of()
+    found = []
+    for salt in ("", "", "a", "a", "b"):
+        request = engine.create_request(SYSTEM, greedy(1), cache_salt=salt)
+        assert engine.add_request(request)
+        outputs = run(engine)
+        assert tokens_of(outputs, request) == continuation(SYSTEM, 1)
+        found.append(request.cached_tokens)
+    assert found == [0, 20, 0, 20, 0]
+
+
+# ---------------------------------------------------------------------- admission
+
+
+def active_beside(engine: Engine, prompt: list[int]) -> Request:
+    """Somebody who decodes."""
+    holder = add(engine, prompt, greedy(20))
+    while holder.state is not RequestState.DECODE:
+        engine.step()
+    return holder
+
+
+def test_hits_on_blocks_in_use_cost_nothing() -> None:
+    """80 % of the free pool hold no stranger's 48 tokens, but 24 that follow on 24 of one who is active."""
+    engine = engine_of(18)
+    holder = active_beside(engine, SYSTEM)
+    stranger = add(engine, [1] * 48, greedy(1))
+    engine.step()
+    pool = caching(engine)
+    assert (stranger.state, pool.free_token_capacity()) == (RequestState.WAITING, 11 * 4)
+    engine.cancel(stranger.request_id)
+    friend = add(engine, own(1, 24), greedy(1))
+    assert (pool.cost(stranger, 48), pool.cost(friend, 48)) == (48, 24)
+    engine.step()
+    assert (holder.state, friend.cached_tokens) == (RequestState.DECODE, 24)
+    assert friend.state is not RequestState.WAITING
+
+
+def test_hits_on_blocks_that_nobody_uses_cost_what_they_were_worth() -> None:
+    """They count as free until they are used: once, and not twice."""
+    engine = engine_of(18)
+    add(engine, SYSTEM, greedy(1))
+    run(engine)
+    pool = engine.runner.pool
+    assert pool.free_token_capacity() == 18 * 4
+    assert pool.cost(Request("friend", own(1, 24), greedy(1)), 48) == 48
+
+
+def test_first_come_stays_first_served_however_hot_the_next_ones_prefix() -> None:
+    engine = engine_of(18)
+    active_beside(engine, SYSTEM)
+    large, hot = add(engine, [1] * 40, greedy(1)), add(engine, own(1, 4), greedy(1))
+    engine.step()
+    assert [large.state, hot.state] == [RequestState.WAITING] * 2
+
+
+def test_a_prompt_that_fits_the_pool_never_waits_forever() -> None:
+    """The tree is full; everything of it can be had."""
+    engine = engine_of(10)
+    outputs: list[StepOutput] = []
+    requests = []
+    for i in range(6):
+        requests.append(add(engine, [i + 1] * 37, greedy(3)))
+        outputs += run(engine)
+    assert engine.telemetry.counters.evictions > 0
+    assert_streams(outputs, expected(requests))
+
+
+def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:
+    """All there is is used by those who run: newcomers wait, decoders preempt, and all are answered in the end."""
+    engine = engine_of(11, max_batch_size=4, prefill_token_budget=None)
+    pool = caching(engine)
+    requests = [add(engine, [i + 1] * 13, greedy(12)) for i in range(4)]
+    outputs: list[StepOutput] = []
+    pinned = 0
+    while engine.has_work:
+        outputs += engine.step()
+        assert_shared_consistently(pool)
+        pinned += pool.allocator.num_free == 0
+    assert pinned > 0
+    assert engine.scheduler.preemptions > 0
+    assert_streams(outputs, expected(requests))
+    assert_all_free(engine)
+
+
+def test_one_who_was_preempted_finds_its_own_blocks_and_they_are_no_hits() -> None:
+    engine = engine_of(14, prefill_chunk_size=64)
+    requests = [add(engine, [i + 1] * 12, greedy(20)) for i in range(2)]
+    outputs: list[StepOutput] = []
+    while engine.scheduler.preemptions == 0:
+        outputs += engine.step()
+    victim = requests[1]
+    assert victim.num_generated_tokens > 0
+    before = engine.telemetry.counters.prefill_tokens
+    outputs += run(engine)
+    assert victim.prefill_start > 0, "it began after what was left of its own blocks"
+    assert engine.telemetry.counters.prefill_tokens - before < victim.num_prompt_tokens
+    assert (victim.cached_tokens, engine.telemetry.counters.cached_tokens) == (0, 0)
+    assert_streams(outputs, expected(requests))
+
+
+# ---------------------------------------------------------------------- what is told
+
+
+def test_every_output_says_what_was_found() -> None:
+    engine = engine_of()
+    add(engine, SYSTEM, greedy(1))
+    run(engine)
+    add(engine, own(1), greedy(3))
+    assert {o.cached_tokens for o in run(engine)} == {24}
+
+
+def test_telemetry_has_the_hit_rate_and_the_steps_have_the_hits() -> None:
+    engine = engine_of(12)
+    for number in range(3):
+        add(engine, own(number), greedy(1))
+        run(engine)
+    add(engine, [9] * 40, greedy(1))
+    run(engine)
+    snapshot = engine.telemetry.snapshot()
+    counters = snapshot["counters"]
+    assert (counters["prompt_tokens"], counters["cached_tokens"]) == (3 * 29 + 40, 48)
+    assert counters["evictions"] > 0
+    hits = [(s["prompt_tokens"], s["cached_tokens"]) for s in snapshot["steps"] if s["prompt_tokens"]]
+    assert hits == [(29, 0), (29, 24), (29, 24), (40, 0)]
+
+
+def test_a_reset_forgets_what_nobody_uses() -> None:
+    engine = engine_of()
+    add(engine, [5] * 20, greedy(1))
+    run(engine)
+    holder = active_beside(engine, SYSTEM)
+    assert engine.runner.pool.reset_prefix_cache() == 5
+    cold, warm = add(engine, [5] * 20, greedy(1)), add(engine, own(1), greedy(1))
+    outputs = run(engine)
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 24)
+    assert tokens_of(outputs, warm) == continuation(own(1), 1)
+    assert holder.is_terminal
+    assert_shared_consistently(caching(engine))

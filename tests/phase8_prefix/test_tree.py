@@ -1,0 +1,126 @@
+"""The tree by itself: what matches, what is evicted first, and how much work that is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NoReturn
+
+import pytest
+
+from phase8_prefix.tree import Node, PrefixTree
+
+
+def blocks(path: list[Node]) -> list[int]:
+    return [node.block for node in path]
+
+
+def tree_of(*texts: list[int], block_size: int = 2) -> PrefixTree:
+    """Texts that nobody uses, inserted one after the other; blocks are numbered on."""
+    tree = PrefixTree(block_size)
+    named = 0
+    for text in texts:
+        count = len(text) // block_size
+        tree.release(tree.insert(text, range(named, named + count)))
+        named += count
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ([1, 2, 3, 4, 5, 6], [0, 1, 2]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2]),
+        ([1, 2, 3, 4, 5], [0, 1]),
+        ([1, 2, 3, 4, 6, 5], [0, 1]),
+        ([1, 2, 4, 3, 5, 6], [0]),
+        ([2, 1, 3, 4], []),
+        ([3, 4], []),
+        ([1], []),
+        ([], []),
+    ],
+)
+def test_the_longest_path_of_whole_blocks_matches(text: list[int], found: list[int]) -> None:
+    assert blocks(tree_of([1, 2, 3, 4, 5, 6]).match(text)) == found
+
+
+def test_texts_share_what_they_begin_with() -> None:
+    tree = tree_of([1, 2, 3, 4], [1, 2, 5, 6])
+    assert blocks(tree.match([1, 2, 3, 4])) == [0, 1]
+    assert blocks(tree.match([1, 2, 5, 6])) == [0, 3], "the older block stays, the newcomer's was not taken"
+    assert sorted((depth, node.block) for depth, node in tree.walk()) == [(0, 0), (1, 1), (1, 3)]
+
+
+def test_a_match_goes_on_from_what_is_held() -> None:
+    tree = tree_of([1, 2, 3, 4, 5, 6])
+    held = tree.match([1, 2, 3])
+    assert blocks(tree.match([1, 2, 3, 4, 5, 6], held=held)) == [1, 2]
+    assert tree.match([1, 2, 9, 9], held=held) == []
+    assert blocks(tree.insert([1, 2, 7, 8], [9], held=held)) == [9]
+    assert blocks(tree.match([1, 2, 7, 8])) == [0, 9]
+
+
+@pytest.mark.parametrize(("salt", "other"), [("", "a"), ("a", ""), ("a", "b"), ("1", "")])
+def test_a_salt_keeps_texts_apart(salt: str, other: str) -> None:
+    tree = PrefixTree(1)
+    tree.insert([1, 2], [0, 1], salt)
+    assert blocks(tree.match([1, 2], salt)) == [0, 1]
+    assert tree.match([1, 2], other) == []
+    assert blocks(tree.insert([1, 2], [2, 3], other)) == [2, 3]
+
+
+def test_token_ids_are_compared_and_not_only_hashed() -> None:
+    assert hash((-1,)) == hash((-2,)), "equal hashes"
+    tree = PrefixTree(1)
+    tree.insert([5, -1], [0, 1])
+    assert blocks(tree.match([5, -2])) == [0]
+
+
+def test_what_somebody_uses_is_not_evicted() -> None:
+    tree = PrefixTree(1)
+    a, b = tree.insert([1, 2, 3], [0, 1, 2]), tree.insert([1, 2, 4], [7, 8, 3])
+    assert (blocks(b), [node.users for node in b]) == ([0, 1, 3], [2, 2, 1])
+    assert tree.evict(9) == []
+    tree.release(a)
+    assert tree.evictable_count() == 1
+    assert tree.evict(9) == [2]
+    tree.release(b)
+    assert tree.evict(9) == [3, 1, 0], "leaves first; a parent that becomes one goes in the same call"
+    assert tree.evictions == 4
+    assert list(tree.walk()) == []
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    tree = tree_of([1, 1], [2, 2], [3, 3])
+    path = tree.match([1, 1])
+    tree.hold(path)
+    tree.release(path)
+    assert tree.evict(2) == [1, 2]
+    assert blocks(tree.match([1, 1])) == [0]
+    assert tree.evict(0) == tree.evict(-3) == []
+
+
+def test_only_part_of_a_path_may_be_held() -> None:
+    tree = tree_of([1, 1, 2, 2, 3, 3])
+    part = tree.match([1, 1, 2, 2, 3, 3])[:2]
+    tree.hold(part)
+    assert tree.evict(9) == [2]
+    tree.release(part)
+    assert tree.evict(9) == [1, 0]
+
+
+def test_the_work_is_in_the_blocks_named_not_in_the_tree() -> None:
+    """Nothing searches what is evictable: it is entered at one end, taken from the other, and found by its name."""
+
+    class Ends(OrderedDict[Any, Any]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("searched")
+
+        items = keys = values = __iter__  # type: ignore[assignment]
+
+    tree = tree_of(*([i, i + 1, 2 * i, 7] for i in range(50)))
+    tree._unused = Ends(tree._unused)
+    path = tree.match([20, 21, 40, 7])
+    tree.hold(path)
+    tree.release(path)
+    assert tree.evict(5) == [1, 0, 3, 2, 5]
+    assert isinstance(tree._unused, Ends)
