@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from common.grammar import Grammar, Matcher
 from common.text import IncrementalDetokenizer
 from common.token_counts import TokenCounts
 
@@ -46,6 +47,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
     ignore_eos: bool = False
     min_tokens: int = 0  # neither EOS nor a stop token can be sampled before this many tokens
+    grammar: Grammar | None = None  # what the answer must look like; it ends when it is complete
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # each of its letters would stop the request
@@ -117,6 +119,7 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
+    matcher: Matcher | None = None  # of `params.grammar`; knows the generated tokens, and no others
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
@@ -135,7 +138,9 @@ class Request:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty: a request needs at least one token")
         self.token_ids = list(self.prompt_token_ids)
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        # Under a grammar EOS is ignored by not being sampled, as long as there is anything else.
+        ignored = self.params.ignore_eos and self.matcher is None
+        eos = frozenset() if ignored else self.eos_token_ids
         self.ending_token_ids = eos | frozenset(self.params.stop_token_ids)
         params = self.params
         if params.has_penalties:
@@ -177,6 +182,13 @@ class Request:
     def max_total_tokens(self) -> int:
         """Prompt and generated tokens at the most: what its KV memory can grow to."""
         return len(self.prompt_token_ids) + self.params.max_new_tokens
+
+    @property
+    def held_back_token_ids(self) -> frozenset[int]:
+        """Endings that may not be sampled now; under a grammar, unless it leaves nothing else."""
+        if self.num_generated_tokens < self.params.min_tokens:
+            return self.ending_token_ids
+        return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
 
     @property
     def is_terminal(self) -> bool:

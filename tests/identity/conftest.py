@@ -23,7 +23,7 @@ from common.models.loader import fill_randomly
 from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
 from common.phases import find_phase
 from common.request import Request, SamplingParams
-from common.sampling import Sampled
+from common.sampling import Sampled, TokenMasks
 from common.text import Tokenizer
 
 MAX_SEQ_LEN = 384
@@ -135,10 +135,10 @@ class recorded_logits:
         seen: dict[str, list[Tensor]] = defaultdict(list)
         original = common.runner.sample
 
-        def sample(logits: Tensor, requests: Sequence[Request]) -> Sampled:
+        def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None) -> Sampled:
             for row, request in enumerate(requests):
                 seen[request.request_id].append(logits[row].clone())
-            return original(logits, requests)
+            return original(logits, requests, masks)
 
         self._patch.setattr(common.runner, "sample", sample)
         self._patch.setattr(common.generate, "sample", sample)
