@@ -157,14 +157,13 @@ class GrammarCompiler:
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
         """How the tokenizer is made."""
-        # It may have more tokens than the model, or fewer.
-        vocab_size = max(self._tokenizer.vocab_size, self._tokenizer.foreign_from)
-        # A model without an EOS token gets one that it cannot sample.
-        eos = self._eos_token_ids or [vocab_size]
+        if not self._eos_token_ids:
+            raise InvalidGrammarError("this model has no EOS token for an answer to end with")
         return {
             "tokenizer": self._tokenizer.backend.to_str(),
-            "n_vocab": max(vocab_size, eos[-1] + 1),
-            "eos_token": eos,
+            # It may have more tokens than the model, or fewer.
+            "n_vocab": max(self._tokenizer.vocab_size, self._tokenizer.foreign_from),
+            "eos_token": self._eos_token_ids,
         }
 
     @functools.cached_property
