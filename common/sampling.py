@@ -191,11 +191,13 @@ def _adjust(raw: Tensor, work: _Work, masks: TokenMasks | None) -> Tensor:
 def _forbid(scores: Tensor, masks: TokenMasks) -> None:
     """Minus infinity, in place, for the tokens of [S, vocab] whose bit is not set."""
     rows = torch.tensor(masks.rows, device=scores.device)
-    places = torch.arange(32, dtype=torch.int32, device=scores.device)
-    bits = masks.words.to(scores.device).unsqueeze(2) >> places & 1  # [C, W, 32]
-    # A tokenizer may have more ids than the model.
-    forbidden = bits.flatten(1)[:, : scores.shape[-1]] == 0
-    scores[rows] = scores[rows].masked_fill(forbidden, -torch.inf)
+    # By bytes, each of which stands for one of 256 rows of eight bounds: many times as fast as bit by bit.
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    bounds = torch.where(bits > 0, torch.inf, -torch.inf).to(scores.device)
+    words = masks.words.to(scores.device).view(torch.uint8).flatten().int()
+    highest = bounds.index_select(0, words).view(len(rows), -1)
+    # A tokenizer may have more ids than the model. The smaller of a NaN and anything is NaN.
+    scores[rows] = torch.minimum(scores[rows], highest[:, : scores.shape[-1]])
 
 
 def _penalise(scores: Tensor, penalised: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:

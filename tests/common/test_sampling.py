@@ -69,8 +69,9 @@ def distribution(
     if request.num_generated_tokens < params.min_tokens:
         for token in request.ending_token_ids:
             scores[token] = -math.inf
+    broken = any(map(math.isnan, scores))  # also by what is not allowed
     scores = [score if token in allowed else -math.inf for token, score in enumerate(scores)]
-    if any(map(math.isnan, scores)) or max(scores) == -math.inf:
+    if broken or max(scores) == -math.inf:
         return []
     if params.temperature == 0.0:
         return [(max(range(len(scores)), key=scores.__getitem__), 1.0)]
