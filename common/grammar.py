@@ -196,7 +196,7 @@ class _Trial:
         if not self._process.stdout.readline():
             self._process.wait()
             raise InvalidGrammarError(
-                "it is too large or too deep: compiling it takes too much time or memory"
+                "it is too large or too deep: compiling it takes too much time, or more stack than there is"
             )
 
     def _start(self) -> subprocess.Popen[str]:

@@ -138,11 +138,10 @@ class Request:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty: a request needs at least one token")
         self.token_ids = list(self.prompt_token_ids)
-        # Under a grammar EOS is ignored by not being sampled, as long as there is anything else.
-        ignored = self.params.ignore_eos and self.matcher is None
-        eos = frozenset() if ignored else self.eos_token_ids
-        self.ending_token_ids = eos | frozenset(self.params.stop_token_ids)
         params = self.params
+        # Under a grammar EOS is ignored by not being sampled, as long as there is anything else.
+        ignored = params.ignore_eos and self.matcher is None
+        self.ending_token_ids = frozenset(params.stop_token_ids).union(() if ignored else self.eos_token_ids)
         if params.has_penalties:
             with_prompt = params.repetition_penalty != 1.0
             self.token_counts = TokenCounts(

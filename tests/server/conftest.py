@@ -24,6 +24,7 @@ ONE_PHASE = {
     "test_refusals_name_the_field_and_come_before_the_stream",
     "test_wrong_types",
     "test_a_grammar_that_takes_long_holds_up_nobody_else",
+    "test_the_compilers_process_ends_with_the_server",
 }
 
 

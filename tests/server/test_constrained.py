@@ -11,9 +11,10 @@ from typing import Any
 
 import jsonschema
 import openai
+import psutil
 import pytest
 
-from tests.server.support import ServerProcess, assert_error, texts
+from tests.server.support import ServerProcess, assert_error, eventually, texts
 
 PROMPT = "Once upon a time"
 SCHEMA = {
@@ -204,3 +205,13 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(server: ServerProcess) -
     for thread in threads:
         thread.join()
     assert statuses == [422, 422]
+
+
+def test_the_compilers_process_ends_with_the_server(phase: str) -> None:
+    process = ServerProcess(phase)
+    process.complete(structured_outputs={"choice": ["a"]})
+    (child,) = psutil.Process(process.process.pid).children()
+    process.process.kill()
+    process.wait()
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    process.read_the_rest()
