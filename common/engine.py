@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from common.config import EngineConfig
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
+from common.grammar import GrammarCompiler
 from common.request import Request, SamplingParams, StepOutput
 from common.runner import Runner, fail, terminal_output
 from common.scheduling import Scheduler
@@ -67,6 +68,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
+        self.grammars = GrammarCompiler(tokenizer, runner.model.config.eos_token_ids)
         self.telemetry = telemetry
         self.clock = clock
         self.max_seq_len = config.max_seq_len
@@ -97,6 +99,7 @@ class Engine:
         Raises:
             InvalidPromptError: empty, or with ids that the model does not have.
             InvalidRequestError: too long together with its `max_new_tokens`.
+            InvalidGrammarError: `params.grammar` is none that can be followed.
         """
         if isinstance(prompt, str):
             self._check_length(self.tokenizer.min_tokens(prompt), params, exact=False)
@@ -124,6 +127,7 @@ class Engine:
             eos_token_ids=self.runner.model.config.eos_token_ids,
             detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop),
             cache_salt=cache_salt,
+            matcher=None if params.grammar is None else self.grammars.new_matcher(params.grammar),
         )
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams, *, exact: bool = True) -> None:

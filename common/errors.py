@@ -19,6 +19,14 @@ class InvalidPromptError(InvalidRequestError):
     """The prompt is empty, or names tokens that do not exist."""
 
 
+class InvalidGrammarError(InvalidRequestError):
+    """There is no such grammar, nothing matches it, or it is too much to compile."""
+
+
+class GrammarFailedError(RuntimeError):
+    """A grammar could not be followed to the end of an answer."""
+
+
 class QueueFullError(RuntimeError):
     """Too many requests wait already; try again later."""
 

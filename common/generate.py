@@ -11,7 +11,7 @@ from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, StepOutput
 from common.runner import commit_token
-from common.sampling import read_logprobs, sample
+from common.sampling import TokenMasks, read_logprobs, sample
 
 
 class ContiguousCache(KVPool):
@@ -92,7 +92,7 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
             )
             logits = model(batch, view)
             view.advance()
-            sampled = sample(logits, [request])
+            sampled = sample(logits, [request], TokenMasks.of([request]))
             yield commit_token(request, int(sampled.token_ids.item()), read_logprobs(sampled, [request])[0])
     finally:
         cache.release(request)

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from common.grammar import Grammar, Matcher
 from common.text import IncrementalDetokenizer
 from common.token_counts import TokenCounts
 
@@ -46,6 +47,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
     ignore_eos: bool = False
     min_tokens: int = 0  # neither EOS nor a stop token can be sampled before this many tokens
+    grammar: Grammar | None = None  # what the answer must look like; it ends when it is complete
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # each of its letters would stop the request
@@ -118,6 +120,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
     cache_salt: str = ""  # only requests with the same one share memory
+    matcher: Matcher | None = None  # of `params.grammar`; knows the generated tokens, and no others
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
@@ -139,9 +142,10 @@ class Request:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty: a request needs at least one token")
         self.token_ids = list(self.prompt_token_ids)
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self.ending_token_ids = eos | frozenset(self.params.stop_token_ids)
         params = self.params
+        # Under a grammar EOS is ignored by not being sampled, as long as there is anything else.
+        ignored = params.ignore_eos and self.matcher is None
+        self.ending_token_ids = frozenset(params.stop_token_ids).union(() if ignored else self.eos_token_ids)
         if params.has_penalties:
             with_prompt = params.repetition_penalty != 1.0
             self.token_counts = TokenCounts(
@@ -186,6 +190,13 @@ class Request:
     def has_begun(self) -> bool:
         """Whether any of it has been computed since it was admitted."""
         return self.prefill_progress > self.prefill_start
+
+    @property
+    def held_back_token_ids(self) -> frozenset[int]:
+        """Endings that may not be sampled now; under a grammar, unless it leaves nothing else."""
+        if self.num_generated_tokens < self.params.min_tokens:
+            return self.ending_token_ids
+        return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
 
     @property
     def is_terminal(self) -> bool:

@@ -19,7 +19,7 @@ from common.errors import EngineDeadError, NaNLogitsError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
-from common.sampling import NOT_A_TOKEN, Sampled, read_logprobs, sample
+from common.sampling import NOT_A_TOKEN, Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import StepPlan
 from common.telemetry import Telemetry
 
@@ -148,7 +148,8 @@ class Runner(ABC):
         """Choose a pass's tokens, all at once; if that raises, one by one, so that only the guilty fail."""
         try:
             with torch.inference_mode():
-                launched.sampled.append(SampledPass(requests, sample(logits, requests)))
+                sampled = sample(logits, requests, TokenMasks.of(requests))
+                launched.sampled.append(SampledPass(requests, sampled))
         except Exception as error:
             _raise_if_fatal(error)
             if len(requests) == 1:
@@ -224,11 +225,14 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
 
     Raises:
         NaNLogitsError: the row's logits were not numbers.
+        GrammarFailedError: the request's grammar could not take the token in.
     """
     if token_id == NOT_A_TOKEN:
         raise NaNLogitsError("the model's output for this request was not a number")
     if request.state is RequestState.PREFILL:
         request.start_decode()
+    if request.matcher is not None:
+        request.matcher.advance(token_id)
     request.token_ids.append(token_id)
     text, reason = _read(request, token_id)
     if reason is not None:
@@ -248,14 +252,14 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
 
 
 def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
-    """The order of checks: EOS (or a stop token), stop string, length."""
-    detokenizer = request.detokenizer
+    """The order of checks: EOS (or a stop token), stop string, a complete grammar, length."""
+    detokenizer, matcher = request.detokenizer, request.matcher
     ending = token_id in request.ending_token_ids
     text = detokenizer.add(token_id) if detokenizer is not None and not ending else ""
     reason: FinishReason | None = None
     if ending:
         reason = "stop" if token_id in request.params.stop_token_ids else "eos"
-    elif detokenizer is not None and detokenizer.stopped:
+    elif (detokenizer is not None and detokenizer.stopped) or (matcher is not None and matcher.complete):
         reason = "stop"
     elif request.num_generated_tokens >= request.params.max_new_tokens:
         reason = "length"

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.engine import Engine
-from common.errors import EngineDeadError, ShuttingDownError
+from common.errors import EngineDeadError, InvalidGrammarError, ShuttingDownError
 from common.request import Request as EngineRequest
 from common.request import StepOutput
 from common.server.errors import ApiError, from_exception, internal_error
@@ -58,6 +58,9 @@ LAST_STEP_S = 5.0  # how long the end waits for a step whose clients have all be
 #: Requests that are tokenized at the same time. With one, a prompt of two megabytes would hold up every short one
 #: for a second; with more, many such prompts would take the cores that the engine computes on.
 TOKENIZING_THREADS = 2
+
+#: Requests whose grammars are compiled at the same time: a slow one holds up its like alone.
+COMPILING_THREADS = 1
 
 
 def create_app(
@@ -135,6 +138,7 @@ class CompletionServer:
         self.ping_s = 15.0
         self.send_timeout_s = 60.0
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenizing")
+        self._compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="compiling")
 
     async def submit(self, completion: CompletionRequest, answer_id: str) -> list[RequestStream]:
         """Hand every choice to the engine, or none: their streams, by index.
@@ -149,20 +153,26 @@ class CompletionServer:
         choices = len(completion.prompts) * completion.choices_per_prompt
         with self.worker.hold_places(choices) as places:
             loop = asyncio.get_running_loop()
-            making = loop.run_in_executor(self._tokenizing, self._make_requests, completion, answer_id)
+            threads = self._compiling if completion.constrained else self._tokenizing
+            making = loop.run_in_executor(threads, self._make_requests, completion, answer_id)
             return places.submit(await making)
 
     def _make_requests(self, completion: CompletionRequest, answer_id: str) -> list[EngineRequest]:
         params = [completion.sampling_params(choice) for choice in range(completion.choices_per_prompt)]
         requests: list[EngineRequest] = []
-        for prompt in completion.prompts:
-            for each in params:
-                request_id = f"{answer_id}-{len(requests)}"
-                request = self.engine.create_request(
-                    prompt, each, request_id, cache_salt=completion.cache_salt or ""
-                )
-                requests.append(request)
-                prompt = request.prompt_token_ids  # tokenized once
+        try:
+            for prompt in completion.prompts:
+                for each in params:
+                    request_id = f"{answer_id}-{len(requests)}"
+                    request = self.engine.create_request(
+                        prompt, each, request_id, cache_salt=completion.cache_salt or ""
+                    )
+                    requests.append(request)
+                    prompt = request.prompt_token_ids  # tokenized once
+        except InvalidGrammarError as error:
+            assert completion.named_grammar is not None
+            name, _ = completion.named_grammar
+            raise InvalidGrammarError(f"{name}: {error}", param=name) from None
         return requests
 
     def new_answer(self, completion: CompletionRequest) -> Answer:

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.errors import (
     EngineDeadError,
+    GrammarFailedError,
     InvalidPromptError,
     InvalidRequestError,
     NaNLogitsError,
@@ -92,6 +93,8 @@ def from_exception(error: Exception) -> ApiError:
             return unavailable(str(error), code="shutting_down", retry_after_s=5)
         case EngineDeadError():
             return unavailable(str(error), code="engine_dead", retry_after_s=30)
+        case GrammarFailedError():
+            return ApiError(422, str(error), code="grammar_failed")
         case NaNLogitsError():
             return ApiError(500, str(error), type=SERVER_ERROR, code="nan_logits")
         case _:

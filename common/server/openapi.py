@@ -26,7 +26,8 @@ _ERRORS: dict[str, dict[int, str]] = {
     "/v1/completions": {
         400: "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist",
         413: f"The body is over {MAX_BODY_BYTES} bytes",
-        422: "A value out of range, an unknown field, another model's name, a prompt too long for the server",
+        422: "A value out of range, an unknown field, another model's name, a prompt too long for the server, "
+        "a grammar that cannot be followed",
         500: "A failure of the server",
         503: "The queue is full, the server is shutting down, or its engine is dead",
     },

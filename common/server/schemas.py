@@ -5,12 +5,15 @@ Rule: a field is implemented, or refused at any value but its neutral one. Nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
+from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.errors import ApiError, shorten
 from common.telemetry import PAGE_STEPS
@@ -29,6 +32,7 @@ _LIST_FORMS: dict[type, str] = {
     list: "token_lists",
 }
 _STOP_FORMS: dict[type, str] = {str: "text", list: "texts"}
+_SCHEMA_FORMS: dict[type, str] = {str: "text", dict: "object"}
 
 
 def _prompt_form(prompt: Any) -> str | None:
@@ -42,6 +46,10 @@ def _prompt_form(prompt: Any) -> str | None:
 
 def _stop_form(stop: Any) -> str | None:
     return _STOP_FORMS.get(type(stop))
+
+
+def _schema_form(schema: Any) -> str | None:
+    return _SCHEMA_FORMS.get(type(schema))
 
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
@@ -74,7 +82,16 @@ Stop = Annotated[
     ),
 ]
 
-_TAGS = frozenset({"text", "texts", "tokens", "token_lists"})
+JsonSchema = Annotated[
+    Annotated[str, Tag("text")] | Annotated[dict[str, Any], Tag("object")],
+    Discriminator(
+        _schema_form,
+        custom_error_type="schema_type",
+        custom_error_message="Input should be an object, or the JSON text of one",
+    ),
+]
+
+_TAGS = frozenset({"text", "texts", "tokens", "token_lists", "object"})
 
 # ---------------------------------------------------------------------- the request
 
@@ -96,6 +113,57 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(
         default=False, description="every `token` event carries its choice's usage so far"
     )
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's envelope of a JSON Schema. `name` and `description` are labels: the model is not told of them."""
+
+    model_config = _BODY
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+
+
+class ResponseFormat(BaseModel):
+    """What OpenAI's clients ask for JSON by."""
+
+    model_config = _BODY
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
+
+
+class StructuredOutputs(BaseModel):
+    """What vLLM's clients ask for answers of a form by: exactly one of these."""
+
+    model_config = _BODY
+
+    json_: JsonSchema | None = Field(
+        default=None, alias="json", description="a JSON Schema, or its JSON text"
+    )
+    regex: str | None = Field(
+        default=None, description="in the syntax of Rust's regex; matches the whole answer"
+    )
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="the answer is one of these"
+    )
+    grammar: str | None = Field(default=None, description="in Lark's notation or llama.cpp's (GBNF)")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not null."""
+        fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.context_free,
+}
 
 
 class CompletionRequest(BaseModel):
@@ -134,6 +202,10 @@ class CompletionRequest(BaseModel):
         max_length=256,
         description="what is cached is shared only with requests that have the same one",
     )
+    response_format: ResponseFormat | None = Field(default=None, description="JSON answers")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="answers of a form; not together with `response_format`"
+    )
     # A label that the request's log line carries: that is all a server without accounts can do with it.
     user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
     # Not implemented: refused unless neutral (see `_refuse_unimplemented`).
@@ -165,6 +237,25 @@ class CompletionRequest(BaseModel):
         stop: Any = self.stop
         return (stop,) if _stop_form(stop) == "text" else tuple(stop or ())
 
+    @property
+    def constrained(self) -> bool:
+        """Whether it is said what the answer must look like."""
+        by_format = self.response_format is not None and self.response_format.type != "text"
+        return by_format or self.structured_outputs is not None
+
+    @cached_property
+    def named_grammar(self) -> tuple[str, Grammar] | None:
+        """What the answer must look like, and the field that says so; None: like anything."""
+        wanted, form = self.response_format, self.structured_outputs
+        if wanted is not None and wanted.json_schema is not None:
+            return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
+        if wanted is not None and wanted.type == "json_object":
+            return "response_format", Grammar.json_object()
+        if form is None:
+            return None
+        ((field, value),) = form.given.items()  # one: see `_check_form`
+        return f"structured_outputs.{field}", _GRAMMARS[field](value)
+
     def sampling_params(self, choice: int) -> SamplingParams:
         """How choice `choice` of each prompt is sampled. Nulls become the defaults, which are the engine's too."""
         given = {
@@ -180,6 +271,7 @@ class CompletionRequest(BaseModel):
             "logprobs": self.logprobs,
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
+            "grammar": None if self.named_grammar is None else self.named_grammar[1],
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(
@@ -207,8 +299,6 @@ def parse_completion_request(body: bytes, limits: Limits) -> CompletionRequest:
     except ValidationError as error:
         raise _explain(error) from None
     _refuse_unknown(request)
-    if request.stream_options is not None:
-        _refuse_unknown(request.stream_options, "stream_options.")
     if request.model != limits.model:
         raise ApiError(
             422,
@@ -217,6 +307,7 @@ def parse_completion_request(body: bytes, limits: Limits) -> CompletionRequest:
             code="model_not_found",
         )
     _refuse_unimplemented(request)
+    _check_form(request)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if (request.min_tokens or 0) > max_tokens:
         raise _refused("min_tokens", f"{request.min_tokens} is more than max_tokens, {max_tokens}")
@@ -231,10 +322,15 @@ def parse_completion_request(body: bytes, limits: Limits) -> CompletionRequest:
 
 
 def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
+    """Unknown fields of a body and of the objects in it."""
     unknown = next(iter(body.model_extra or ()), None)
     if unknown is not None:
         name = prefix + shorten(unknown, 100)
         raise ApiError(422, f"{name}: unknown field", param=name, code="unknown_field")
+    for name in body.model_fields_set:
+        value = getattr(body, name, None)
+        if isinstance(value, BaseModel):
+            _refuse_unknown(value, f"{prefix}{name}.")
 
 
 def _refuse_unimplemented(request: CompletionRequest) -> None:
@@ -246,6 +342,23 @@ def _refuse_unimplemented(request: CompletionRequest) -> None:
         raise _refused("logit_bias", "not implemented; send {} or leave it out")
     if request.best_of is not None and request.best_of != request.choices_per_prompt:
         raise _refused("best_of", "not implemented; send the value of n, or leave it out")
+
+
+def _check_form(request: CompletionRequest) -> None:
+    """At most one thing can say what an answer looks like."""
+    wanted, form = request.response_format, request.structured_outputs
+    if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
+        raise _refused(
+            "response_format", "json_schema and type 'json_schema' go together; send both or neither"
+        )
+    if form is None:
+        return
+    if wanted is not None and wanted.type != "text":
+        raise _refused("structured_outputs", "response_format says already what answers look like; send one")
+    if len(form.given) != 1:
+        raise _refused(
+            "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
+        )
 
 
 def _refused(param: str, message: str) -> ApiError:

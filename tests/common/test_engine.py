@@ -19,7 +19,7 @@ from common.engine import Engine
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, NaNLogitsError
 from common.models.layers import CausalLM
 from common.request import Request, RequestState, SamplingParams, StepOutput
-from common.sampling import Sampled, sample
+from common.sampling import Sampled, TokenMasks, sample
 from tests.engine_helpers import (
     EOS,
     VOCAB,
@@ -508,10 +508,10 @@ def test_an_exception_in_the_sampler_fails_one(phase: str, monkeypatch: pytest.M
     requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
     error = RuntimeError("no such grammar")
 
-    def picky(logits: torch.Tensor, rows: Sequence[Request]) -> Sampled:
+    def picky(logits: torch.Tensor, rows: Sequence[Request], masks: TokenMasks | None) -> Sampled:
         if requests[1] in rows:
             raise error
-        return sample(logits, rows)
+        return sample(logits, rows, masks)
 
     monkeypatch.setattr(common.runner, "sample", picky)
     outputs = run(engine)
@@ -566,10 +566,10 @@ def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
     engine = build(phase, model, max_batch_size=2)
     poisoned = add(engine, [299] * 30, greedy(4))
 
-    def picky(logits: torch.Tensor, rows: Sequence[Request]) -> Sampled:
+    def picky(logits: torch.Tensor, rows: Sequence[Request], masks: TokenMasks | None) -> Sampled:
         if poisoned in rows:
             raise RuntimeError("boom")
-        return sample(logits, rows)
+        return sample(logits, rows, masks)
 
     monkeypatch.setattr(common.runner, "sample", picky)
     run(engine)

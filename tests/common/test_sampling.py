@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import common.sampling
 from common.request import Request, SamplingParams
-from common.sampling import FIRST_CANDIDATES, NOT_A_TOKEN, read_logprobs, sample
+from common.sampling import FIRST_CANDIDATES, NOT_A_TOKEN, TokenMasks, read_logprobs, sample
 
 VOCAB = 40
 
@@ -54,9 +54,11 @@ def softmax(scores: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def distribution(logits: Sequence[float], request: Request) -> list[tuple[int, float]]:
+def distribution(
+    logits: Sequence[float], request: Request, allowed: Collection[int] = range(VOCAB)
+) -> list[tuple[int, float]]:
     """(token, probability) in the order in which the uniform number is compared, in the documented order of
-    filters: penalties, endings not allowed yet, temperature, top-k, top-p, min-p. Empty: there is no token."""
+    filters: penalties, tokens not allowed now, temperature, top-k, top-p, min-p. Empty: there is no token."""
     params = request.params
     scores = list(logits)
     for token in set(request.token_ids):
@@ -67,7 +69,9 @@ def distribution(logits: Sequence[float], request: Request) -> list[tuple[int, f
     if request.num_generated_tokens < params.min_tokens:
         for token in request.ending_token_ids:
             scores[token] = -math.inf
-    if any(map(math.isnan, scores)) or max(scores) == -math.inf:
+    broken = any(map(math.isnan, scores))  # also by what is not allowed
+    scores = [score if token in allowed else -math.inf for token, score in enumerate(scores)]
+    if broken or max(scores) == -math.inf:
         return []
     if params.temperature == 0.0:
         return [(max(range(len(scores)), key=scores.__getitem__), 1.0)]
@@ -90,10 +94,12 @@ def distribution(logits: Sequence[float], request: Request) -> list[tuple[int, f
     return [(token, p / total) for token, p in pairs]
 
 
-def plain_sample(logits: Sequence[float], request: Request, uniform: float) -> tuple[int, float]:
+def plain_sample(
+    logits: Sequence[float], request: Request, uniform: float, allowed: Collection[int] = range(VOCAB)
+) -> tuple[int, float]:
     """The token, and how far `uniform` is from a border at which it would be another."""
     reached = 0.0
-    pairs = distribution(logits, request)
+    pairs = distribution(logits, request, allowed)
     for token, p in pairs:
         if reached + p > uniform:
             return token, min(uniform - reached, reached + p - uniform)
@@ -405,6 +411,61 @@ def test_min_tokens_with_ignored_eos_leaves_eos_possible() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 2] = 50.0
     assert ids_of(logits, [make(temperature=0.0, ends=[2], min_tokens=3, ignore_eos=True)]) == [2]
+
+
+# ---------------------------------------------------------------------- what a grammar allows
+
+
+def masks_of(allowed: dict[int, Collection[int]], words: int = 2) -> TokenMasks:
+    """By row, the tokens that may come."""
+    bits = [sum(1 << token for token in tokens) for tokens in allowed.values()]
+    rows = [[each >> 32 * word & 0xFFFFFFFF for word in range(words)] for each in bits]
+    return TokenMasks(tuple(allowed), torch.tensor(rows, dtype=torch.int64).to(torch.int32))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(PARAMS, HISTORY, st.none() | st.sets(st.integers(0, VOCAB - 1))), min_size=1, max_size=5
+    ),
+    seed=st.integers(0, 10_000),
+    endless=st.lists(st.tuples(st.integers(0, 4), HISTORY, ENDLESS), max_size=2),
+)
+def test_what_is_not_allowed_is_minus_infinity(
+    rows: list[tuple[SamplingParams, list[int], set[int] | None]],
+    seed: int,
+    endless: list[tuple[int, list[int], float]],
+) -> None:
+    """Greedy, sampled, filtered and penalised rows with and without masks, against the oracle."""
+    logits = random_logits(len(rows), seed=seed)
+    for row, tokens, value in endless:
+        logits[row % len(rows), tokens] = value
+    masks = masks_of({row: tokens for row, (_, _, tokens) in enumerate(rows) if tokens is not None})
+    requests = [make(params, prompt=history, ends=[2, 5]) for params, history, _ in rows]
+    sampled = sample(logits, requests, masks if masks.rows else None)
+    unmasked = read_logprobs(sample(logits, requests), requests)
+    for row, (request, (_, _, tokens)) in enumerate(zip(requests, rows, strict=True)):
+        chosen = int(sampled.token_ids[row])
+        values, allowed = logits[row].tolist(), range(VOCAB) if tokens is None else tokens
+        likely = dict(distribution(values, request, allowed))
+        expected, margin = plain_sample(values, request, request.next_uniform(), allowed)
+        assert chosen in allowed or chosen == NOT_A_TOKEN == expected
+        if request.params.greedy or margin > 1e-5:
+            assert chosen == expected
+        elif likely:
+            assert chosen in likely or request.params.top_p < 1.0 or request.params.min_p > 0.0
+        entry, plain = read_logprobs(sampled, requests)[row], unmasked[row]
+        assert (entry is None) == (plain is None)
+        if entry is not None and plain is not None and not any(map(math.isnan, values)):
+            assert entry.top == plain.top, "what the model would have liked"
+
+
+def test_a_mask_longer_than_the_vocabulary() -> None:
+    """A tokenizer may have more ids than the model."""
+    logits = random_logits(2)
+    masks = masks_of({1: [VOCAB - 1, VOCAB, 95]}, words=3)
+    assert ids_of(logits, [make(temperature=0.0)] * 2)[0] == int(logits[0].argmax())
+    assert sample(logits, [make(temperature=0.0)] * 2, masks).token_ids.tolist()[1] == VOCAB - 1
 
 
 # ---------------------------------------------------------------------- penalties

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,14 @@ import common.generate
 import common.runner
 from common.engine import Engine
 from common.generate import generate
+from common.grammar import GrammarCompiler
 from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly
 from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
 from common.phases import find_phase
 from common.request import Request, SamplingParams
-from common.sampling import Sampled
+from common.sampling import Sampled, TokenMasks
 from common.text import Tokenizer
 
 MAX_SEQ_LEN = 384
@@ -96,6 +98,10 @@ class Subject:
     tokenizer: Tokenizer
     _alone: dict[tuple[tuple[int, ...], SamplingParams], Solo] = field(default_factory=dict)
 
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.model.config.eos_token_ids)
+
     def engine(self, variant: Variant, **options: Any) -> Engine:
         package = find_phase(variant.phase)
         config = package.Config(**{"max_seq_len": MAX_SEQ_LEN, **variant.options, **options})
@@ -105,7 +111,9 @@ class Subject:
         """Tokens and logits of the request run by `generate()`."""
         key = (tuple(prompt), params)
         if key not in self._alone:
-            request = Request("alone", list(prompt), params, self.model.config.eos_token_ids)
+            matcher = None if params.grammar is None else self.grammars.new_matcher(params.grammar)
+            eos = self.model.config.eos_token_ids
+            request = Request("alone", list(prompt), params, eos, matcher=matcher)
             with recorded_logits() as logits:
                 for _ in generate(self.model, request):
                     pass
@@ -140,10 +148,10 @@ class recorded_logits:
         seen: dict[str, list[Tensor]] = defaultdict(list)
         original = common.runner.sample
 
-        def sample(logits: Tensor, requests: Sequence[Request]) -> Sampled:
+        def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None) -> Sampled:
             for row, request in enumerate(requests):
                 seen[request.request_id].append(logits[row].clone())
-            return original(logits, requests)
+            return original(logits, requests, masks)
 
         self._patch.setattr(common.runner, "sample", sample)
         self._patch.setattr(common.generate, "sample", sample)

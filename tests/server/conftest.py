@@ -18,9 +18,15 @@ PHASES = [
 ]
 
 #: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.
-EVERY_PHASE = {"test_completions", "test_errors", "test_traffic"}
+EVERY_PHASE = {"test_completions", "test_constrained", "test_errors", "test_traffic"}
 #: Of those modules, what takes long and tests nothing that a phase has a part in.
-ONE_PHASE = {"test_two_megabytes_of_nonsense_cost_one_error_each"}
+ONE_PHASE = {
+    "test_two_megabytes_of_nonsense_cost_one_error_each",
+    "test_refusals_name_the_field_and_come_before_the_stream",
+    "test_wrong_types",
+    "test_a_grammar_that_takes_long_holds_up_nobody_else",
+    "test_the_compilers_process_ends_with_the_server",
+}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -325,7 +325,8 @@ def test_null_means_the_default(server: ServerProcess) -> None:
     names = (
         "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop logprobs stream_options"
     )
-    names += " echo n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user"
+    names += " echo n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user response_format"
+    names += " structured_outputs"
     nulls: dict[str, None] = dict.fromkeys(names.split())
     assert server.complete(**nulls)["choices"] == server.complete()["choices"]
     answer = server.complete(max_tokens=None, temperature=None, seed=None, ignore_eos=True)

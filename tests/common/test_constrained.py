@@ -1,0 +1,245 @@
+"""Requests with a grammar inside an engine: how they end, what else they ask for, and how far a failure reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import common.runner
+from common.engine import Engine
+from common.errors import GrammarFailedError, InvalidGrammarError
+from common.grammar import Grammar, Matcher
+from common.llm import LLM
+from common.request import Request
+from common.sampling import TokenMasks, sample
+from tests.engine_helpers import (
+    EOS,
+    VOCAB,
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    text_of,
+    tokens_of,
+)
+
+PHASES = ("static", "continuous", "paged", "chunked")
+
+
+@pytest.fixture(params=PHASES)
+def phase(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def likes(*token_ids: int) -> Callable[[list[int]], Tensor]:
+    """A rule: these tokens before all others, the first most of all, whatever came before."""
+
+    def rule(_: list[int]) -> Tensor:
+        logits = torch.zeros(VOCAB)
+        for rank, token_id in enumerate(token_ids):
+            logits[token_id] = 50.0 - rank
+        return logits
+
+    return rule
+
+
+def answer(engine: Engine, grammar: Grammar, **values: Any) -> tuple[str, str | None, int]:
+    """Text, reason, number of tokens of a greedy answer."""
+    request = add(engine, "ask:", greedy(values.pop("max_new_tokens", 12), grammar=grammar, **values))
+    outputs = run(engine)
+    end = end_of(outputs, request)
+    assert end.error is None
+    return text_of(outputs, request), end.finish_reason, end.completion_tokens
+
+
+A, B, X = ord("a"), ord("b"), ord("x")
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_an_answer_that_can_only_be_complete_ends(phase: str) -> None:
+    """With its last character, and with no step more."""
+    engine = build(phase, RememberingModel(rule=likes(X, A)))
+    assert answer(engine, Grammar.regex("a{3}b")) == ("aaab", "stop", 4)
+    assert answer(engine, Grammar.regex("a{3}b"), ignore_eos=True) == ("aaab", "stop", 4)
+    assert answer(engine, Grammar.regex("a{3}b"), max_new_tokens=4) == ("aaab", "stop", 4)
+    assert answer(engine, Grammar.regex("a{3}b"), max_new_tokens=3) == ("aaa", "length", 3)
+    assert_all_free(engine)
+
+
+def test_an_answer_that_may_go_on_ends_by_eos(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=likes(X, EOS, A)))
+    assert answer(engine, Grammar.regex("a+")) == ("a", "eos", 2)
+    assert answer(engine, Grammar.regex("a*")) == ("", "eos", 1)
+    assert answer(engine, Grammar.regex("")) == ("", "eos", 1)
+
+
+@pytest.mark.parametrize("values", [{"ignore_eos": True}, {"min_tokens": 12}], ids=str)
+def test_an_ignored_eos_is_not_sampled_while_there_is_anything_else(phase: str, values: Any) -> None:
+    engine = build(phase, RememberingModel(rule=likes(EOS, A)))
+    assert answer(engine, Grammar.regex("a*"), **values) == ("a" * 12, "length", 12)
+    assert answer(engine, Grammar.regex("a{0,5}"), **values) == ("aaaaa", "stop", 5)
+    assert answer(engine, Grammar.regex(""), **values) == ("", "eos", 1)
+
+
+def test_min_tokens_hold_eos_and_stop_tokens_back(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=likes(EOS, B, A)))
+    assert answer(engine, Grammar.regex("[ab]*"), min_tokens=3) == ("bbb", "eos", 4)
+    ended_by_b = {"min_tokens": 3, "stop_token_ids": (B,)}
+    engine = build(phase, RememberingModel(rule=likes(B, A)))
+    assert answer(engine, Grammar.regex("[ab]*"), **ended_by_b) == ("aaa", "stop", 4)
+    assert answer(engine, Grammar.regex("b+"), **ended_by_b) == ("", "stop", 1), "nothing else may come"
+
+
+def test_stop_strings_cut_what_a_grammar_made(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=likes(X, A, B)))
+    assert answer(engine, Grammar.regex("aab(aab)+"), stop=("ba",)) == ("aa", "stop", 4)
+    assert answer(engine, Grammar.choice(["aaxb"]), stop=("xby",)) == ("aaxb", "stop", 4), "held, then let go"
+
+
+def test_a_character_of_several_tokens(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=likes(X)))
+    assert answer(engine, Grammar.choice(["né🦊"])) == ("né🦊", "stop", 7)
+
+
+# ---------------------------------------------------------------------- beside others
+
+
+def test_choices_of_one_request_and_others_have_their_own_places(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=likes(A, B)), max_batch_size=3)
+    grammar = Grammar.regex("(ab){2,9}b")
+    requests = [add(engine, "ask" * (i + 1), greedy(4 + i, grammar=grammar)) for i in range(3)]
+    plain = [add(engine, "plain", greedy(6)), add(engine, "last", greedy(8, grammar=Grammar.regex("b+")))]
+    outputs = run(engine)
+    assert [text_of(outputs, request) for request in requests] == ["abab", "ababa", "ababab"]
+    assert [text_of(outputs, request) for request in plain] == ["a" * 6, "b" * 8]
+
+
+def test_nobody_asks_a_request_that_has_ended_for_a_mask() -> None:
+    """In a static batch its row is computed to the end of the longest."""
+    engine = build("static", RememberingModel(rule=likes(A)))
+    short = add(engine, "ask", greedy(9, grammar=Grammar.regex("ab")))
+    long = add(engine, "ask", greedy(9))
+    outputs = run(engine)
+    assert text_of(outputs, short) == "ab"
+    assert text_of(outputs, long) == "a" * 9
+
+
+def test_preempted_requests_go_on_where_they_were() -> None:
+    grammar = Grammar.regex("(abc|bca|cab){30}")
+    rule = likes(ord("b"), ord("a"), ord("c"))
+    roomy = build("paged", RememberingModel(rule=rule), block_size=4)
+    (expected,) = {answer(roomy, grammar, max_new_tokens=40)[0]}
+    engine = build("paged", RememberingModel(rule=rule), block_size=4, num_blocks=18)
+    requests = [add(engine, "ask:", greedy(40, grammar=grammar)) for _ in range(4)]
+    outputs = run(engine)
+    assert engine.scheduler.preemptions > 0
+    assert [text_of(outputs, request) for request in requests] == [expected] * 4
+
+
+def test_logprobs_are_the_models_own(phase: str) -> None:
+    engine = build(phase, RememberingModel(rule=likes(X, A)))
+    request = add(engine, "ask", greedy(2, grammar=Grammar.regex("aa"), logprobs=1))
+    for output in run(engine):
+        assert output.logprobs is not None
+        assert output.logprobs.top[0][0] == X
+        assert output.logprobs.logprob == pytest.approx(-1.0 - math.log(1 + math.exp(-1)), abs=1e-3)
+        assert output.request_id == request.request_id
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_a_refused_grammar_leaves_nothing_behind(phase: str) -> None:
+    engine = build(phase)
+    with pytest.raises(InvalidGrammarError, match="unclosed"):
+        engine.create_request("ask", greedy(4, grammar=Grammar.regex("[a")))
+    request = add(engine, "next", greedy(5))
+    assert tokens_of(run(engine), request) == continuation(b"next", 5)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("method", ["fill_mask", "advance"])
+def test_a_matcher_that_fails_fails_its_request_alone(
+    phase: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(phase, RememberingModel(rule=likes(A, B)))
+    requests = [add(engine, "ask", greedy(6, grammar=Grammar.regex("(ab)+"))) for _ in range(3)]
+    original, guilty = getattr(Matcher, method), requests[1]
+
+    def failing(matcher: Matcher, *args: Any) -> None:
+        if matcher is guilty.matcher and guilty.num_generated_tokens == 2:
+            raise GrammarFailedError("too much")
+        original(matcher, *args)
+
+    monkeypatch.setattr(Matcher, method, failing)
+    outputs = run(engine)
+    end = end_of(outputs, guilty)
+    assert isinstance(end.error, GrammarFailedError)
+    assert (end.completion_tokens, text_of(outputs, guilty)) == (2, "ab")
+    assert [text_of(outputs, request) for request in (requests[0], requests[2])] == ["ababab"] * 2
+    assert answer(engine, Grammar.regex("b{3}")) == ("bbb", "stop", 3)
+    assert_all_free(engine)
+
+
+def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row after the other, where all at once raised."""
+    engine = build(phase, RememberingModel(rule=likes(A, B)))
+    grammars = [Grammar.regex("(ab)+"), Grammar.regex("(ba)+")]
+    requests = [add(engine, "ask", greedy(6, grammar=grammar)) for grammar in grammars]
+
+    def only_alone(logits: Tensor, rows: tuple[Request, ...], masks: TokenMasks | None) -> Any:
+        if len(rows) > 1:
+            raise RuntimeError("too many")
+        return sample(logits, rows, masks)
+
+    monkeypatch.setattr(common.runner, "sample", only_alone)
+    outputs = run(engine)
+    assert [text_of(outputs, request) for request in requests] == ["ababab", "bababa"]
+
+
+def test_masks_are_of_the_rows_that_have_a_grammar() -> None:
+    engine = build("continuous")
+    requests = [engine.create_request("a", greedy(4)) for _ in range(4)]
+    assert TokenMasks.of(requests) is None
+    for row, letter in ((1, A), (3, B)):
+        params = greedy(4, grammar=Grammar.regex(chr(letter)))
+        requests[row] = engine.create_request("a", params)
+    masks = TokenMasks.of(requests)
+    assert masks is not None
+    assert masks.rows == (1, 3)
+    assert masks.words.dtype == torch.int32
+    bits = np.unpackbits(masks.words.numpy().view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[A], [B]]
+    requests[3].cancel()
+    again = TokenMasks.of(requests)
+    assert again is not None
+    assert again.rows == (1,)
+
+
+# ---------------------------------------------------------------------- offline
+
+
+def test_offline() -> None:
+    llm = LLM("zoo:llama-tiny", phase="continuous", dtype="float32", max_batch_size=4)
+    params = [
+        greedy(24, grammar=Grammar.choice(["yes", "no"])),
+        greedy(24, grammar=Grammar.regex("[0-9]{4}")),
+    ]
+    choice, number = llm.generate(["Is it?", "How many?"], params, progress=False)
+    assert choice.text in ("yes", "no")
+    assert (len(number.text), number.text.isdigit(), number.finish_reason) == (4, True, "stop")
+    with pytest.raises(InvalidGrammarError):
+        llm.generate("Is it?", greedy(4, grammar=Grammar.json_schema({"type": "text"})))
+    assert llm.generate("Is it?", params[0], progress=False)[0].text == choice.text

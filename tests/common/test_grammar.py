@@ -1,0 +1,280 @@
+"""Grammars and their matchers: masks against plain string work, refusals, and a compiler that may break."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import common.grammar_trial
+from common.errors import GrammarFailedError, InvalidGrammarError
+from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher
+from common.models.registry import open_checkpoint
+from common.text import Tokenizer
+from tests.engine_helpers import EOS, byte_tokenizer
+from tests.grammars import FORMS, Form
+
+PIECES = [b"ab", b"abc", b"bc", "é".encode(), "é".encode()[1:] + b"a", b"\n\n"]
+COMPILER = GrammarCompiler(byte_tokenizer(PIECES), [EOS])
+
+
+def allowed(matcher: Matcher, held_back: Sequence[int] = ()) -> set[int]:
+    mask = np.zeros(matcher.words, dtype=np.uint32)
+    matcher.fill_mask(mask, held_back)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def bytes_of(token_id: int) -> bytes:
+    return bytes([token_id]) if token_id < EOS else PIECES[token_id - EOS - 1]
+
+
+TOKENS = [token_id for token_id in range(EOS + 1 + len(PIECES)) if token_id != EOS]
+
+# ---------------------------------------------------------------------- masks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_choices_against_what_their_bytes_begin_with(texts: list[str], data: st.DataObject) -> None:
+    """A token may come if what it makes is the beginning of a choice; EOS, if it is one."""
+    matcher = COMPILER.new_matcher(Grammar.choice(texts))
+    choices = {text.encode() for text in texts}
+    said = b""
+    while not matcher.complete:
+        expected = {
+            token_id for token_id in TOKENS if any(c.startswith(said + bytes_of(token_id)) for c in choices)
+        }
+        ends = {EOS} if said in choices else set()
+        found = allowed(matcher)
+        assert allowed(matcher) == found, "to ask changes nothing"
+        if ends or len({c[len(said)] for c in choices if c.startswith(said)}) > 1:
+            assert found == expected | ends
+        else:  # a byte that must come comes by the token that the tokenizer would take
+            assert found
+            assert found <= expected
+        token_id = data.draw(st.sampled_from(sorted(found)))
+        matcher.advance(token_id)
+        said += b"" if token_id == EOS else bytes_of(token_id)
+        if token_id == EOS:
+            break
+    assert said in choices
+    assert matcher.complete
+
+
+def test_what_is_held_back_comes_where_nothing_else_may() -> None:
+    matcher = COMPILER.new_matcher(Grammar.regex("a+b?"))
+    a, b = ord("a"), ord("b")
+    matcher.advance(a)
+    either = {a, b, EOS, EOS + 1 + PIECES.index(b"ab")}
+    assert allowed(matcher) == either
+    assert allowed(matcher, [EOS]) == either - {EOS}
+    assert allowed(matcher, [EOS, a, 0]) == either - {EOS, a}
+    assert allowed(matcher, sorted(either)) == either
+    assert allowed(matcher) == either, "it is held back from this mask alone"
+    matcher = COMPILER.new_matcher(Grammar.regex(""))
+    assert allowed(matcher, [EOS]) == {EOS}
+
+
+def test_a_token_that_may_not_come_fails_and_stays_failed() -> None:
+    matcher, other = (COMPILER.new_matcher(Grammar.regex("abc")) for _ in range(2))
+    with pytest.raises(GrammarFailedError):
+        matcher.advance(ord("b"))
+    with pytest.raises(GrammarFailedError):
+        allowed(matcher)
+    other.advance(ord("a"))
+    assert ord("b") in allowed(other), "another request of the same grammar knows nothing of it"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "letter"),
+    [
+        (Grammar.context_free('start: a{1,1000000000}\na: "x"{1000000}'), "x"),
+        (Grammar.regex("a{1000000000}"), "a"),
+    ],
+    ids=["grammar", "regex"],
+)
+def test_a_grammar_that_grows_too_much_fails_on_the_way(grammar: Grammar, letter: str) -> None:
+    matcher = COMPILER.new_matcher(grammar)
+
+    def follow() -> None:
+        for _ in range(5):
+            assert ord(letter) in allowed(matcher)
+            matcher.advance(ord(letter))
+
+    with pytest.raises(GrammarFailedError, match="oo many"):
+        follow()
+    assert ord("b") in allowed(COMPILER.new_matcher(Grammar.regex("b")))
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gemma3-tiny"])
+def test_the_zoos_tokenizers(name: str) -> None:
+    checkpoint = open_checkpoint(f"zoo:{name}")
+    tokenizer = checkpoint.tokenizer()
+    compiler = GrammarCompiler(tokenizer, checkpoint.config.eos_token_ids)
+    text = "A naïve 🦊\n said: no!"
+    matcher = compiler.new_matcher(Grammar.choice([text, "A naïve 🐻"]))
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        assert token_id in allowed(matcher)
+        assert not allowed(matcher) & tokenizer.special_ids
+        matcher.advance(token_id)
+    assert matcher.complete
+    assert allowed(matcher) == checkpoint.config.eos_token_ids
+
+
+@pytest.mark.parametrize("vocab_size", [EOS + 1, EOS + 1 + len(PIECES), 1000])
+def test_models_of_fewer_and_of_more_tokens(vocab_size: int) -> None:
+    tokenizer = byte_tokenizer(PIECES, vocab_size=vocab_size)
+    matcher = GrammarCompiler(tokenizer, [EOS]).new_matcher(Grammar.regex("[ab]"))
+    assert allowed(matcher) == {ord("a"), ord("b")}
+
+
+def test_a_model_without_an_eos_token_is_a_refusal() -> None:
+    with pytest.raises(InvalidGrammarError, match="EOS"):
+        GrammarCompiler(byte_tokenizer(), []).new_matcher(Grammar.regex("a?b"))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    monkeypatch.setattr(Tokenizer, "backend", property(lambda _: Broken()), raising=False)
+    with pytest.raises(InvalidGrammarError):
+        compiler.new_matcher(Grammar.regex("a"))
+
+
+class Broken:
+    def to_str(self) -> str:
+        return "{}"
+
+
+# ---------------------------------------------------------------------- refusals
+
+REFUSED = {
+    "type": (Grammar.json_schema({"type": "text"}), "Invalid type: text"),
+    "unsupported": (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    "nested unsupported": (Grammar.json_schema({"properties": {"a": {"not": {}}}}), '"not"'),
+    "format": (Grammar.json_schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+    "reference": (Grammar.json_schema({"$ref": "#/$defs/nowhere"}), "nowhere"),
+    "another's": (Grammar.json_schema({"$ref": "http://example.com/schema"}), "example.com"),
+    "unsatisfiable": (Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+    "nothing": (Grammar.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}), "a"),
+    "endless": (Grammar.json_schema({"$ref": "#"}), "no text matches it"),
+    "no json": (Grammar.json_schema("{oops"), "line 1"),
+    "no schema": (Grammar.json_schema("[1]"), "."),
+    "look-around": (Grammar.regex("a(?=b)"), "look-ahead"),
+    "back reference": (Grammar.regex(r"(a)\1"), "backreferences"),
+    "brackets": (Grammar.regex("[a-z"), "unclosed"),
+    "pattern": (Grammar.json_schema({"type": "string", "pattern": "^(?!a)"}), "look-ahead"),
+    "depth of a regex": (Grammar.regex("(" * 1000 + "a" + ")" * 1000), "nest"),
+    "combinations": (
+        Grammar.json_schema(
+            {
+                "allOf": [
+                    {"anyOf": [{"properties": {f"{i}{j}": {}}, "required": [f"{i}{j}"]} for j in "abcdefgh"]}
+                    for i in "12345678"
+                ]
+            }
+        ),
+        "too large",
+    ),
+    "unknown rule": (Grammar.context_free("start: nowhere"), "nowhere"),
+    "no grammar": (Grammar.context_free("hello there"), "hello"),
+    "brackets of rules": (Grammar.context_free("start: " + "(" * 10_000 + '"a"' + ")" * 10_000), "nested"),
+    "length": (Grammar.regex("a" * (MAX_GRAMMAR_CHARACTERS + 1)), "65537 characters"),
+    "time": (Grammar.json_schema({"type": "integer", "multipleOf": 999_999}), "too much time"),
+    "depth": (
+        Grammar.context_free("".join(f"a{i}: a{i + 1}\n" for i in range(4000)) + 'a4000: "x"\nstart: a0'),
+        "too deep",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
+    grammar, reason = REFUSED[name]
+    with pytest.raises(InvalidGrammarError, match=re.escape(reason) if reason != "." else reason) as refused:
+        COMPILER.new_matcher(grammar)
+    assert "\n" not in str(refused.value)
+    assert ord("a") in allowed(COMPILER.new_matcher(Grammar.regex(f"a{{{len(name)}}}")))
+
+
+# ---------------------------------------------------------------------- the trial
+
+
+def test_a_grammar_is_compiled_once_and_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    started: list[int] = []
+    compiled: list[str] = []
+    start, compile_grammar = type(compiler._trial)._start, common.grammar_trial.compile_grammar
+
+    def starting(trial):  # type: ignore[no-untyped-def]
+        process = start(trial)
+        started.append(process.pid)
+        return process
+
+    def compiling(tokenizer, kind, text):  # type: ignore[no-untyped-def]
+        compiled.append(text)
+        return compile_grammar(tokenizer, kind, text)
+
+    monkeypatch.setattr(type(compiler._trial), "_start", starting)
+    monkeypatch.setattr(common.grammar_trial, "compile_grammar", compiling)
+    for pattern in ("a", "b", "a", "b", "c"):
+        assert allowed(compiler.new_matcher(Grammar.regex(pattern))) == {ord(pattern)}
+    assert compiled == ["a", "b", "c"]
+    assert len(started) == 1
+    os.kill(started[0], signal.SIGKILL)
+    assert compiler._trial._process is not None
+    compiler._trial._process.wait()
+    assert allowed(compiler.new_matcher(Grammar.regex("d"))) == {ord("d")}
+    assert len(started) == 2
+
+
+def test_the_trial_ends_with_its_compiler() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    compiler.new_matcher(Grammar.regex("a"))
+    process = compiler._trial._process
+    assert process is not None
+    assert process.poll() is None
+    del compiler
+    gc.collect()
+    assert process.wait(10) is not None
+
+
+def test_threads_ask_at_once() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    found: dict[int, set[int]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = allowed(compiler.new_matcher(Grammar.regex(chr(97 + number % 5))))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: {97 + number % 5} for number in range(12)}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_is_taken(form: Form) -> None:
+    assert allowed(COMPILER.new_matcher(form.grammar))
+
+
+def test_grammars_are_values() -> None:
+    schema = {"type": "object", "properties": {"é": {}, "a": {}}}
+    assert Grammar.json_schema(schema) == Grammar.json_schema(json.dumps(schema, ensure_ascii=False))
+    assert hash(Grammar.choice(["a"])) == hash(Grammar.choice(("a",)))
+    assert Grammar.regex("a") != Grammar.context_free("a")
