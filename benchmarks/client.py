@@ -19,7 +19,7 @@ one arrival time: that is how a reader at the other end sees them, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,14 +74,20 @@ class AnswerReader:
     error: str | None = None
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
+    _text: list[str] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
+    _token_events: list[bytes] = field(default_factory=list)
     _parser: EventParser = field(default_factory=EventParser)
 
     def feed(self, chunk: bytes) -> int:
         """Read some bytes: how many tokens they held."""
         before = self.tokens
         for name, data in self._parser.feed(chunk):
-            if name == b"token":  # nothing in it that we need: not worth decoding
+            if (
+                name == b"token"
+            ):  # nothing in it that we need now: decoded when somebody goes on from the answer
                 self.tokens += 1
+                self._token_events.append(data)
             elif data == b"[DONE]":
                 self.ended = True
             else:
@@ -104,9 +110,25 @@ class AnswerReader:
         for choice in body.get("choices", ()):
             reason = choice.get("finish_reason")
             self.finish_reason = reason or self.finish_reason
+            self._text.append(choice.get("text") or "")
+            self._token_ids += choice.get("token_ids") or ()
             # A chunk that only says why the answer ended brings no token; one without text that does not
             # end it does (its text is held back, or is half a character).
             self.tokens += bool(choice.get("text")) or reason is None
+
+    def continued(self, prompt: list[int] | str) -> list[int] | str:
+        """A prompt and the answer to it, in the prompt's form.
+
+        Raises:
+            ValueError: the prompt is token ids, and the stream did not say which ones its tokens were.
+        """
+        events = [orjson.loads(data) for data in self._token_events]
+        if isinstance(prompt, str):
+            return prompt + "".join([*(event["token"] for event in events), *self._text])
+        token_ids = [*(event["token_id"] for event in events), *self._token_ids]
+        if len(token_ids) != self.tokens:
+            raise ValueError("the server does not say which token ids it sampled: --text sends text instead")
+        return prompt + token_ids
 
 
 def error_message(body: Any) -> str:
@@ -125,12 +147,14 @@ class Endpoint:
         model: the name the server knows its model by.
         ignore_eos: ask for full-length answers. Servers that know no such field refuse it.
         api_key: sent as a bearer token, if given.
+        fields: what the body has beside what all servers are asked for.
     """
 
     url: str
     model: str
     ignore_eos: bool = True
     api_key: str | None = None
+    fields: Mapping[str, bool] = field(default_factory=dict)
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON that asks for this request's tokens, greedily: sampling is not what is measured."""
@@ -141,6 +165,7 @@ class Endpoint:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.fields,
         }
         if self.ignore_eos:
             fields["ignore_eos"] = True
@@ -163,7 +188,7 @@ async def send(
     origin_s: float,
     on_tokens: Callable[[], None] = lambda: None,
     clock: Clock = time.monotonic,
-) -> None:
+) -> AnswerReader:
     """Send one request and read its answer to the end. Never raises for what a server does: see `record.error`.
 
     Args:
@@ -203,6 +228,7 @@ async def send(
         record.error = f"an event that is not JSON: {error}"
     finally:
         _close(record, reader, clock() - origin_s)
+    return reader
 
 
 def new_record(planned: PlannedRequest) -> RequestRecord:

@@ -175,7 +175,13 @@ def _note_the_end(run: Run, died: int | None) -> None:
 
 
 def _endpoint(comparison: Comparison, server: RunningServer) -> Endpoint:
-    return Endpoint(server.url, server.model, ignore_eos=comparison.ignore_eos, api_key=comparison.api_key)
+    return Endpoint(
+        server.url,
+        server.model,
+        ignore_eos=comparison.ignore_eos,
+        api_key=comparison.api_key,
+        fields=server.target.request_fields,
+    )
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:

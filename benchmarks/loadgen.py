@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
 import orjson
 
-from benchmarks.client import Endpoint, new_record, send
+from benchmarks.client import AnswerReader, Endpoint, new_record, send
 from benchmarks.results import Generator, LoadResult, RequestRecord
 from benchmarks.workloads import PlannedRequest
 
@@ -110,6 +110,7 @@ class _Run:
         self.origin_s = time.monotonic() + START_DELAY_S
         self.abort: str | None = None
         self._client = client
+        self._next_turns = {each.follows: each for each in plan.requests if each.follows is not None}
         self._on_progress = on_progress
         self._in_flight = 0
         self._finished = 0
@@ -132,11 +133,22 @@ class _Run:
         pairs = list(zip(self.plan.requests, self.records, strict=True))
         if self.plan.sequential:
             return [self._one_after_the_other(pairs)]
-        return [self._on_time(planned, record) for planned, record in pairs]
+        return [self._conversation(planned, record) for planned, record in pairs if planned.follows is None]
 
-    async def _on_time(self, planned: PlannedRequest, record: RequestRecord) -> None:
+    async def _conversation(self, planned: PlannedRequest, record: RequestRecord) -> None:
+        """A request on its time, and after each answer the next turn, if there is one."""
         await asyncio.sleep(self.origin_s + planned.send_at_s - time.monotonic())
-        await self._send(planned, record)
+        answer = await self._send(planned, record)
+        while (turn := self._next_turns.get(planned.index)) is not None and record.error is None:
+            record = self.records[turn.index]
+            record.scheduled_s = time.monotonic() - self.origin_s
+            try:
+                before = answer.continued(planned.prompt)
+            except ValueError as error:
+                record.error = str(error)
+                return
+            planned = replace(turn, prompt=before + turn.prompt)  # type: ignore[operator]  # of one form, both
+            answer = await self._send(planned, record)
 
     async def _one_after_the_other(self, pairs: list[tuple[PlannedRequest, RequestRecord]]) -> None:
         await asyncio.sleep(self.origin_s - time.monotonic())
@@ -144,11 +156,11 @@ class _Run:
             record.scheduled_s = time.monotonic() - self.origin_s  # due the moment the one before was done
             await self._send(planned, record)
 
-    async def _send(self, planned: PlannedRequest, record: RequestRecord) -> None:
+    async def _send(self, planned: PlannedRequest, record: RequestRecord) -> AnswerReader:
         self._in_flight += 1
         self._sign_of_life()
         try:
-            await send(
+            return await send(
                 self._client,
                 self.plan.endpoint,
                 planned,

@@ -122,6 +122,8 @@ def summarize_server(
         idle_rows=count["idle_rows"],
         padded_share=(count["padded_tokens"] + count["idle_rows"]) / computed if computed else 0.0,
         preemptions=count["preemptions"],
+        cached_share=count["cached_tokens"] / count["prompt_tokens"] if count.get("prompt_tokens") else 0.0,
+        evictions=count.get("evictions", 0),
         busy_s=count["busy_s"],
         kv_used_mean=over_time("kv_used_tokens"),
         kv_used_max=max((step["kv_used_tokens"] for step in steps), default=0),

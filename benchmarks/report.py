@@ -49,6 +49,11 @@ def _server(name: str) -> Callable[[Run], Value]:
     return lambda run: None if run.server_metrics is None else float(getattr(run.server_metrics, name))
 
 
+def _where_shared(name: str) -> Callable[[Run], Value]:
+    """Only where something was found in memory: most servers share nothing."""
+    return lambda run: _server(name)(run) if run.server_metrics and run.server_metrics.cached_share else None
+
+
 def _percentile(kind: str, name: str) -> Callable[[Run], Value]:
     def read(run: Run) -> Value:
         found: Percentiles | None = getattr(run.metrics, kind) if run.metrics else None
@@ -90,6 +95,8 @@ LINES: Sequence[Line] = (
     Line("KV used, mean tokens", _server("kv_used_mean"), _number),
     Line("KV reserved, mean tokens", _server("kv_reserved_mean"), _number, "low"),
     Line("preemptions", _server("preemptions"), _number),
+    Line("prompt tokens found in cache", _where_shared("cached_share"), _share, "high"),
+    Line("evictions", _where_shared("evictions"), _number),
 )
 
 

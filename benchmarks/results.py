@@ -167,6 +167,8 @@ class ServerMetrics(_Model):
     Attributes:
         mean_batch: tokens that were kept, per decoding step: what the batch really held.
         padded_share: tokens computed for nothing (padding and idle rows), of all computed.
+        cached_share: of the prompts' tokens, those found in memory: the prefix cache's hit rate.
+        evictions: blocks of the prefix cache that were needed otherwise.
         kv_used_mean, kv_reserved_mean: tokens of KV memory, averaged over the time in which steps ran.
         missing_steps: steps that had left the ring buffer before it was read; 0 means `steps` is complete.
     """
@@ -184,6 +186,8 @@ class ServerMetrics(_Model):
     kv_used_max: int
     kv_reserved_mean: float
     kv_reserved_max: int
+    cached_share: float = 0.0
+    evictions: int = 0
     missing_steps: int = 0
 
 

@@ -88,6 +88,7 @@ class Target:
         variant: those of its options that set it apart from other columns of the same phase, in a sweep.
         program: what is run where there is no module.
         url: a server that runs already; nothing is started then.
+        request_fields: what its requests ask for beside what all servers are asked for.
     """
 
     label: str
@@ -97,6 +98,7 @@ class Target:
     variant: Options = field(default_factory=dict)
     program: tuple[str, ...] = ()
     url: str = ""
+    request_fields: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The seven workloads: who sends what, how long it is, and when.
+"""The eight workloads: who sends what, how long it is, and when.
 
 A workload is a line of a table (`WORKLOADS`). `build` turns the line into a plan, one `PlannedRequest` per request,
 each with its prompt and its send time. The same name and seed give the same plan on every machine, so two servers
@@ -9,6 +9,8 @@ uniform     |  |  |  |  |  |      one every 1 / rate seconds
 poisson     | ||   |  |    ||     independent clients: bursts and gaps, the same rate on average
 burst       |||||||               everybody at once
 sequential  |----||----||----|    one client, who waits for each answer before asking again
+turns       |----||------||--|    several such clients; what they ask goes on from what was answered
+            |------||----||----|
 ```
 """
 
@@ -21,7 +23,7 @@ from typing import Literal, Protocol
 
 from common.zoo.text import plain_document
 
-Arrivals = Literal["burst", "sequential", "uniform", "poisson"]
+Arrivals = Literal["burst", "sequential", "uniform", "poisson", "turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Workload:
         arrivals: the pattern of send times.
         rate: requests per second before scaling; None where the pattern has no rate.
         shared_prefix: tokens that every prompt begins with, in addition to `prompts`.
+        turns: requests of one conversation. The prompt of each is the prompt before, its answer, and tokens of its
+            own, as many as `prompts` says.
         shows: what the workload was made to show.
         phase: number of the phase that it was made to show beside the one before it; 0 where it is none's.
     """
@@ -62,16 +66,20 @@ class Workload:
     shows: str
     rate: float | None = None
     shared_prefix: int = 0
+    turns: int = 1
     phase: int = 0
 
     @property
     def mean_prompt_tokens(self) -> float:
-        return self.shared_prefix + sum(share * lengths.mean for share, lengths in self.prompts)
+        own = sum(share * lengths.mean for share, lengths in self.prompts)
+        turns_before = (self.turns - 1) / 2
+        return self.shared_prefix + own + turns_before * (own + self.new_tokens.mean)
 
     @property
     def longest(self) -> int:
         """Prompt and new tokens of the longest request possible."""
-        return self.shared_prefix + max(lengths.high for _, lengths in self.prompts) + self.new_tokens.high
+        own = max(lengths.high for _, lengths in self.prompts)
+        return self.shared_prefix + self.turns * (own + self.new_tokens.high)
 
     def count(self, *, quick: bool) -> int:
         """Requests sent; a quick run sends a quarter, but not fewer than four where there are four."""
@@ -149,6 +157,16 @@ WORKLOADS: dict[str, Workload] = {
             shows="TTFT of prompts that begin alike",
             phase=8,
         ),
+        Workload(
+            "multi_turn",
+            requests=48,
+            prompts=_always(128, 256),
+            new_tokens=Lengths(48, 80),
+            arrivals="turns",
+            turns=6,
+            shows="TTFT of a chat's next turn",
+            phase=8,
+        ),
     )
 }
 
@@ -162,6 +180,8 @@ class PlannedRequest:
         prompt: token ids, or text.
         prompt_tokens: length of the prompt (of a text: as our tokenizer counts).
         max_tokens: tokens to generate.
+        follows: index of the request before it in a conversation. It is sent when that one is answered, and its
+            prompt is what comes after that one's prompt and answer (`prompt_tokens` counts them, too).
     """
 
     index: int
@@ -169,6 +189,7 @@ class PlannedRequest:
     prompt: list[int] | str
     prompt_tokens: int
     max_tokens: int
+    follows: int | None = None
 
 
 # ---------------------------------------------------------------------------------------------- prompts
@@ -236,6 +257,7 @@ _SEND_TIMES: dict[Arrivals, Callable[[int, float, random.Random], list[float]]] 
     "sequential": _at_once,
     "uniform": _evenly,
     "poisson": _poisson,
+    "turns": _at_once,
 }
 
 
@@ -285,11 +307,19 @@ def build(
     new_lengths = [workload.new_tokens.draw(lengths) for _ in range(count)]
     shared = writer.write(texts, workload.shared_prefix) if workload.shared_prefix else []
 
-    plan = []
+    plan: list[PlannedRequest] = []
+    clients = count // workload.turns
     for index, (send_at_s, own, new) in enumerate(zip(times, prompt_lengths, new_lengths, strict=True)):
-        ids = shared + writer.write(texts, own, continues=bool(shared))
+        before = (
+            plan[index - clients] if index >= clients else None
+        )  # everybody's first turn, then the second, …
+        begin = [] if before else shared
+        ids = begin + writer.write(texts, own, continues=bool(shared or before))
         prompt: list[int] | str = writer.as_text(ids) if text else ids
-        plan.append(PlannedRequest(index, send_at_s, prompt, len(ids), new))
+        tokens = len(ids) + (before.prompt_tokens + before.max_tokens if before else 0)
+        plan.append(
+            PlannedRequest(index, send_at_s, prompt, tokens, new, follows=before.index if before else None)
+        )
     return plan
 
 

@@ -6,8 +6,7 @@ block size 4                     table     columns  0 1 2 3  4 5 6 7  8 9
   B  begins like A, tokens 0-8   5 0 3              block 5  block 0  block 3     B computes column 8 only
 ```
 
-A block enters the tree when all of its columns are computed, and is never written again. When nobody uses it any
-more it stays, until its memory is needed.
+A block enters the tree full, and is never written again. Unused, it stays until its memory is needed.
 """
 
 from __future__ import annotations
@@ -97,7 +96,8 @@ class PrefixCachingPool(PagedKVCachePool):
         path = self._paths[slot]
         full = min(columns, self.get_seq_len(slot)) // self.block_size
         blocks = self._tables[slot][len(path) : full]
-        if blocks and all(layer[blocks].isfinite().all() for layer in (self.k[-1], self.v[-1])):
+        stores = self.k[-1], self.v[-1]  # a sum is a number only where all of them are
+        if blocks and all(layer[blocks].sum(dtype=torch.float32).isfinite() for layer in stores):
             path += self.tree.insert(request.token_ids, blocks, request.cache_salt, path)
             self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
 

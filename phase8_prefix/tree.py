@@ -107,11 +107,11 @@ class PrefixTree:
 
     def walk(self) -> Iterator[tuple[int, Node]]:
         """Every node and its depth, parents before their children."""
-        stack = [(0, child) for child in self._root.children.values()]
+        stack = [(0, child) for child in reversed(self._root.children.values())]
         while stack:
             depth, node = stack.pop()
             yield depth, node
-            stack += [(depth + 1, child) for child in node.children.values()]
+            stack += [(depth + 1, child) for child in reversed(node.children.values())]
 
     def _keys(self, token_ids: Sequence[int], salt: str, first: int) -> Iterator[Key]:
         """A text's whole blocks from block `first` on."""

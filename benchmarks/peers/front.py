@@ -116,7 +116,8 @@ async def _stream(job: Job) -> AsyncIterator[bytes]:
     try:
         async for token_id in job.outputs():
             tokens += 1
-            yield _event({"choices": [{"index": 0, "text": f"<{token_id}>", "finish_reason": None}]})
+            choice = {"index": 0, "text": f"<{token_id}>", "token_ids": [token_id], "finish_reason": None}
+            yield _event({"choices": [choice]})
     except Exception as error:
         logger.exception("a request failed")
         yield _event({"error": {"message": f"{type(error).__name__}: {error}"}})

@@ -65,7 +65,9 @@ def _vllm(setup: Setup, folder: str) -> list[Target]:
     }
     # The folder is no option: results keep options, and nobody's folders.
     program = (sys.executable, "-m", "benchmarks.peers.vllm_server", folder)
-    return [Target(label, ORDER + 2, None, options, program=program)]
+    # A chat's next turn goes on from the answer's token ids.
+    fields = {"return_token_ids": True}
+    return [Target(label, ORDER + 2, None, options, program=program, request_fields=fields)]
 
 
 def _library(peer: str, order: float, setup: Setup, folder: str) -> list[Target]:

@@ -73,6 +73,9 @@ def workloads_table() -> str:
         )
         if workload.shared_prefix:
             prompts = f"{workload.shared_prefix} shared and {prompts} of its own"
+        if workload.turns > 1:
+            clients = workload.requests // workload.turns
+            prompts = f"{clients} chats of {workload.turns} turns, {prompts} new in each"
         rate = f", {workload.rate:g} a second" if workload.rate else ""
         rows.append(
             f"| `{workload.name}` | {workload.requests} | {prompts} | {_range(workload.new_tokens)} "

@@ -33,6 +33,7 @@ HEADLINES = (
     "wasted work",
     "KV used, mean tokens",
     "KV reserved, mean tokens",
+    "prompt tokens found in cache",
 )
 
 

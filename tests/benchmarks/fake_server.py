@@ -31,6 +31,7 @@ class Script:
         die_after: the process ends, without a word, after so many tokens in all.
         limit: requests answered at the same time; others wait. None: no limit.
         telemetry: whether there is a /telemetry.
+        token_ids: whether plain chunks say which token they bring.
     """
 
     first_s: float = 0.02
@@ -40,6 +41,7 @@ class Script:
     die_after: int | None = None
     limit: int | None = None
     telemetry: bool = True
+    token_ids: bool = True
 
 
 class FakeApp:
@@ -172,7 +174,8 @@ class FakeApp:
         if self.script.style == "named":
             event = {"choices": [choice], "token": text, "token_id": index}
             return b"event: token\ndata: " + json.dumps(event).encode() + b"\n\n"
-        return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+        named = {"token_ids": [index]} if self.script.token_ids else {}
+        return b"data: " + json.dumps({"choices": [choice | named]}).encode() + b"\n\n"
 
     def end(self, usage: dict[str, int]) -> bytes:
         choice = {"index": 0, "text": "", "finish_reason": "length"}

@@ -13,6 +13,7 @@ from benchmarks.client import Endpoint
 from benchmarks.loadgen import LoadGeneratorError, LoadPlan, generate_load, run_load
 from benchmarks.metrics import summarize
 from benchmarks.results import LoadResult
+from benchmarks.workloads import PlannedRequest
 from tests.benchmarks.conftest import plan, planned
 from tests.benchmarks.fake_server import FakeServer, Script
 
@@ -103,6 +104,65 @@ def test_sequential_waits_for_each_answer() -> None:
         assert earlier.finished_s is not None
         assert later.sent_s is not None
         assert later.sent_s >= earlier.finished_s
+
+
+def chat(first: int, turns: int, *, text: bool = False) -> list[PlannedRequest]:
+    """A conversation whose prompts begin with `first`; request numbers count up from there."""
+    return [
+        PlannedRequest(
+            first + turn,
+            0.0,
+            f"said {turn} " if text else [first, turn],
+            2,
+            3,
+            follows=first + turn - 1 if turn else None,
+        )
+        for turn in range(turns)
+    ]
+
+
+@pytest.mark.parametrize("style", ["named", "plain"])
+def test_a_turn_goes_on_from_the_answer_before(style: str) -> None:
+    """The fake server's ids are 0, 1, 2, … in each answer."""
+    with FakeServer(Script(style=style)) as server:
+        result = load(plan(server.url, [*chat(0, 3), *chat(3, 2)], sequential=False))
+        prompts = [body["prompt"] for body in server.app.bodies]
+        assert server.app.most_running == 2
+    told = [0, 1, 2]
+    assert [p for p in prompts if p[0] == 0] == [
+        [0, 0],
+        [0, 0, *told, 0, 1],
+        [0, 0, *told, 0, 1, *told, 0, 2],
+    ]
+    assert [p for p in prompts if p[0] == 3] == [[3, 0], [3, 0, *told, 3, 1]]
+    for earlier, later in ((0, 1), (1, 2), (3, 4)):
+        done, sent = result.requests[earlier].finished_s, result.requests[later].sent_s
+        assert done is not None
+        assert sent is not None
+        assert sent >= result.requests[later].scheduled_s >= done
+    assert all(record.error is None for record in result.requests)
+
+
+@pytest.mark.parametrize("style", ["named", "plain"])
+def test_text_goes_on_as_text(style: str) -> None:
+    with FakeServer(Script(style=style)) as server:
+        load(plan(server.url, chat(0, 2, text=True)))
+        assert [body["prompt"] for body in server.app.bodies] == ["said 0 ", "said 0  a asaid 1 "]
+
+
+def test_a_chat_ends_with_a_turn_that_fails() -> None:
+    with FakeServer(Script(faults={0: "error"})) as server:
+        result = load(plan(server.url, [*chat(0, 3), *chat(3, 2)]))
+    errors = [record.error for record in result.requests]
+    assert errors == ["out of luck", "never sent", "never sent", None, None]
+
+
+def test_a_server_that_names_no_ids_cannot_be_asked_again() -> None:
+    with FakeServer(Script(style="plain", token_ids=False)) as server:
+        result = load(plan(server.url, chat(0, 2)))
+        assert len(server.app.bodies) == 1
+    assert result.requests[0].error is None
+    assert "--text" in str(result.requests[1].error)
 
 
 def test_warm_up_is_sent_first_and_not_counted() -> None:

@@ -98,8 +98,8 @@ def test_the_server_by_hand() -> None:
     ]
     before = {"steps": 10, "decode_tokens": 5, "prefill_tokens": 50, "padded_tokens": 0, "idle_rows": 1}
     after = {"steps": 13, "decode_tokens": 11, "prefill_tokens": 150, "padded_tokens": 60, "idle_rows": 35}
-    before |= {"preemptions": 2, "busy_s": 1.0}
-    after |= {"preemptions": 3, "busy_s": 1.5}
+    before |= {"preemptions": 2, "busy_s": 1.0, "prompt_tokens": 100, "cached_tokens": 90, "evictions": 1}
+    after |= {"preemptions": 3, "busy_s": 1.5, "prompt_tokens": 300, "cached_tokens": 140, "evictions": 4}
     found = summarize_server(before, after, steps)
     assert (found.steps, found.preemptions, found.missing_steps) == (3, 1, 0)
     assert (found.decode_tokens, found.prefill_tokens, found.padded_tokens, found.idle_rows) == (
@@ -109,6 +109,7 @@ def test_the_server_by_hand() -> None:
         34,
     )
     assert found.padded_share == pytest.approx(94 / 200)
+    assert (found.cached_share, found.evictions) == (0.25, 3)
     assert found.mean_batch == pytest.approx(3.0)  # of the steps that decoded
     assert found.busy_s == pytest.approx(0.5)
     assert found.kv_used_mean == pytest.approx((30 + 10.4 + 10.6) / 0.5)  # weighted by time

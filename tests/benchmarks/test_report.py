@@ -130,6 +130,8 @@ def test_every_line_reads_a_run() -> None:
         "KV used, mean tokens",
         "KV reserved, mean tokens",
         "preemptions",
+        "prompt tokens found in cache",
+        "evictions",
     ]
 
 

@@ -26,6 +26,7 @@ TABLE = {
     "paged_attention": (48, 128, 384, 128, 256, "burst", None),
     "chunked_prefill": (48, 64, 2048, 64, 256, "poisson", 6.0),
     "prefix_caching": (48, 1024 + 32, 1024 + 128, 256, 256, "uniform", 8.0),
+    "multi_turn": (48, 128, 6 * 256 + 5 * 80, 48, 80, "turns", None),
 }
 
 
@@ -43,7 +44,9 @@ def test_lengths_and_counts(name: str, writer: PromptWriter) -> None:
     assert (workload.arrivals, workload.rate) == (arrivals, rate)
     for request in plan:
         assert isinstance(request.prompt, list)
-        assert len(request.prompt) == request.prompt_tokens
+        before = 0 if request.follows is None else plan[request.follows].prompt_tokens
+        answer = 0 if request.follows is None else plan[request.follows].max_tokens
+        assert before + answer + len(request.prompt) == request.prompt_tokens
         assert prompt_low <= request.prompt_tokens <= prompt_high
         assert new_low <= request.max_tokens <= new_high
         assert request.prompt_tokens + request.max_tokens <= workload.longest
@@ -79,6 +82,24 @@ def test_prefix_caching_shares_1024_tokens_and_no_more(writer: PromptWriter) -> 
     prompts = [request.prompt for request in build(WORKLOADS["prefix_caching"], writer)]
     assert all(prompt[:1024] == prompts[0][:1024] for prompt in prompts)
     assert len({tuple(prompt[1024:]) for prompt in prompts}) == len(prompts)
+
+
+def test_multi_turn_is_eight_chats_of_six_turns(writer: PromptWriter) -> None:
+    plan = build(WORKLOADS["multi_turn"], writer, seed=2)
+    chats = [[request] for request in plan if request.follows is None]
+    for request in plan[len(chats) :]:
+        (own,) = [chat for chat in chats if chat[-1].index == request.follows]
+        own.append(request)
+    assert [len(chat) for chat in chats] == [6] * 8
+    for chat in chats:
+        assert all(len(request.prompt) <= 256 for request in chat)
+        assert [r.prompt_tokens for r in chat] == sorted(r.prompt_tokens for r in chat)
+    prompts = [tuple(request.prompt) for request in plan]
+    assert len(set(prompts)) == 48
+    assert [p[0] for p in prompts].count(prompts[0][0]) == 8, "later turns have no token that begins a text"
+    mean = sum(request.prompt_tokens for request in plan) / 48
+    assert mean == pytest.approx(WORKLOADS["multi_turn"].mean_prompt_tokens, rel=0.1)
+    assert len([r for r in build(WORKLOADS["multi_turn"], writer, quick=True) if r.follows is None]) == 2
 
 
 def test_other_workloads_share_no_prefix(writer: PromptWriter) -> None:
@@ -117,6 +138,7 @@ def test_quick_has_fewer_requests_of_the_same_kind(writer: PromptWriter) -> None
         "paged_attention": 12,
         "chunked_prefill": 12,
         "prefix_caching": 12,
+        "multi_turn": 12,
     }
 
 
@@ -157,8 +179,8 @@ def test_a_plan_survives_json() -> None:
     from benchmarks.loadgen import LoadPlan
 
     plan = LoadPlan(
-        Endpoint("http://127.0.0.1:1", "m", ignore_eos=False),
-        [PlannedRequest(0, 0.5, [1, 2], 2, 3), PlannedRequest(1, 0.5, "text", 2, 3)],
+        Endpoint("http://127.0.0.1:1", "m", ignore_eos=False, fields={"return_token_ids": True}),
+        [PlannedRequest(0, 0.5, [1, 2], 2, 3), PlannedRequest(1, 0.5, "text", 2, 3, follows=0)],
         warmup=[PlannedRequest(0, 0.0, [1], 1, 1)],
         sequential=True,
     )

@@ -241,6 +241,34 @@ def test_places_are_held_and_given_back(phase: str) -> None:
     with_worker(engine, scenario)
 
 
+def test_the_prefix_cache_is_reset_between_two_steps() -> None:
+    """Also while one step runs, whose request keeps what it uses; not when nothing is taken any more."""
+    gate = Gate()
+    engine = build("prefix", RememberingModel(before_pass=gate), block_size=4, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        first = submit(worker, "a prompt of some length", greedy(2))
+        await until(gate.reached.is_set)
+        resetting = asyncio.create_task(worker.reset_prefix_cache())
+        await asyncio.sleep(0.01)
+        assert not resetting.done(), "the engine's thread is in a step"
+        gate.open.set()
+        assert await resetting == 0, "all of it is used"
+        await read(first)
+        await until(lambda: not engine.has_work)
+        assert await worker.reset_prefix_cache() > 0
+        assert await worker.reset_prefix_cache() == 0
+        given_up = asyncio.create_task(worker.reset_prefix_cache())
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert len(await read(submit(worker, "next", greedy(2)))) == 2
+        worker.stop_accepting()
+        with pytest.raises(ShuttingDownError):
+            await worker.reset_prefix_cache()
+
+    with_worker(engine, scenario)
+
+
 def test_exactly_as_many_as_fit_are_accepted(phase: str) -> None:
     """With a full batch held running, `max_waiting_requests + 10` at once: ten are refused, the rest complete."""
     gate = Gate()
