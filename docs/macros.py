@@ -38,6 +38,7 @@ def define_env(env: Any) -> None:
         pictures.visibility,
         prefix.chat_table,
         prefix.probe,
+        prefix.secret_tokens,
         prefix.tree_picture,
         results.headline,
         results.ledger,

@@ -32,6 +32,7 @@ class CachingAllocator(BlockAllocator[int]):
     def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
         super().__init__(num_blocks)
         self.tree = tree
+        self.evictions = 0  # blocks, since the start
 
     @property
     def num_free(self) -> int:
@@ -43,7 +44,7 @@ class CachingAllocator(BlockAllocator[int]):
 
     def allocate(self, count: int, owner: int) -> list[int]:
         if self.can_allocate(count):
-            self.force_free(self.tree.evict(count - super().num_free))
+            self.evictions += self.force_free(self.tree.evict(count - super().num_free))
         return super().allocate(count, owner)
 
     def hand_over(self, blocks: Iterable[int]) -> None:
@@ -122,7 +123,7 @@ class PrefixCachingPool(PagedKVCachePool):
 
     @property
     def evictions(self) -> int:
-        return self.tree.evictions
+        return self.allocator.evictions
 
     def reset_prefix_cache(self) -> int:
         return self.allocator.force_free(self.tree.evict(self.tree.evictable_count()))

@@ -43,7 +43,6 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.evictions = 0  # blocks, since the start
         self._root = Node((), -1, None)
         # Least recently used first. A path is let go from its end, so a node comes after those below it: the first
         # is always a leaf, without a search.
@@ -99,7 +98,6 @@ class PrefixTree:
             assert node.parent is not None
             del node.parent.children[node.key]
             blocks.append(node.block)
-        self.evictions += len(blocks)
         return blocks
 
     def evictable_count(self) -> int:

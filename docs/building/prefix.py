@@ -116,11 +116,20 @@ def chat_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+@functools.cache
+def _asked() -> Engine:
+    """An engine that somebody else uses, too."""
+    return _engine("prefix")
+
+
+def secret_tokens() -> int:
+    return len(_asked().tokenizer.encode(SECRET))
+
+
 def probe() -> str:
     """What a stranger is told who guesses another's prompt: `cached_tokens` by how much of the guess is right."""
-    engine = _engine("prefix")
-    tokenizer = engine.tokenizer
-    secret = tokenizer.encode(SECRET)
+    engine = _asked()
+    secret = engine.tokenizer.encode(SECRET)
     params = SamplingParams(temperature=0.0, max_new_tokens=1)
     _answer(engine, secret, params)
     guesses = {
@@ -139,5 +148,5 @@ def probe() -> str:
             found.append(request.cached_tokens)
             engine.runner.pool.reset_prefix_cache()
             _answer(engine, secret, params)
-        rows.append(f"| {name} ({len(guess)} tokens) | {found[0]} | {found[1]} |")
+        rows.append(f"| {name} | {found[0]} tokens | {found[1]} |")
     return "\n".join(rows) + "\n"
