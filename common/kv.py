@@ -79,9 +79,10 @@ class Span(NamedTuple):
 class KVPool(ABC):
     """Bookkeeping and storage of KV memory. Every phase has its own kind; nobody asks which.
 
-    Bookkeeping methods use integers only. Storage is written by the pass that uses a view, and by nobody else (a pool
-    that shares looks at what it is about to share, between two steps). What a sequence leaves behind stays until the next owner of its columns writes over it. A mask would not do against a
-    NaN among it (0 × NaN is NaN), so attention reads no column past a sequence's end, masked or not.
+    Bookkeeping methods use integers only. Storage is written by the pass that uses a view, and by nobody else (a
+    pool that shares looks at what it is about to share, between two steps). What a sequence leaves behind stays
+    until the next owner of its columns writes over it. A mask would not do against a NaN among it (0 × NaN is
+    NaN), so attention reads no column past a sequence's end, masked or not.
     """
 
     #: [blocks, block_size, kv_heads, head_dim] for each layer
