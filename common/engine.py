@@ -196,6 +196,11 @@ class Engine:
         self._settle(outputs)
         return outputs
 
+    def reset_prefix_cache(self) -> int:
+        """Forget what is cached and used by nobody, nor by those who are done; how many blocks that were."""
+        self.runner.release(self.scheduler.retire())
+        return self.runner.pool.reset_prefix_cache()
+
     # ------------------------------------------------------------------ stepping
 
     @property

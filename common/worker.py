@@ -380,7 +380,7 @@ class EngineWorker:
         self._cancelled.clear()
         for dropped in self._resets:
             if dropped.set_running_or_notify_cancel():  # its client may have left
-                dropped.set_result(self.engine.runner.pool.reset_prefix_cache())
+                dropped.set_result(self.engine.reset_prefix_cache())
         self._resets.clear()
         if self._abort is not None:
             outputs += self.engine.abort_all(self._abort)

@@ -263,6 +263,21 @@ def test_telemetry_has_the_hit_rate_and_the_steps_have_the_hits() -> None:
     assert hits == [(29, 0), (29, 24), (29, 24), (40, 0)]
 
 
+def test_a_reset_forgets_those_who_are_done_and_not_retired_yet() -> None:
+    """Their clients have their answers, and may ask for it at once."""
+    engine = engine_of()
+    done = add(engine, [5] * 8, greedy(1))
+    engine.step()
+    assert done.is_terminal
+    assert done.slot is not None
+    assert engine.reset_prefix_cache() == 2
+    assert done.slot is None
+    again = add(engine, [5] * 8, greedy(2))
+    outputs = run(engine)
+    assert (again.cached_tokens, tokens_of(outputs, again)) == (0, continuation([5] * 8, 2))
+    assert_all_free(engine)
+
+
 def test_a_reset_forgets_what_nobody_uses() -> None:
     engine = engine_of()
     add(engine, [5] * 20, greedy(1))
