@@ -202,7 +202,7 @@ void weigh(
     T* weights = scratch.weights.data() + row * kColumns;
     const float best = largest[row];
     for (int64_t i = 0; i < width; ++i) scores[i] = exp_of_nonpositive(scores[i] * scale - best);
-    for (int64_t i = 0; i < width; ++i) weights[i] = from_float<T>(scores[i]);
+    round_all(scores, weights, width);
     OrderedSum added;
     added.add(width, [=](int64_t i) { return scores[i]; });
     total[row] = total[row] * rescale[row] + added.total();
@@ -242,8 +242,10 @@ void attend(
   }
   for (int64_t row = 0; row < count; ++row) {
     T* out = task.out + row / task.group * task.out_stride + row % task.group * size;
-    const float *sums = scratch.sums.data() + row * size, total = scratch.total.data()[row];
-    for (int64_t d = 0; d < size; ++d) out[d] = from_float<T>(sums[d] / total);
+    float* sums = scratch.sums.data() + row * size;
+    const float total = scratch.total.data()[row];
+    for (int64_t d = 0; d < size; ++d) sums[d] /= total;
+    round_all(sums, out, size);
   }
 }
 

@@ -80,13 +80,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
     using T = decltype(element);
     const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
     T* to = out.mutable_data_ptr<T>();
-    multiply<T>(x, packed, [=](const float* sums, int64_t first, int64_t rows, int64_t panel) {
+    multiply<T>(x, packed, [=](float* sums, int64_t first, int64_t rows, int64_t panel) {
       const int64_t begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
       for (int64_t row = 0; row < rows; ++row) {
-        const float* sum = sums + row * kPanel;
-        T* result = to + (first + row) * outputs + begin;
-        for (int64_t i = 0; i < width; ++i)
-          result[i] = from_float<T>(sum[i] + (biases ? to_float(biases[begin + i]) : 0.0f));
+        float* sum = sums + row * kPanel;
+        if (biases)
+          for (int64_t i = 0; i < width; ++i) sum[i] += to_float(biases[begin + i]);
+        round_all(sum, to + (first + row) * outputs + begin, width);
       }
     });
   });
@@ -114,8 +114,7 @@ void multiply_and_activate(
       // A loop of constant length, over what nothing else points to: a few vector instructions without a test.
       float values[half];
       for (int64_t i = 0; i < half; ++i) values[i] = activated<silu>(gates[i]) * ups[i];
-      T* result = to + (first + row) * size + begin;
-      for (int64_t i = 0; i < width; ++i) result[i] = from_float<T>(values[i]);
+      round_all(values, to + (first + row) * size + begin, width);
     }
   });
 }
