@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,50 +47,100 @@ COLDEST, HOTTEST = 1e-5, torch.finfo(torch.float32).max
 FIRST_CANDIDATES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One pass's choice, still on the device.
 
     Attributes:
         token_ids: [S] int64, `NOT_A_TOKEN` where a row had a NaN, or no score above minus infinity.
-        reported: the L rows whose log-probabilities were asked for.
-        logprobs: [L] float32 of the chosen tokens under the model's own distribution; None if nobody asked.
+        logprobs: [L] float32 of the chosen tokens under the model's own distribution, for the L rows that asked,
+            in order; None if nobody did.
         top_logprobs, top_ids: [L, n] the most likely tokens, n the largest number asked for.
     """
 
     token_ids: Tensor
-    reported: tuple[int, ...] = ()
     logprobs: Tensor | None = None
     top_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
 
 
-@dataclass(slots=True)
-class _Work:
-    """Which rows of a pass ask for more than a maximum: found in one look at the requests."""
+class SamplingInputs(NamedTuple):
+    """What the rows of a pass ask for beside their most likely token: tensors, None where nobody asks for it.
 
-    drawn: list[int] = field(default_factory=list)
-    reported: list[int] = field(default_factory=list)
-    penalised: list[tuple[int, SamplingParams, TokenCounts]] = field(default_factory=list)
-    too_early: list[tuple[int, int]] = field(default_factory=list)  # row, a token that may not end it yet
+    They hold all that comes from the requests, so that what is left, `choose`, is a function of tensors.
+
+    Attributes:
+        drawn: the D rows that draw their token, int64.
+        settings: [D, 5] float64, what decides a draw beside the scores: see `_Settings`.
+        unordered, ordered: places in `drawn` of those that need no order of the tokens, and of those that do.
+        penalised: [3, n] int64, an entry for each token of each row with penalties: row, token, times generated.
+        penalties: [3, n] float64, for each entry: repetition, frequency and presence penalty.
+        held_back: [2, m] int64: rows, and tokens that may not come yet.
+        masked: the C rows that have a grammar, int64.
+        words: [C, W] int32, their masks: see `TokenMasks`.
+        reported: the L rows whose log-probabilities are asked for, int64.
+        top: how many of the most likely tokens are reported with them.
+    """
+
+    drawn: Tensor | None = None
+    settings: Tensor | None = None
+    unordered: Tensor | None = None
+    ordered: Tensor | None = None
+    penalised: Tensor | None = None
+    penalties: Tensor | None = None
+    held_back: Tensor | None = None
+    masked: Tensor | None = None
+    words: Tensor | None = None
+    reported: Tensor | None = None
+    top: int = 0
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> _Work:
-        work = cls()
+    def of(
+        cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
+    ) -> SamplingInputs:
+        """One look at the requests, row by row."""
+        drawn: list[int] = []
+        settings: list[tuple[float, ...]] = []
+        places: tuple[list[int], list[int]] = ([], [])
+        reported: list[int] = []
+        penalised: list[tuple[int, SamplingParams, TokenCounts]] = []
+        held_back: list[tuple[int, int]] = []
         for row, request in enumerate(requests):
             if request.takes_best:
                 continue
             params, counts = request.params, request.token_counts
             if not params.greedy:
-                work.drawn.append(row)
+                # A row's own parameters decide its path, so that neighbours cannot.
+                places[params.top_k is not None or params.top_p < 1.0].append(len(drawn))
+                drawn.append(row)
+                settings.append(_settings_of(request, vocab))
             if params.logprobs is not None:
-                work.reported.append(row)
+                reported.append(row)
             if counts is not None:
                 counts.catch_up(request.token_ids)
-                work.penalised.append((row, params, counts))
+                penalised.append((row, params, counts))
             if request.matcher is None:
-                work.too_early += [(row, token_id) for token_id in request.held_back_token_ids]
-        return work
+                held_back += [(row, token_id) for token_id in request.held_back_token_ids]
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        def rows(values: Sequence[int]) -> Tensor | None:
+            return moved(torch.tensor(values)) if values else None
+
+        entries = _penalty_entries(penalised) if penalised else (None, None)
+        return cls(
+            drawn=rows(drawn),
+            settings=moved(torch.tensor(settings, dtype=torch.float64)) if drawn else None,
+            unordered=rows(places[0]),
+            ordered=rows(places[1]),
+            penalised=None if entries[0] is None else moved(entries[0]),
+            penalties=None if entries[1] is None else moved(entries[1]),
+            held_back=moved(torch.tensor(held_back).T.contiguous()) if held_back else None,
+            masked=None if masks is None else rows(masks.rows),
+            words=None if masks is None else moved(masks.words),
+            reported=rows(reported),
+            top=min(max((requests[row].params.logprobs or 0 for row in reported), default=0), vocab),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,98 +184,113 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
         requests: S of them, row by row.
         masks: of those that have a grammar.
     """
-    work = _Work.of(requests)
+    return choose(logits, SamplingInputs.of(requests, masks, logits.shape[-1], logits.device))
+
+
+def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
+    """The tokens that `inputs` ask for: operators only, that a tape can take."""
     raw = logits.float()
-    scores = _adjust(raw, work, masks)
+    scores = _adjust(raw, inputs)
     best, token_ids = scores.max(dim=-1)
     valid = best > -torch.inf  # a maximum is NaN where any entry is: no second look at the whole vocabulary
-    if work.drawn:
-        rows = torch.tensor(work.drawn, device=logits.device)
-        token_ids[rows] = _draw(_below(best[rows], scores[rows]), [requests[row] for row in work.drawn])
+    if inputs.drawn is not None:
+        rows = inputs.drawn
+        token_ids = token_ids.index_copy(0, rows, _draw(_below(best[rows], scores[rows]), inputs))
     token_ids = torch.where(valid, token_ids, NOT_A_TOKEN)
-    return _report(raw, token_ids, work.reported, requests) if work.reported else Sampled(token_ids)
+    return (
+        Sampled(token_ids)
+        if inputs.reported is None
+        else _report(raw, token_ids, inputs.reported, inputs.top)
+    )
 
 
-def _report(raw: Tensor, token_ids: Tensor, reported: Sequence[int], requests: Sequence[Request]) -> Sampled:
+def _report(raw: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sampled:
     """The log-probabilities of the rows that asked for them: [S, vocab], [S] -> L of the S rows."""
-    rows = torch.tensor(reported, device=raw.device)
-    raw = raw[rows]
+    raw = raw[reported]
     logprobs = _below(raw.amax(dim=-1), raw).log_softmax(dim=-1)
-    count = max(requests[row].params.logprobs or 0 for row in reported)
-    top = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
-    picked = logprobs.gather(-1, token_ids[rows].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return Sampled(token_ids, tuple(reported), picked, top.values, top.indices)
+    values, ids = logprobs.topk(top, dim=-1)
+    picked = logprobs.gather(-1, token_ids[reported].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return Sampled(token_ids, picked, values, ids)
 
 
 def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
     """The log-probabilities each request asked for, on the host."""
-    found: list[TokenLogprobs | None] = [None] * len(requests)
     if sampled.logprobs is None or sampled.top_logprobs is None or sampled.top_ids is None:
-        return found
-    chosen, values, ids = sampled.logprobs.tolist(), sampled.top_logprobs.tolist(), sampled.top_ids.tolist()
-    for entry, row in enumerate(sampled.reported):
-        count = requests[row].params.logprobs
-        top = tuple(zip(ids[entry][:count], values[entry][:count], strict=True))
-        found[row] = TokenLogprobs(chosen[entry], top)
+        return [None] * len(requests)
+    entries = zip(
+        sampled.logprobs.tolist(), sampled.top_logprobs.tolist(), sampled.top_ids.tolist(), strict=True
+    )
+    found: list[TokenLogprobs | None] = []
+    for request in requests:
+        count = request.params.logprobs
+        if count is None:
+            found.append(None)
+            continue
+        chosen, values, ids = next(entries)
+        found.append(TokenLogprobs(chosen, tuple(zip(ids[:count], values[:count], strict=True))))
     return found
 
 
 # ---------------------------------------------------------------------- what changes the scores
 
 
-def _adjust(raw: Tensor, work: _Work, masks: TokenMasks | None) -> Tensor:
+def _adjust(raw: Tensor, inputs: SamplingInputs) -> Tensor:
     """Penalties, endings that may not come yet, and what grammars forbid: [S, vocab] -> [S, vocab], `raw` itself
     if none apply."""
-    if not work.penalised and not work.too_early and masks is None:
-        return raw
-    scores = raw.clone()
-    if work.penalised:
-        _penalise(scores, work.penalised)
-    if work.too_early:
-        rows, token_ids = torch.tensor(work.too_early, device=raw.device).unbind(dim=1)
-        scores[rows, token_ids] = -torch.inf
-    if masks is not None:
-        _forbid(scores, masks)
+    scores = raw
+    if inputs.penalised is not None and inputs.penalties is not None:
+        scores = _penalise(scores, inputs.penalised, inputs.penalties)
+    if inputs.held_back is not None:
+        scores = scores.index_put(inputs.held_back.unbind(), scores.new_tensor(-torch.inf))
+    if inputs.masked is not None and inputs.words is not None:
+        scores = _forbid(scores, inputs.masked, inputs.words)
     return scores
 
 
-def _forbid(scores: Tensor, masks: TokenMasks) -> None:
-    """Minus infinity, in place, for the tokens of [S, vocab] whose bit is not set."""
-    rows = torch.tensor(masks.rows, device=scores.device)
+def _forbid(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+    """Minus infinity for the tokens of [S, vocab] whose bit is not set in the words [C, W] of these C rows."""
     # By bytes, each of which stands for one of 256 rows of eight bounds: many times as fast as bit by bit.
-    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-    bounds = torch.where(bits > 0, torch.inf, -torch.inf).to(scores.device)
-    words = masks.words.to(scores.device).view(torch.uint8).flatten().int()
-    highest = bounds.index_select(0, words).view(len(rows), -1)
+    bits = torch.arange(256, device=scores.device).unsqueeze(1) >> torch.arange(8, device=scores.device) & 1
+    bounds = torch.where(bits > 0, torch.inf, -torch.inf)
+    highest = bounds.index_select(0, words.view(torch.uint8).flatten().int()).view(-1, 32 * words.shape[1])
     # A tokenizer may have more ids than the model. The smaller of a NaN and anything is NaN.
-    scores[rows] = torch.minimum(scores[rows], highest[:, : scores.shape[-1]])
+    return scores.index_copy(0, rows, torch.minimum(scores[rows], highest[:, : scores.shape[-1]]))
 
 
-def _penalise(scores: Tensor, penalised: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Penalties of some rows of [S, vocab], in place, all of them at once: an entry for each token of each row.
+def _penalty_entries(penalised: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> tuple[Tensor, Tensor]:
+    """An entry for each token of each row with penalties: see `SamplingInputs`."""
+    sizes = [len(counts.token_ids) for _, _, counts in penalised]
+
+    def each(values: list[float]) -> npt.NDArray[np.float64]:
+        """[n]: a row's value for each of its entries."""
+        return np.repeat(np.array(values, dtype=np.float64), sizes)
+
+    entries = [
+        np.repeat(np.array([row for row, _, _ in penalised]), sizes),
+        np.concatenate([counts.token_ids for _, _, counts in penalised]),
+        np.concatenate([counts.generated for _, _, counts in penalised]),
+    ]
+    penalties = [
+        each([params.repetition_penalty for _, params, _ in penalised]),
+        each([params.frequency_penalty for _, params, _ in penalised]),
+        each([params.presence_penalty for _, params, _ in penalised]),
+    ]
+    return torch.from_numpy(np.stack(entries)), torch.from_numpy(np.stack(penalties))
+
+
+def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
+    """Penalties of some rows of [S, vocab], all of them at once; entries and penalties as in `SamplingInputs`.
 
     Repetition (Keskar et al. 2019) divides positive and multiplies negative scores of all tokens so far, those of
     the prompt too. Frequency subtracts per occurrence and presence once, for generated tokens only, as OpenAI's do.
     In float64, which holds every penalty a request can name.
     """
-    sizes = [len(counts.token_ids) for _, _, counts in penalised]
-
-    def entries(values: list[float]) -> Tensor:
-        """[n]: a row's value for each of its entries."""
-        return torch.from_numpy(np.repeat(np.array(values), sizes)).to(scores.device)
-
-    rows = entries([row for row, _, _ in penalised])
-    token_ids = torch.from_numpy(np.concatenate([counts.token_ids for _, _, counts in penalised]))
-    generated = torch.from_numpy(np.concatenate([counts.generated for _, _, counts in penalised]))
-    token_ids, generated = token_ids.to(scores.device), generated.to(scores.device)
-    factor = entries([params.repetition_penalty for _, params, _ in penalised])
-    frequency = entries([params.frequency_penalty for _, params, _ in penalised])
-    presence = entries([params.presence_penalty for _, params, _ in penalised])
-
+    rows, token_ids, generated = entries.unbind()
+    factor, frequency, presence = penalties.unbind()
     values = scores[rows, token_ids].double()
     values = torch.where(values > 0, values / factor, values * factor).float().double()
-    penalties = torch.where(generated > 0, frequency * generated + presence, 0.0)
-    scores[rows, token_ids] = (values - penalties).float()
+    penalty = torch.where(generated > 0, frequency * generated + presence, 0.0)
+    return scores.index_put((rows, token_ids), (values - penalty).float())
 
 
 # ---------------------------------------------------------------------- drawing
@@ -240,22 +306,21 @@ class _Settings(NamedTuple):
     uniform: Tensor
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int, device: torch.device) -> _Settings:
-        """One row of numbers a request, brought to the device in one piece."""
-        table = [
-            (
-                min(max(request.params.temperature, COLDEST), HOTTEST),
-                min(request.params.top_k or vocab, vocab),
-                request.params.top_p if request.params.top_p < 1.0 else math.inf,  # which no sum reaches
-                request.params.min_p,
-                request.next_uniform(),
-            )
-            for request in requests
-        ]
-        return cls(*torch.tensor(table, dtype=torch.float64).to(device).unsqueeze(2).unbind(1))
+    def at(cls, table: Tensor, rows: Tensor) -> _Settings:
+        """Of some rows of a table [D, 5]."""
+        return cls(*table[rows].unsqueeze(2).unbind(1))
 
-    def at(self, rows: Tensor) -> _Settings:
-        return _Settings(*(column[rows] for column in self))
+
+def _settings_of(request: Request, vocab: int) -> tuple[float, ...]:
+    """A row of the table that `_Settings` are taken from."""
+    params = request.params
+    return (
+        min(max(params.temperature, COLDEST), HOTTEST),
+        min(params.top_k or vocab, vocab),
+        params.top_p if params.top_p < 1.0 else math.inf,  # which no sum reaches
+        params.min_p,
+        request.next_uniform(),
+    )
 
 
 def _below(best: Tensor, scores: Tensor) -> Tensor:
@@ -266,43 +331,53 @@ def _below(best: Tensor, scores: Tensor) -> Tensor:
     return (scores - best.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=-torch.inf)
 
 
-def _draw(scores: Tensor, requests: Sequence[Request]) -> Tensor:
-    """One sampled token per row: [R, vocab], each row's best 0 -> [R]."""
-    vocab, device = scores.shape[-1], scores.device
-    settings = _Settings.of(requests, vocab, device)
-    # To read whether a few candidates suffice is to wait for the device. A GPU sorts well, and is not kept waiting.
-    candidates = min(FIRST_CANDIDATES, vocab) if device.type == "cpu" else vocab
-    # A row's own parameters decide its path, so that neighbours cannot: only top-k and top-p need an order.
-    needs_order = [request.params.top_k is not None or request.params.top_p < 1.0 for request in requests]
-    drawn = torch.empty(len(requests), dtype=torch.int64, device=device)
-    for ordered in (False, True):
-        group = [row for row, needed in enumerate(needs_order) if needed is ordered]
-        if not group:
-            continue
-        rows = torch.tensor(group, device=device)
-        own_scores, own_settings = scores[rows], settings.at(rows)
-        probabilities = (own_scores / own_settings.temperature.float()).softmax(dim=-1)
-        if ordered:  # by the scores before the temperature: a huge one leaves no differences
-            drawn[rows] = _draw_ordered(own_scores, probabilities, own_settings, candidates)
-        else:
-            drawn[rows] = _pick(probabilities, own_settings)
+def _draw(scores: Tensor, inputs: SamplingInputs) -> Tensor:
+    """One sampled token per row that draws: [D, vocab], each row's best 0 -> [D]."""
+    assert inputs.drawn is not None
+    assert inputs.settings is not None
+    drawn = torch.empty_like(inputs.drawn)
+    if inputs.unordered is not None:
+        rows = inputs.unordered
+        settings = _Settings.at(inputs.settings, rows)
+        drawn = drawn.index_copy(0, rows, _pick(_heated(scores[rows], settings), settings))
+    if inputs.ordered is not None:
+        rows = inputs.ordered
+        own = scores[rows]
+        settings = _Settings.at(inputs.settings, rows)
+        drawn = drawn.index_copy(0, rows, _draw_ordered(own, _heated(own, settings), settings))
     return drawn
 
 
-def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings, candidates: int) -> Tensor:
+def _heated(scores: Tensor, settings: _Settings) -> Tensor:
+    """Probabilities: [R, vocab] -> [R, vocab]."""
+    return (scores / settings.temperature.float()).softmax(dim=-1)
+
+
+def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) -> Tensor:
     """One token per row under top-k and top-p: [R, vocab], [R, vocab] -> [R].
 
-    From the `candidates` most likely tokens, and from all of them in rows where those do not suffice. Which of the
+    From the candidates that are most likely, and from all tokens in rows where those do not suffice. Which of the
     two it was changes no bit: probabilities, and sums of them up to a rank, are the same whatever comes after it.
+    In order of the scores before the temperature: a huge one leaves no differences.
     """
     vocab = scores.shape[-1]
-    ids, complete = _most_likely(scores, candidates)
-    kept, suffice = _keep_first(probabilities.gather(1, ids), complete, vocab, settings)
-    drawn = ids.gather(1, _pick(kept, settings).unsqueeze(1)).squeeze(1)
-    if candidates < vocab and not suffice.all():
-        rows = (~suffice).nonzero().squeeze(1)
-        drawn[rows] = _draw_ordered(scores[rows], probabilities[rows], settings.at(rows), vocab)
-    return drawn
+    # To find out which rows need more is to wait for the device. A GPU sorts well, and is not kept waiting.
+    candidates = min(FIRST_CANDIDATES, vocab) if scores.device.type == "cpu" else vocab
+    drawn, suffice = _draw_from_first(scores, probabilities, settings, candidates)
+    if candidates == vocab:
+        return drawn
+    rows = (~suffice).nonzero().squeeze(1)  # mostly none: a handful of operators on nothing
+    settings = _Settings(*(column[rows] for column in settings))
+    return drawn.index_copy(0, rows, _draw_from_first(scores[rows], probabilities[rows], settings, vocab)[0])
+
+
+def _draw_from_first(
+    scores: Tensor, probabilities: Tensor, settings: _Settings, count: int
+) -> tuple[Tensor, Tensor]:
+    """The same from the `count` most likely tokens -> the tokens [R], and whether so many were enough [R]."""
+    ids, complete = _most_likely(scores, count)
+    kept, suffice = _keep_first(probabilities.gather(1, ids), complete, scores.shape[-1], settings)
+    return ids.gather(1, _pick(kept, settings).unsqueeze(1)).squeeze(1), suffice
 
 
 def _most_likely(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
