@@ -86,8 +86,8 @@ class Passes:
 
     def taped(self, batch: TokenBatch, view: KVView) -> Run:
         """The same pass from a tape. Its indices are the tape's own: it is timed on these inputs alone."""
-        tape = record(
-            lambda token_ids, positions: self.model(TokenBatch(token_ids, positions, batch.logit_rows), view),
+        tape, _ = record(
+            lambda ids, positions: (self.model(TokenBatch(ids, positions, batch.logit_rows), view),),
             batch.token_ids,
             batch.positions,
         )

@@ -26,6 +26,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,8 +222,11 @@ class AttentionLayout:
         return blocks * self.block_size + self.positions % self.block_size
 
     def _by_query(self, values: Tensor) -> Tensor:
-        """[B] -> [T], on the host: each sequence's value for each of its queries."""
-        return values.repeat_interleave(torch.tensor(self.query_lengths))
+        """[B] -> [T], on the host: each sequence's value for each of its queries.
+
+        Not by torch, which calls its workers for two values and more.
+        """
+        return torch.from_numpy(np.repeat(values.numpy(), self.query_lengths))
 
     def _moved(self, indices: Tensor) -> Tensor:
         """Indices, where they are needed; a plain copy would wait for the device."""

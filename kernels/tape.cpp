@@ -9,10 +9,15 @@
 // What is not an input and not a result is a constant: weights, the KV store, numbers.
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <omp.h>
+
+#include <array>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -70,11 +75,11 @@ struct Tape : torch::CustomClassHolder {
   }
   void end(std::vector<Slots> results) { calls_.back().results = std::move(results); }
 
-  // The tape is complete, and `output` is what a pass is played for.
-  void finish(int64_t output) {
-    output_ = output;
+  // The tape is complete, and `outputs` are what a pass is played for.
+  void finish(Slots outputs) {
+    outputs_ = std::move(outputs);
     std::vector<bool> needed(slots_.size(), false);
-    needed[output] = true;
+    for (int64_t slot : outputs_) needed[slot] = true;
     for (int64_t slot : held_) needed[slot] = true;
     for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
       const auto last_use = [&](const Slots& slots) {
@@ -93,7 +98,7 @@ struct Tape : torch::CustomClassHolder {
 
   // ---- playing
 
-  at::Tensor play(const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> play(const std::vector<at::Tensor>& inputs) {
     TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a tape of ", inputs_, " inputs was given ", inputs.size());
     c10::InferenceMode inference;
     for (int64_t slot = 0; slot < inputs_; ++slot) slots_[slot] = inputs[slot];
@@ -105,7 +110,9 @@ struct Tape : torch::CustomClassHolder {
       for (size_t i = 0; i < call.results.size(); ++i) keep(std::move(stack[i]), call.results[i]);
       for (int64_t slot : call.last_used) slots_[slot] = at::Tensor();
     }
-    return std::exchange(slots_[output_], at::Tensor());
+    std::vector<at::Tensor> outputs;
+    for (int64_t slot : outputs_) outputs.push_back(std::exchange(slots_[slot], at::Tensor()));
+    return outputs;
   }
 
  private:
@@ -133,10 +140,10 @@ struct Tape : torch::CustomClassHolder {
     for (size_t i = 0; i < slots.size(); ++i) slots_[slots[i]] = tensors[i];
   }
 
-  int64_t inputs_, output_ = -1;
+  int64_t inputs_;
   std::vector<Call> calls_;
   std::vector<at::Tensor> slots_;
-  Slots held_;
+  Slots held_, outputs_;
 };
 
 // A thread that plays tapes in the order they are handed in. It is no thread of Python's and never waits for the
@@ -153,40 +160,71 @@ struct TapePlayer : torch::CustomClassHolder {
     thread_.join();
   }
 
-  // Hands in a pass; what `wait` is asked for.
-  int64_t submit(const c10::intrusive_ptr<Tape>& tape, std::vector<at::Tensor> inputs) {
+  // Hands in a pass; what `wait` is asked for. `after`, where it is not 0, is an earlier one that is not waited for:
+  // its outputs are this one's first inputs, and what it failed with is this one's failure.
+  int64_t submit(const c10::intrusive_ptr<Tape>& tape, std::vector<at::Tensor> inputs, int64_t after) {
     std::lock_guard lock(mutex_);
-    jobs_.push_back({++submitted_, tape, std::move(inputs)});
+    TORCH_CHECK(after <= submitted_, "nothing was handed in under ", after);
+    jobs_.push_back({++submitted_, after, tape, std::move(inputs)});
     changed_.notify_all();
     return submitted_;
   }
 
-  // A pass's output, once it is done; what it failed with, if it failed. Once for each pass.
-  at::Tensor wait(int64_t ticket) {
+  // A pass's outputs, once it is done; what it failed with, if it failed. Once for each pass.
+  std::vector<at::Tensor> wait(int64_t ticket) {
     std::unique_lock lock(mutex_);
     TORCH_CHECK(ticket > 0 && ticket <= submitted_, "nothing was handed in under ", ticket);
     changed_.wait(lock, [&] { return done_.count(ticket) != 0; });
     auto done = std::move(done_.extract(ticket).mapped());
     if (done.error) std::rethrow_exception(done.error);
-    return std::move(done.output);
+    return std::move(done.outputs);
   }
 
-  bool is_done(int64_t ticket) {
+  // How many threads share a pass, from the next one on.
+  void set_threads(int64_t threads) {
     std::lock_guard lock(mutex_);
-    return done_.count(ticket) != 0;
+    threads_ = threads;
+  }
+
+  // When each pass began and ended, since the last call: [passes, 3] float64, its ticket and seconds on the steady
+  // clock. The latest thousand at the most.
+  at::Tensor take_times() {
+    std::lock_guard lock(mutex_);
+    auto times = at::empty({int64_t(times_.size()), 3}, at::kDouble);
+    for (size_t i = 0; i < times_.size(); ++i)
+      for (int64_t j = 0; j < 3; ++j) times.data_ptr<double>()[3 * i + j] = times_[i][j];
+    times_.clear();
+    return times;
+  }
+
+  // Waits until all that was handed in is done.
+  void drain() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return completed_ == submitted_; });
+  }
+
+  // Whether a pass is done, or will be within so many seconds.
+  bool is_done(int64_t ticket, double within_s) {
+    std::unique_lock lock(mutex_);
+    const std::chrono::duration<double> patience(within_s);
+    return changed_.wait_for(lock, patience, [&] { return done_.count(ticket) != 0; });
   }
 
  private:
   struct Job {
-    int64_t ticket;
+    int64_t ticket, after;
     c10::intrusive_ptr<Tape> tape;
     std::vector<at::Tensor> inputs;
   };
   struct Done {
-    at::Tensor output;
+    std::vector<at::Tensor> outputs;
     std::exception_ptr error;
     std::vector<at::Tensor> inputs;  // let go by whoever waits: to let go of a tensor of Python's takes the lock
   };
+
+  static double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
 
   void run() {
     at::init_num_threads();  // as many threads for a pass as other threads are given
@@ -196,16 +234,26 @@ struct TapePlayer : torch::CustomClassHolder {
       if (jobs_.empty()) return;
       Job job = std::move(jobs_.front());
       jobs_.pop_front();
+      Done before;
+      if (threads_) omp_set_num_threads(int(threads_));
+      if (job.after) before = std::move(done_.extract(job.after).mapped());
       lock.unlock();
-      Done done;
-      try {
-        done.output = job.tape->play(job.inputs);
-      } catch (...) {
-        done.error = std::current_exception();
-      }
-      done.inputs = std::move(job.inputs);
+      Done done{std::move(before.outputs), before.error, std::move(before.inputs)};
+      const double began = seconds();
+      if (!done.error) try {
+          auto inputs = done.outputs;
+          inputs.insert(inputs.end(), job.inputs.begin(), job.inputs.end());
+          done.outputs = job.tape->play(inputs);
+        } catch (...) {
+          done.error = std::current_exception();
+        }
+      done.inputs.insert(done.inputs.end(), job.inputs.begin(), job.inputs.end());
+      job.inputs.clear();  // none of these was the last reference
       lock.lock();
       done_[job.ticket] = std::move(done);
+      completed_ = job.ticket;
+      times_.push_back({double(job.ticket), began, seconds()});
+      if (times_.size() > 1000) times_.pop_front();
       changed_.notify_all();
     }
   }
@@ -214,10 +262,18 @@ struct TapePlayer : torch::CustomClassHolder {
   std::condition_variable changed_;
   std::deque<Job> jobs_;
   std::map<int64_t, Done> done_;
-  int64_t submitted_ = 0;
+  std::deque<std::array<double, 3>> times_;
+  int64_t submitted_ = 0, completed_ = 0, threads_ = 0;  // 0: as many as other threads are given
   bool stopping_ = false;
   std::thread thread_;  // the last member: it uses the others
 };
+
+// How many threads share what the calling thread computes, from now on, and no other thread's; what it was before.
+int64_t set_threads_here(int64_t threads) {
+  const int64_t before = at::get_num_threads();  // once in each thread this sets the number itself
+  omp_set_num_threads(int(threads));
+  return before;
+}
 
 }  // namespace
 
@@ -236,10 +292,14 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
       .def("finish", &Tape::finish)
       .def("size", &Tape::size)
       .def("play", &Tape::play);
+  library.def("set_threads_here(int threads) -> int", &set_threads_here);
   library.class_<TapePlayer>("TapePlayer")
       .def(torch::init<>())
       .def("submit", &TapePlayer::submit)
       .def("wait", &TapePlayer::wait)
+      .def("drain", &TapePlayer::drain)
+      .def("set_threads", &TapePlayer::set_threads)
+      .def("take_times", &TapePlayer::take_times)
       .def("is_done", &TapePlayer::is_done);
 }
 

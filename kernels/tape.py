@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Function = Callable[..., tuple[Tensor, ...]]
+
 
 class CannotRecordError(RuntimeError):
     """A function did something that a tape cannot repeat."""
@@ -39,25 +41,27 @@ class Tape:
         """Calls of operators."""
         return int(self.recorded.size())
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What the function would return for these inputs. RuntimeError: an operator's own."""
-        output: Tensor = self.recorded.play(list(inputs))
-        return output
+        return tuple(self.recorded.play(list(inputs)))
 
 
-def record(function: Callable[..., Tensor], *inputs: Tensor) -> Tape:
+def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...]]:
     """Call `function` on `inputs` and write down the operators it calls.
 
     Args:
-        function: takes tensors, returns one that an operator made; names no size of theirs.
+        function: takes tensors, returns some that operators made; names no size of theirs.
         inputs: an example. All other tensors that it uses become part of the tape, to be read and written in place.
 
+    Returns:
+        The tape, and what the function returned.
+
     Raises:
-        CannotRecordError: it read a number out of a tensor, or its result is no operator's.
+        CannotRecordError: it read a number out of a tensor, or a result is no operator's.
     """
     with torch.inference_mode(), _Recorder(inputs) as recorder:
-        output = function(*inputs)
-    return Tape(recorder.finish(output))
+        outputs = function(*inputs)
+    return Tape(recorder.finish(outputs)), outputs
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -119,8 +123,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._slots |= {id(tensor): self.tape.new_slot() for tensor in made}
         return [self._slots[id(tensor)] for tensor in tensors]
 
-    def finish(self, output: Tensor) -> Any:
-        if id(output) not in self._slots:
+    def finish(self, outputs: Sequence[Tensor]) -> Any:
+        if any(id(output) not in self._slots for output in outputs):
             raise CannotRecordError("the result was not made by an operator")
-        self.tape.finish(self._slots[id(output)])
+        self.tape.finish([self._slots[id(output)] for output in outputs])
         return self.tape

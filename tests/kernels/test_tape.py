@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -45,11 +46,16 @@ def ready(pool: ScatteredPool, pieces: list[tuple[int, list[int]]]) -> tuple[KVV
     )
 
 
-def pass_of(model: CausalLM, view: KVView) -> Callable[..., Tensor]:
-    def run(token_ids: Tensor, positions: Tensor, logit_rows: Tensor, *_: Tensor) -> Tensor:
-        return model(TokenBatch(token_ids, positions, logit_rows), view)
+def pass_of(model: CausalLM, view: KVView) -> Callable[..., tuple[Tensor]]:
+    def run(token_ids: Tensor, positions: Tensor, logit_rows: Tensor, *_: Tensor) -> tuple[Tensor]:
+        return (model(TokenBatch(token_ids, positions, logit_rows), view),)
 
     return run
+
+
+def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> Tape:
+    """The tape of a function with one result."""
+    return record(lambda *given: (function(*given),), *inputs)[0]
 
 
 def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) -> None:
@@ -57,10 +63,10 @@ def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) ->
         pytest.skip("no products in this type")
     pool, twin = ScatteredPool(model, [40, 40, 40]), ScatteredPool(model, [40, 40, 40])
     view, inputs = ready(pool, [(0, [5])])
-    tape = record(pass_of(model, view), *inputs)
+    tape, outputs = record(pass_of(model, view), *inputs)
     view.advance()
     view, inputs = ready(twin, [(0, [5])])
-    pass_of(model, view)(*inputs)
+    assert torch.equal(outputs[0], pass_of(model, view)(*inputs)[0])
     view.advance()
     # decode; a prompt; a chunk of it beside one that decodes; three that decode
     for pieces in (
@@ -70,10 +76,10 @@ def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) ->
         [(0, [1]), (1, [2]), (2, [3])],
     ):
         view, inputs = ready(pool, pieces)
-        played = tape(*inputs)
+        (played,) = tape(*inputs)
         view.advance()
         view, inputs = ready(twin, pieces)
-        assert torch.equal(played, pass_of(model, view)(*inputs))
+        assert torch.equal(played, pass_of(model, view)(*inputs)[0])
         view.advance()
     for mine, other in zip((*pool.k, *pool.v), (*twin.k, *twin.v), strict=True):
         assert torch.equal(mine, other)
@@ -87,10 +93,10 @@ def test_lists_numbers_and_writes_in_place_are_played() -> None:
         kept.add_(high.sum(0))
         return torch.cat([low * 2, high, torch.zeros_like(low) + 1.5, few], dim=1)[:, order]
 
-    tape = record(function, torch.ones(2, 6))
+    tape = recorded(function, torch.ones(2, 6))
     kept.zero_()
     x = torch.randn(2, 6)
-    played, after = tape(x), kept.clone()
+    (played,), after = tape(x), kept.clone()
     kept.zero_()
     assert torch.equal(played, function(x))
     assert torch.equal(after, kept)
@@ -99,14 +105,14 @@ def test_lists_numbers_and_writes_in_place_are_played() -> None:
 def test_what_a_tape_cannot_repeat_is_refused() -> None:
     x, kept = torch.tensor([1.0, 2.0]), torch.ones(2)
     with pytest.raises(CannotRecordError, match="a number was read"):
-        record(lambda x: x * 2 if x.sum() > 0 else x, x)
+        recorded(lambda x: x * 2 if x.sum() > 0 else x, x)
     with pytest.raises(CannotRecordError, match="not made by an operator"):
-        record(lambda _: kept, x)
-    assert torch.equal(record(lambda x: x + 1, x)(x), x + 1)
+        recorded(lambda _: kept, x)
+    assert torch.equal(recorded(lambda x: x + 1, x)(x)[0], x + 1)
 
 
 def test_a_tape_wants_as_many_inputs_as_were_recorded() -> None:
-    tape = record(torch.add, torch.ones(2), torch.ones(2))
+    tape = recorded(torch.add, torch.ones(2), torch.ones(2))
     with pytest.raises(RuntimeError, match="a tape of 2 inputs was given 1"):
         tape(torch.ones(2))
 
@@ -128,19 +134,19 @@ def slow(tape_length: int = 300) -> tuple[Tape, Tensor]:
         return x
 
     x = torch.ones(20_000)
-    return record(function, x), x
+    return recorded(function, x), x
 
 
 def test_passes_come_out_in_order_and_errors_to_whom_they_belong(player: torch.ScriptObject) -> None:
-    lookup = record(
+    lookup = recorded(
         lambda ids: torch.nn.functional.embedding(ids, torch.arange(12.0).view(4, 3)), torch.tensor([0])
     )
     good, bad = torch.tensor([3, 1]), torch.tensor([99])
-    tickets = [player.submit(lookup.recorded, [ids]) for ids in (good, bad, good)]
-    assert player.wait(tickets[2]).tolist() == [[9, 10, 11], [3, 4, 5]]
+    tickets = [player.submit(lookup.recorded, [ids], 0) for ids in (good, bad, good)]
+    assert player.wait(tickets[2])[0].tolist() == [[9, 10, 11], [3, 4, 5]]
     with pytest.raises(IndexError, match="out of range"):
         player.wait(tickets[1])
-    assert player.wait(tickets[0]).tolist() == [[9, 10, 11], [3, 4, 5]]
+    assert player.wait(tickets[0])[0].tolist() == [[9, 10, 11], [3, 4, 5]]
     with pytest.raises(RuntimeError, match="nothing was handed in under 99"):
         player.wait(99)
 
@@ -150,21 +156,60 @@ def test_a_pass_goes_on_while_python_keeps_its_lock(player: torch.ScriptObject) 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60.0)  # nobody else gets the lock while this thread runs
     try:
-        ticket = player.submit(tape.recorded, [x])
+        ticket = player.submit(tape.recorded, [x], 0)
         deadline = time.monotonic() + 30.0
-        while not player.is_done(ticket):
+        while not player.is_done(ticket, 0.0):
             assert time.monotonic() < deadline
     finally:
         sys.setswitchinterval(interval)
-    assert torch.equal(player.wait(ticket), tape(x))
+    assert torch.equal(player.wait(ticket)[0], tape(x)[0])
 
 
 def test_a_player_that_goes_away_first_plays_what_it_was_given() -> None:
     written = torch.zeros(1)
-    tape = record(lambda x: written.add_(x), torch.ones(1))
+    tape = recorded(lambda x: written.add_(x), torch.ones(1))
     written.zero_()
     player = torch.classes.infer.TapePlayer()
     for _ in range(50):
-        player.submit(tape.recorded, [torch.ones(1)])
+        player.submit(tape.recorded, [torch.ones(1)], 0)
     del player
     assert written.item() == 50
+
+
+def test_work_goes_on_with_what_earlier_work_returned(player: torch.ScriptObject) -> None:
+    double = record(lambda x: (x * 2, x + 1), torch.ones(1))[0]
+    add_up = recorded(lambda a, b, c: a + b * c, *torch.ones(3, 1))
+    first = player.submit(double.recorded, [torch.tensor([3.0])], 0)
+    second = player.submit(add_up.recorded, [torch.tensor([10.0])], first)
+    assert player.wait(second)[0].tolist() == [6 + 4 * 10]
+    bad = player.submit(double.recorded, [], 0)
+    behind = player.submit(add_up.recorded, [torch.ones(1)], bad)
+    with pytest.raises(RuntimeError, match="a tape of 1 inputs was given 0"):
+        player.wait(behind)
+    with pytest.raises(RuntimeError, match="nothing was handed in under 99"):
+        player.submit(double.recorded, [torch.ones(1)], 99)
+    assert player.wait(player.submit(double.recorded, [torch.ones(1)], 0))[1].item() == 2.0
+
+
+def test_how_long_to_wait_is_up_to_the_caller(player: torch.ScriptObject) -> None:
+    tape, x = slow(3000)
+    ticket = player.submit(tape.recorded, [x], 0)
+    assert not player.is_done(ticket, 0.001)
+    player.drain()
+    assert player.is_done(ticket, 0.0)
+    later = player.submit(tape.recorded, [x], 0)
+    assert player.is_done(later, 60.0)
+
+
+def test_threads_are_limited_for_the_caller_alone(player: torch.ScriptObject) -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    try:
+        assert torch.ops.infer.set_threads_here(before + 3) == before
+        assert torch.get_num_threads() == before + 3
+        other.start()
+        other.join()
+    finally:
+        assert torch.ops.infer.set_threads_here(before) == before + 3
+    assert seen == [before]
