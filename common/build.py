@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -22,6 +23,7 @@ from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.sampling import sample
 from common.scheduling import Scheduler
+from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from kernels.dispatch import kernels_on
@@ -60,9 +62,18 @@ class EngineBuilder(Generic[ConfigT]):
     ) -> Engine:
         """An engine around a ready model and its tokenizer, or the ones that `config.model` names.
 
+        Made in a thread that ends: whoever asked for it has computed nothing, and keeps no workers for that.
+
         Raises:
             StartupError: the model cannot be loaded, an option asks for more than it has, or memory is short.
         """
+        engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
+        engine.runner.warm_up()
+        return engine
+
+    def _build(
+        self, config: ConfigT, model: CausalLM | None, tokenizer: Tokenizer | None, clock: Clock
+    ) -> Engine:
         if model is None:
             checkpoint = open_checkpoint(config.model)
             config = _settle(config, checkpoint.config.max_position_embeddings)
@@ -74,12 +85,12 @@ class EngineBuilder(Generic[ConfigT]):
             check_memory(config, model.config, model.dtype, model.device, weights=0)
         shape = KVShape.of(model.config, model.dtype)
         telemetry = Telemetry()
-        pool = self.pool(config, shape, model.device)
+        runner = self.runner(config)(model, self.pool(config, shape, model.device), telemetry)
         return Engine(
             phase=self.phase,
             config=config,
             scheduler=self.scheduler(config, clock),
-            runner=self.runner(config)(model, pool, telemetry),
+            runner=runner,
             tokenizer=tokenizer,
             telemetry=telemetry,
             clock=clock,

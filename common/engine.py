@@ -22,8 +22,8 @@ from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestErr
 from common.grammar import GrammarCompiler
 from common.request import Request, SamplingParams, StepOutput
 from common.runner import Runner, fail, terminal_output
-from common.scheduling import Scheduler
-from common.telemetry import Telemetry
+from common.scheduling import Scheduler, StepPlan
+from common.telemetry import StepRecord, Telemetry
 from common.text import IncrementalDetokenizer, Tokenizer
 
 Clock = Callable[[], float]
@@ -73,6 +73,7 @@ class Engine:
         self.clock = clock
         self.max_seq_len = config.max_seq_len
         self.dead: EngineDeadError | None = None
+        self.paused = False
         self._requests: dict[str, Request] = {}  # all that have not had their terminal output
         self._notices: list[StepOutput] = []  # terminal outputs that the next step delivers
         self._arrivals = itertools.count()
@@ -209,7 +210,7 @@ class Engine:
 
     def next_wake(self) -> float | None:
         """When to call `step` again, on the engine's clock; None: not before something is added."""
-        if self.dead is not None:
+        if self.dead is not None or self.paused:
             return None
         now = self.clock()
         return now if self._notices or self.runner.in_flight else self.scheduler.next_wake(now)
@@ -227,22 +228,9 @@ class Engine:
         record = telemetry.begin_step(self.clock())
         failed_passes = telemetry.counters.failed_passes
 
-        runner.release(scheduler.retire())
-        scheduler.make_room(pool)
-        scheduler.admit(pool)
-        plan = scheduler.plan()
-        telemetry.counters.preemptions = scheduler.preemptions
-        record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
-        record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
-        record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
-        record.kv_reserved_tokens = pool.reserved_tokens
-        begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
-        record.prompt_tokens = sum(request.num_prompt_tokens for request in begun)
-        record.cached_tokens = sum(request.cached_tokens for request in begun)
-        telemetry.counters.evictions = pool.evictions
-
         try:
-            outputs = self._notices + runner.execute(plan)
+            outputs = self._notices + runner.settle()
+            outputs += runner.execute(self._plan(record))
             self._notices = []
         except EngineDeadError as error:
             self.dead = error
@@ -253,6 +241,38 @@ class Engine:
         telemetry.end_step(self.clock())
         self._settle(outputs)
         return outputs
+
+    def _plan(self, record: StepRecord) -> StepPlan:
+        """Who leaves, who comes, and what is computed."""
+        scheduler, runner = self.scheduler, self.runner
+        pool, counters = runner.pool, self.telemetry.counters
+        runner.release(scheduler.retire())
+        scheduler.make_room(pool)
+        scheduler.admit(pool)
+        plan = scheduler.plan()
+        counters.preemptions, counters.evictions = scheduler.preemptions, pool.evictions
+        record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
+        record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
+        record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
+        record.kv_reserved_tokens = pool.reserved_tokens
+        begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
+        record.prompt_tokens = sum(request.num_prompt_tokens for request in begun)
+        record.cached_tokens = sum(request.cached_tokens for request in begun)
+        return plan
+
+    def pause(self, timeout_s: float) -> list[StepOutput]:
+        """Finish what is in flight and compute nothing more until `resume`: outputs.
+
+        Raises:
+            TimeoutError: that took longer; nothing is paused, and the next steps bring it to its end.
+        """
+        outputs = self.runner.drain(timeout_s)
+        self.paused = True
+        self._settle(outputs)
+        return outputs
+
+    def resume(self) -> None:
+        self.paused = False
 
     def _settle(self, outputs: list[StepOutput]) -> None:
         """Forget the requests that these outputs end."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
-from common.request import Request, StepOutput
+from common.request import Request, RequestState, StepOutput
 from common.runner import commit_token
 from common.sampling import TokenMasks, read_logprobs, sample
 
@@ -92,6 +92,8 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
             )
             logits = model(batch, view)
             view.advance()
+            if request.state is RequestState.PREFILL:
+                request.start_decode()
             sampled = sample(logits, [request], TokenMasks.of([request]))
             yield commit_token(request, int(sampled.token_ids.item()), read_logprobs(sampled, [request])[0])
     finally:

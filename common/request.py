@@ -132,6 +132,10 @@ class Request:
     prefill_start: int = field(default=0, init=False)  # how many of them it held before any was computed
     cached_tokens: int = field(default=0, init=False)  # the same, when this request was first admitted
     preempted: bool = field(default=False, init=False)
+    inflight_refs: int = field(default=0, init=False)  # steps launched with it and not committed
+    pending_tokens: int = field(
+        default=0, init=False
+    )  # sampled in those: it has them, and nobody has read them
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     _generator: torch.Generator = field(init=False)
     _uniforms: list[float] = field(default_factory=list, init=False)
@@ -164,12 +168,13 @@ class Request:
     def next_uniform(self) -> float:
         """The random number in [0, 1) that decides the next token: the n-th of its stream for the n-th token.
 
-        Asking again before that token is appended gives the same number, so a pass that is tried again, or a
+        Asking again before that token is sampled gives the same number, so a pass that is tried again, or a
         prefill after preemption, draws what it would have drawn.
         """
-        while len(self._uniforms) <= self.num_generated_tokens:
+        place = self.num_generated_tokens + self.pending_tokens
+        while len(self._uniforms) <= place:
             self._uniforms.append(torch.rand((), generator=self._generator, dtype=torch.float64).item())
-        return self._uniforms[self.num_generated_tokens]
+        return self._uniforms[place]
 
     # ------------------------------------------------------------------ what it holds
 
@@ -180,6 +185,11 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens, those that nobody has read yet included."""
+        return len(self.token_ids) + self.pending_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -194,13 +204,28 @@ class Request:
     @property
     def held_back_token_ids(self) -> frozenset[int]:
         """Endings that may not be sampled now; under a grammar, unless it leaves nothing else."""
-        if self.num_generated_tokens < self.params.min_tokens:
+        if self.num_generated_tokens + self.pending_tokens < self.params.min_tokens:
             return self.ending_token_ids
         return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
 
     @property
+    def waits_for_its_tokens(self) -> bool:
+        """Whether its next token cannot be chosen before the one before it has been read."""
+        return self.matcher is not None or self.token_counts is not None
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether its next token is to be computed: it decodes, and may have one more."""
+        return self.state is RequestState.DECODE and self.num_tokens < self.max_total_tokens
+
+    @property
     def is_terminal(self) -> bool:
         return self.state in TERMINAL_STATES
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended and no step on its way computes for it any more."""
+        return self.is_terminal and self.inflight_refs == 0
 
     # ------------------------------------------------------------------ transitions
 

@@ -109,6 +109,22 @@ class Runner(ABC):
         except torch.AcceleratorError as error:  # a failed pass may show only when its results are read
             raise EngineDeadError(DEVICE_FAILED) from error
 
+    def settle(self) -> list[StepOutput]:
+        """What must be committed before the next step can be planned: nothing, where each step commits itself."""
+        return []
+
+    def drain(self, timeout_s: float | None = None) -> list[StepOutput]:  # noqa: ARG002 - there is nothing to wait for
+        """Commit all that is in flight.
+
+        Raises:
+            TimeoutError: that took longer; what is in flight still is.
+            EngineDeadError: as in `execute`.
+        """
+        return []
+
+    def warm_up(self) -> None:  # noqa: B027 - most do not
+        """Do what takes long the first time, before anybody waits for it."""
+
     def release(self, requests: Iterable[Request]) -> None:
         """Give back the memory of requests that have left."""
         for request in requests:
@@ -130,7 +146,7 @@ class Runner(ABC):
         try:
             requests, logits = self.forward(forward_pass)
         except Exception as error:
-            _raise_if_fatal(error)
+            raise_if_fatal(error)
             self.telemetry.counters.failed_passes += 1
             if not forward_pass.splittable or len(forward_pass.shares) == 1:
                 logger.exception("a forward pass failed")
@@ -151,7 +167,7 @@ class Runner(ABC):
                 sampled = sample(logits, requests, TokenMasks.of(requests))
                 launched.sampled.append(SampledPass(requests, sampled))
         except Exception as error:
-            _raise_if_fatal(error)
+            raise_if_fatal(error)
             if len(requests) == 1:
                 logger.exception("sampling failed")
                 launched.failed.append((requests[0], without_frames(error)))
@@ -171,9 +187,16 @@ class Runner(ABC):
         logits = self.model(batch, view)
         self.telemetry.current.passes += 1
         view.advance()
-        for share in forward_pass.shares:
-            share.request.prefill_progress = share.span.length
+        self.count_as_computed(forward_pass)
         return requests, logits[: len(requests)]
+
+    @staticmethod
+    def count_as_computed(forward_pass: ForwardPass) -> None:
+        """Who has been launched goes on from there: with the next chunk, or with the next token."""
+        for request, span, _, sample_at in forward_pass.shares:
+            request.prefill_progress = span.length
+            if sample_at is not None and request.state is RequestState.PREFILL:
+                request.start_decode()
 
     def prepare(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], TokenBatch, KVView]:
         """What the model is given, and the requests whose logits it is to return, in their order."""
@@ -215,9 +238,13 @@ class Runner(ABC):
                     logger.exception("request %s failed", request.request_id)
                     outputs.append(fail(request, error))
         outputs += [fail(request, error) for request, error in launched.failed if not request.is_terminal]
-        for chunk in launched.plan.prefill:  # once their results are here: looking at them earlier would wait
-            self.pool.register_prefix(chunk.request, chunk.end)
+        self.register_prefixes(launched.plan)  # once results are here: looking at them earlier would wait
         return outputs
+
+    def register_prefixes(self, plan: StepPlan) -> None:
+        """What this plan has computed of prompts may be shared."""
+        for chunk in plan.prefill:
+            self.pool.register_prefix(chunk.request, chunk.end)
 
 
 def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
@@ -229,8 +256,6 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     """
     if token_id == NOT_A_TOKEN:
         raise NaNLogitsError("the model's output for this request was not a number")
-    if request.state is RequestState.PREFILL:
-        request.start_decode()
     if request.matcher is not None:
         request.matcher.advance(token_id)
     request.token_ids.append(token_id)
@@ -302,7 +327,7 @@ def terminal_output(request: Request) -> StepOutput:
     )
 
 
-def _raise_if_fatal(error: Exception) -> None:
+def raise_if_fatal(error: Exception) -> None:
     """Running out of memory leaves the device as it was; any other error of its own does not."""
     if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
         raise EngineDeadError(DEVICE_FAILED) from error

@@ -28,8 +28,8 @@ class ContinuousScheduler(SeatingScheduler):
         return super().queue_room() + self.free_seats
 
     def _take_out_done(self) -> list[Request]:
-        done = [request for request in self._active if request.is_terminal]
-        self._active = [request for request in self._active if not request.is_terminal]
+        done = [request for request in self._active if request.is_done]
+        self._active = [request for request in self._active if not request.is_done]
         return done
 
     def admit(self, pool: KVPool) -> None:
@@ -38,7 +38,7 @@ class ContinuousScheduler(SeatingScheduler):
     def plan(self) -> StepPlan:
         """A token for everyone who decodes, and the newcomers' prompts."""
         return StepPlan(
-            decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
+            decode=tuple(r for r in self._active if r.wants_token),
             prefill=tuple(PrefillChunk.rest(r) for r in self._active if r.state is RequestState.PREFILL),
         )
 

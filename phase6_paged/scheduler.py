@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from common.kv import KVPool
-from common.request import Request, RequestState
+from common.request import Request
 from phase5_continuous.scheduler import ContinuousScheduler
 
 GROWTH_RESERVE = 0.2  # share of the free pool kept from newcomers, for those who decode to grow into
@@ -23,8 +23,14 @@ class PagedScheduler(ContinuousScheduler):
     def make_room(self, pool: KVPool) -> None:
         """Oldest first, so that the oldest always goes on: whoever is in its way arrived later."""
         for request in sorted(self._active, key=lambda r: r.arrival):
-            while request.state is RequestState.DECODE and not pool.reserve(request, len(request.token_ids)):
-                self._preempt(max(self._active, key=lambda r: r.arrival), pool)
+            while request.wants_token and not pool.reserve(request, request.num_tokens):
+                if not self._make_way(pool):
+                    return
+
+    def _make_way(self, pool: KVPool) -> bool:
+        """Preempt the latest arrival; False: nobody can be, in this step."""
+        self._preempt(max(self._active, key=lambda r: r.arrival), pool)
+        return True
 
     def _preempt(self, request: Request, pool: KVPool) -> None:
         """Take back a request's memory; nothing else is lost, and its client sees only a pause."""

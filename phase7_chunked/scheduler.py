@@ -42,7 +42,7 @@ class ChunkedScheduler(PagedScheduler):
     def plan(self) -> StepPlan:
         """A token for everyone who decodes, and a chunk of each prompt that a step has room for."""
         return StepPlan(
-            decode=tuple(r for r in self._active if r.state is RequestState.DECODE),
+            decode=tuple(r for r in self._active if r.wants_token),
             prefill=tuple(self.chunks(self.prefill_requests(self.max_chunks))),
         )
 

@@ -103,9 +103,9 @@ class PrefixCachingPool(PagedKVCachePool):
             self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
 
     def release(self, request: Request) -> None:
-        """What was generated stays, too: a chat's next turn begins with it."""
+        """What was generated stays, too: a chat's next turn begins with it. (The latest token was not computed.)"""
         if request.slot is not None:
-            self.register_prefix(request, self.get_seq_len(request.slot))
+            self.register_prefix(request, len(request.token_ids) - 1)
         super().release(request)
 
     def free_slot(self, slot: int) -> None:

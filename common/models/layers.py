@@ -361,6 +361,11 @@ class CausalLM(nn.Module, ABC):
         if self.packed_head is not None and self.untied_head is not None:
             self.untied_head = nn.Parameter(self.untied_head.new_empty(0), requires_grad=False)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its products are native kernels'. A pass then decides nothing by what is in a tensor."""
+        return self.packed_head is not None
+
     def measure_batch_invariance(self) -> None:
         """Find out whether a token's logits have the same bits whoever shares its passes, on native kernels.
 
