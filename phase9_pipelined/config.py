@@ -1,0 +1,31 @@
+"""Options of pipelined decoding."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from phase8_prefix.config import Config as PrefixConfig
+
+
+class Config(PrefixConfig):
+    """Phase 8's options, and how far steps run ahead of their results."""
+
+    pipeline_depth: Literal[0, 1, 2] = Field(
+        default=2,
+        description="steps in flight: 2; or 1, whose tokens are read before the next are chosen; or 0, one by one",
+    )
+    prefill_mode: Literal["pipelined", "drained"] = Field(
+        default="pipelined",
+        description="prompts are computed in steps that run ahead, or when nothing is in flight",
+    )
+    captured_steps: bool = Field(
+        default=True,
+        description="play recorded passes where there are native kernels; else call them from Python",
+    )
+    pass_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="threads that share a recorded pass; default: all, or one less where the host gains more",
+    )

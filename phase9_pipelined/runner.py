@@ -1,0 +1,288 @@
+"""Steps ahead of their results: step t+1 is on its way before anybody has read the tokens of step t.
+
+```text
+synchronous   host    [plan][launch][ wait ......... ][commit][plan][launch]
+              stream                [ forward+sample ]                [ forward …
+pipelined     host    [plan t][launch t][plan t+1][launch t+1][commit t][plan t+2][launch t+2]
+              stream          [ forward+sample t ][ forward+sample t+1 ][ forward …
+```
+
+The next tokens never visit the host: choosing them writes each into a row of `latest`, and the next forward pass
+reads it there. The host reads them later, for text, stop decisions and outputs.
+
+| step by step | |
+| --- | --- |
+| `launch_forward` | takes references, hands in the forward passes, advances lengths |
+| `finalize_sampling` | hands in the choice of tokens |
+| `commit_step` | waits for that step's tokens, then does what every phase's `commit` does |
+
+Where a choice depends on the token before it (grammars, penalties), the step before is committed between the first
+and the second: the forward pass computes meanwhile.
+
+A step that fails is computed again a sequence at a time, and so is the one launched behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.kv import KVPool
+from common.models.layers import CausalLM, TokenBatch
+from common.request import Request, StepOutput
+from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
+from common.sampling import Sampled, SamplingInputs, TokenMasks, choose
+from common.scheduling import StepPlan
+from common.streams import Pending, TapeStream, open_stream
+from common.telemetry import Telemetry
+from phase6_paged import Runner as PagedRunner
+from phase7_chunked import Runner as ChunkedRunner
+from phase9_pipelined.slots import DecodeSlot, LaunchedPass
+from phase9_pipelined.state import SLOTS, PipelineState
+from phase9_pipelined.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+class PipelinedRunner(ChunkedRunner):
+    """Phase 7's passes, up to two steps of them on their way.
+
+    Args:
+        depth: 2; or 1, which always reads a step's tokens before it chooses the next; or 0, one step at a time.
+        mixed: whether chunks and decode tokens share a pass.
+        captured: whether passes may be played from a recording.
+        threads: how many threads share a recorded pass; None: all there are, or one less where that is better.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        telemetry: Telemetry,
+        *,
+        max_prefill_pass_tokens: int,
+        depth: int = SLOTS,
+        mixed: bool = True,
+        captured: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__(model, pool, telemetry, max_prefill_pass_tokens=max_prefill_pass_tokens)
+        self.depth = depth
+        self.mixed = mixed
+        self.threads = threads
+        self.stream = open_stream(model.device, recorded=captured and model.is_packed)
+        self.state = PipelineState()
+        self.slots = [DecodeSlot() for _ in range(SLOTS)]
+        self._has_read = False  # whether the present step of the engine has committed one already
+        # [seats] int64: the latest token of each seat's sequence, written and read by the stream.
+        self.latest = torch.zeros(len(pool.block_tables), dtype=torch.int64, device=model.device)
+
+    # ------------------------------------------------------------------ the loop
+
+    @property
+    def in_flight(self) -> bool:
+        return self.state.in_flight > 0
+
+    def settle(self) -> list[StepOutput]:
+        """Commit the oldest step if both slots are taken: the next one needs a slot."""
+        self._has_read = self.state.free_slot_id() is None
+        return self.commit_step() if self._has_read else []
+
+    def execute(self, plan: StepPlan) -> list[StepOutput]:
+        slot_id = self.schedule_decode_step(plan)
+        if slot_id is None:  # what this step has read already is not to wait for what comes next
+            return self.commit_step() if self.in_flight and not self._has_read else []
+        outputs = self._attempt(self.launch_forward, plan, slot_id)
+        if self.depth < SLOTS or self.slots[slot_id].waits_for_tokens:
+            while self.state.oldest is not None:
+                outputs += self.commit_step()
+        if self.state.launched == slot_id:  # unless a step failed, and this one with it
+            outputs += self._attempt(self.finalize_sampling, slot_id)
+        return outputs if self.depth > 0 else outputs + self.drain()
+
+    def schedule_decode_step(self, plan: StepPlan) -> int | None:
+        """The slot in which `plan` is to run; None if there is nothing to launch. Changes nothing."""
+        return self.state.free_slot_id() if plan.decode or plan.prefill else None
+
+    def drain(self, timeout_s: float | None = None) -> list[StepOutput]:
+        if timeout_s is not None:
+            deadline = time.monotonic() + timeout_s
+            pendings = [each.outcome for slot in self.slots for each in slot.launched]
+            if not all(each.done(max(0.0, deadline - time.monotonic())) for each in pendings):
+                raise TimeoutError(f"what is in flight was not done within {timeout_s:g} s")
+        outputs: list[StepOutput] = []
+        while self.in_flight:
+            outputs += self.commit_step()
+        return outputs
+
+    def warm_up(self) -> None:
+        if isinstance(self.stream, TapeStream):
+            warm_up(self, self.stream, self.threads)
+
+    # ------------------------------------------------------------------ launch
+
+    def launch_forward(self, plan: StepPlan, slot_id: int) -> None:
+        """Hand in the forward passes of a plan. Its sequences count as computed from now on."""
+        slot = self.slots[slot_id]
+        slot.begin(plan, list(self.passes(plan)))
+        self.state.on_launch(slot_id, [share.request for share in slot.shares])
+        for forward_pass in slot.passes:
+            with self.stream.entered():
+                slot.launched.append(self._launch_one(forward_pass))
+            self.telemetry.current.passes += 1
+
+    def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
+        return super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+
+    def decode_share(self, request: Request) -> PassShare:
+        """Its token is where the step before has left it."""
+        return super().decode_share(request)._replace(token_ids=())
+
+    def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
+        """Those who decode come first, and read their tokens from `latest`."""
+        view = self.pool.view([share.span for share in forward_pass.shares])
+        requests: list[Request] = []
+        seats: list[int] = []
+        token_ids: list[int] = []
+        logit_rows: list[int] = []
+        for share in forward_pass.shares:
+            first_row = len(seats) + len(token_ids)
+            if share.sample_at is not None:
+                requests.append(share.request)
+                logit_rows.append(first_row + share.sample_at)
+            if share.token_ids:
+                token_ids += share.token_ids
+            else:
+                seats.append(self.pool.seat(share.span.slot))
+
+        def forward(
+            seats: Tensor, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, *_: Tensor
+        ) -> tuple[Tensor]:
+            batch = TokenBatch(torch.cat([self.latest[seats], token_ids]), positions, logit_rows)
+            return (self.model(batch, view),)
+
+        layout = view.layout
+        # A pass nobody samples from still names a row. The last three are read by the native kernels alone.
+        inputs = [self._moved(each) for each in (seats, token_ids)]
+        inputs += [view.positions, self._moved(logit_rows or [0])]
+        inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]
+        pending = self.stream.submit("forward", forward, inputs, fetch=False)
+        view.advance()
+        self.count_as_computed(forward_pass)
+        return LaunchedPass(tuple(requests), pending)
+
+    def _moved(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.model.device, non_blocking=True)
+
+    # ------------------------------------------------------------------ sampling
+
+    def finalize_sampling(self, slot_id: int) -> None:
+        """Hand in the choice of a launched step's tokens, and their way to the host."""
+        for each in self.slots[slot_id].launched:
+            if each.requests:
+                with self.stream.entered():
+                    each.sampled = self._sample_one(each)
+        for share in self.slots[slot_id].shares:
+            share.request.pending_tokens += share.sample_at is not None
+        self.state.on_pending_commit(slot_id)
+
+    def _sample_one(self, launched: LaunchedPass) -> Pending:
+        requests = launched.requests
+        vocab, device = self.model.config.vocab_size, self.model.device
+        inputs = SamplingInputs.of(requests, TokenMasks.of(requests), vocab, device)
+        given = {name: value for name, value in inputs._asdict().items() if isinstance(value, Tensor)}
+        names, top = tuple(given), inputs.top
+        seats = self._moved([self.pool.seat(self.slot(request)) for request in requests])
+
+        def sample(logits: Tensor, seats: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+            sampled = choose(logits, SamplingInputs(**fields, top=top))
+            # What is no token ends its request when it is read; until then any will do.
+            self.latest.index_copy_(0, seats, sampled.token_ids.clamp(min=0))
+            return tuple(each for each in sampled if each is not None)
+
+        key = ("sample", top, *names)
+        return self.stream.submit(key, sample, [seats, *given.values()], launched.forward)
+
+    # ------------------------------------------------------------------ commit
+
+    def commit_step(self) -> list[StepOutput]:
+        """Read the oldest step's tokens: its outputs. Waits for that step alone."""
+        slot_id = self.state.pop_oldest()
+        slot = self.slots[slot_id]
+        try:
+            results = [each.outcome.wait() for each in slot.launched]
+        except Exception as error:
+            return self._recover(error)
+        launched = Launched(slot.plan)
+        for each, result in zip(slot.launched, results, strict=True):
+            if each.requests:
+                launched.sampled.append(SampledPass(each.requests, Sampled(*result)))
+        for share in slot.shares:
+            share.request.pending_tokens -= share.sample_at is not None
+        outputs = self.commit(launched)
+        self.state.on_step_completed(slot_id)
+        slot.begin(StepPlan(), [])
+        return outputs
+
+    def register_prefixes(self, plan: StepPlan) -> None:
+        if plan.prefill:
+            self.stream.aside(functools.partial(super().register_prefixes, plan))
+
+    def release(self, requests: Iterable[Request]) -> None:
+        held = list(requests)
+        if held:
+            self.stream.aside(functools.partial(super().release, held))
+
+    # ------------------------------------------------------------------ failure
+
+    def _attempt(self, stage: Callable[..., None], *arguments: Any) -> list[StepOutput]:
+        """Hand something in; if that raises, the outputs of what was tried instead."""
+        try:
+            stage(*arguments)
+        except Exception as error:
+            return self._recover(error)
+        return []
+
+    def _recover(self, error: Exception) -> list[StepOutput]:
+        """Give up what is in flight, then compute the same steps again, a sequence at a time: outputs.
+
+        The guilty fail again, alone; what the others get is what they would have got.
+        """
+        raise_if_fatal(error)
+        self.telemetry.counters.failed_passes += 1
+        logger.warning("a step failed, trying its sequences one at a time: %r", error)
+        slots = [self.slots[slot_id] for slot_id in self.state.in_order()]
+        steps = [(slot.plan, list(slot.shares)) for slot in slots]
+        for slot in slots:
+            slot.abandon()
+        for _, shares in reversed(steps):  # back to what each held before the older of the two
+            self.pool.advance(share.span._replace(length=share.span.start) for share in shares)
+            for share in shares:
+                share.request.prefill_progress = share.span.start
+                share.request.pending_tokens = 0
+        self.state.drop_all()
+        return [output for plan, shares in steps for output in self._one_by_one(plan, shares)]
+
+    def _one_by_one(self, plan: StepPlan, shares: Sequence[PassShare]) -> list[StepOutput]:
+        launched = Launched(plan)
+        for share in shares:
+            if share.request.is_terminal:
+                continue
+            token_ids = share.request.token_ids[share.span.start : share.span.end]
+            alone = ForwardPass((share._replace(token_ids=token_ids),), splittable=False)
+            self.stream.call(functools.partial(self._launch_pass, alone, launched))
+        outputs = self.commit(launched)
+        self.stream.call(functools.partial(self._put_back_latest, shares))
+        return outputs
+
+    def _put_back_latest(self, shares: Sequence[PassShare]) -> None:
+        """What was chosen on the host is where the next step looks for it."""
+        for share in shares:
+            self.latest[self.pool.seat(share.span.slot)] = share.request.token_ids[-1]

@@ -1,0 +1,59 @@
+"""Phase 8's schedule for steps whose results nobody has seen yet.
+
+```text
+what is known when step t+2 is planned      step t is read, step t+1 computes
+
+  A  had 7 of 9 tokens after t, its 8th is on its way     planned: its 9th
+  B  had 8 of 9 tokens after t, its 9th is on its way     left out: it ends, that can be foreseen
+  C  ended at t, with EOS: nobody could know              a zombie: holds its memory until t+1 is read
+```
+
+A request's own counts say so (`wants_token`, `num_tokens`, `is_done`); what is added here is when to wait.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from common.engine import Clock
+from common.kv import KVPool
+from common.scheduling import StepPlan
+from phase8_prefix.scheduler import PrefixScheduler
+from phase9_pipelined.config import Config
+
+
+class PipelinedScheduler(PrefixScheduler):
+    """Plans nothing while something must end first: whoever is to be preempted, or the steps before a prefill."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        super().__init__(config, clock)
+        self.drains_for_prefill = config.prefill_mode == "drained"
+        self._out_of_room = False
+        if not config.use_chunked_prefill:
+            self.chunk_size, self.token_budget, self.max_chunks = sys.maxsize, None, None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step computes for anybody."""
+        return any(request.inflight_refs for request in self._active)
+
+    def make_room(self, pool: KVPool) -> None:
+        self._out_of_room = False
+        super().make_room(pool)
+
+    def _make_way(self, pool: KVPool) -> bool:
+        """Nobody in flight gives up memory, and one after the other would be preempted in vain: wait until all
+        steps are read. Those who have ended by then may leave enough."""
+        self._out_of_room = self.in_flight
+        return not self._out_of_room and super()._make_way(pool)
+
+    def admit(self, pool: KVPool) -> None:
+        if not self._out_of_room:  # what is free is for those who wait for room
+            super().admit(pool)
+
+    def plan(self) -> StepPlan:
+        if self._out_of_room:
+            return StepPlan()
+        plan = super().plan()
+        waits = self.drains_for_prefill and plan.prefill and self.in_flight
+        return StepPlan() if waits else plan

@@ -1,0 +1,64 @@
+"""Before the first client comes: record what will be played, and find out how many threads are to play it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.request import Request, SamplingParams
+from common.scheduling import PrefillChunk, StepPlan
+from common.streams import TapeStream
+
+if TYPE_CHECKING:
+    from phase9_pipelined.runner import PipelinedRunner
+
+logger = logging.getLogger(__name__)
+
+TRIALS = 8
+HOST_S = 3e-4  # what the host does for a step, about
+
+
+def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) -> None:
+    """Passes of a made-up request, which leaves nothing behind.
+
+    Args:
+        runner: with nothing in flight.
+        stream: the runner's.
+        threads: how many share a pass; None: all there are, or one less.
+    """
+    for params in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_p=0.9),
+    ):
+        _decode(runner, params, 0)
+    most = torch.get_num_threads()
+    if threads is None and most > 1:
+        seconds: dict[int, float] = {}
+        for count in (most - 1, most):
+            stream.set_threads(count)
+            stream.take_times()
+            _decode(runner, SamplingParams(temperature=0.0), TRIALS)
+            passes = stream.take_times()[2::2]  # without the prompt's, and between them choices of tokens
+            seconds[count] = min((ended - began for _, began, ended in passes), default=0.0)
+        # A thread that waits for its share of the next operator keeps a core busy. With as many as there are cores,
+        # the next pass begins when the host rests; with one less, the two go on side by side.
+        threads = most - (seconds[most - 1] < seconds[most] + HOST_S)
+        logger.debug("%d threads a pass; seconds of one: %s", threads, seconds)
+    stream.set_threads(threads or most)
+    runner.pool.reset_prefix_cache()
+
+
+def _decode(runner: PipelinedRunner, params: SamplingParams, tokens: int) -> None:
+    """A prompt of one token, and so many tokens more, a step at a time; nothing, where memory is too small."""
+    request = Request("warm-up", [0], params)
+    if runner.pool.reserve(request, 1 + tokens):
+        request.start_prefill()
+        runner.execute(StepPlan(prefill=(PrefillChunk.rest(request),)))
+        runner.drain()
+        for _ in range(tokens):
+            runner.execute(StepPlan(decode=(request,)))
+            runner.drain()
+        runner.pool.release(request)

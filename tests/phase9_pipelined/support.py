@@ -1,0 +1,125 @@
+"""A stream that does nothing until it is told to, and engines on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.engine import Engine
+from common.streams import Pending, Stream
+from kernels.tape import Function
+from phase9_pipelined import Runner
+from tests.engine_helpers import build
+
+T = TypeVar("T")
+
+
+class Work(Pending):
+    """Something that was handed in."""
+
+    def __init__(self, stream: ManualStream, name: str, run: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.name = name
+        self.is_done = False
+        self._stream = stream
+        self._run = run
+        self._outputs: tuple[Tensor, ...] = ()
+        self._error: Exception | None = None
+
+    def execute(self) -> None:
+        self.is_done = True
+        try:
+            with torch.inference_mode():
+                self._outputs = self._run()
+        except Exception as error:
+            self._error = error
+
+    def done(self, within_s: float = 0.0) -> bool:
+        return self.is_done
+
+    def wait(self) -> tuple[Tensor, ...]:
+        self._stream.log.append(f"wait {self.name}")
+        self._stream.finish(up_to=self)
+        return self.outcome()
+
+    def outcome(self) -> tuple[Tensor, ...]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+
+class ManualStream(Stream):
+    """Work is done, in order, when a test says so, or because somebody waits for it.
+
+    Attributes:
+        log: what was handed in, done and waited for, numbered by the kind of work: "submit forward 2".
+        faults: what some work raises instead of being done, by its name: "forward 2".
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.queue: deque[Work] = deque()
+        self.faults: dict[str, Exception] = {}
+        self._counts: dict[str, int] = {}
+
+    def submit(
+        self,
+        key: Hashable,
+        function: Function,
+        inputs: Sequence[Tensor],
+        after: Pending | None = None,
+        *,
+        fetch: bool = True,
+    ) -> Pending:
+        kind = key if isinstance(key, str) else str(key[0])  # type: ignore[index]
+        self._counts[kind] = self._counts.get(kind, -1) + 1
+        name = f"{kind} {self._counts[kind]}"
+        if (fault := self.faults.get(f"submit {name}")) is not None:
+            raise fault
+        kept = [each.clone() for each in inputs]
+
+        def run() -> tuple[Tensor, ...]:
+            self.log.append(f"do {name}")
+            if name in self.faults:
+                raise self.faults[name]
+            assert all(torch.equal(now, then) for now, then in zip(inputs, kept, strict=True)), (
+                "inputs changed"
+            )
+            before: tuple[Tensor, ...] = ()
+            if after is not None:
+                assert isinstance(after, Work)
+                before = after.outcome()
+            return function(*before, *inputs)
+
+        self.log.append(f"submit {name}")
+        self.queue.append(Work(self, name, run))
+        return self.queue[-1]
+
+    def call(self, function: Callable[[], T]) -> T:
+        self.finish()
+        return function()
+
+    def aside(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def finish(self, up_to: Work | None = None) -> None:
+        """Do what was handed in: all of it, or all up to this."""
+        while self.queue and not (up_to is not None and up_to.is_done):
+            self.queue.popleft().execute()
+
+
+def engine_of(model: Any = None, **options: Any) -> tuple[Engine, ManualStream]:
+    """An engine whose work is done when the test says so."""
+    engine = build("phase9_pipelined", model, **options)
+    runner = runner_of(engine)
+    stream = ManualStream()
+    runner.stream = stream
+    return engine, stream
+
+
+def runner_of(engine: Engine) -> Runner:
+    assert isinstance(engine.runner, Runner)
+    return engine.runner

@@ -1,0 +1,331 @@
+"""The order in which steps are launched, done and read, on a stream that does nothing until it is told to."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from common.engine import Engine
+from common.grammar import Grammar
+from common.request import Request, RequestState
+from phase9_pipelined.state import SLOTS
+from tests.engine_helpers import (
+    EOS,
+    RememberingModel,
+    add,
+    assert_all_free,
+    chained,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    tokens_of,
+)
+from tests.phase9_pipelined.support import ManualStream, engine_of, runner_of
+
+PROMPT = [5, 9, 2]
+
+
+def computed(model: RememberingModel) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(call.query_lengths, call.kv_lengths) for call in model.calls]
+
+
+def started(count: int = 1, **options: Any) -> tuple[Engine, ManualStream, list[Request]]:
+    """An engine whose requests have had their first step launched."""
+    engine, stream = engine_of(**options)
+    requests = [add(engine, [*PROMPT, i], greedy(20)) for i in range(count)]
+    assert engine.step() == []
+    return engine, stream, requests
+
+
+# ---------------------------------------------------------------------- how far ahead
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_done() -> None:
+    engine, stream, (request,) = started()
+    assert engine.step() == []
+    assert stream.log == ["submit forward 0", "submit sample 0", "submit forward 1", "submit sample 1"]
+    assert (request.inflight_refs, request.pending_tokens, len(request.token_ids)) == (2, 2, 4)
+    assert runner_of(engine).pool.get_seq_len(request.slot or 0) == 5, "the device's length runs ahead"
+    outputs = engine.step()
+    assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 1)
+    assert stream.log[4:] == [
+        "wait sample 0",
+        "do forward 0",
+        "do sample 0",
+        "submit forward 2",
+        "submit sample 2",
+    ], "it waits for that step and for none that came later"
+    outputs += run(engine)
+    assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 20)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    ("depth", "order"),
+    [
+        (0, ["submit forward 1", "submit sample 1", "wait sample 1"]),
+        (1, ["submit forward 1", "wait sample 0", "submit sample 1"]),
+    ],
+)
+def test_shallower_pipelines(depth: int, order: list[str]) -> None:
+    engine, stream = engine_of(pipeline_depth=depth)
+    request = add(engine, PROMPT, greedy(6))
+    outputs = engine.step()
+    before = len(stream.log)
+    outputs += engine.step()
+    assert [line for line in stream.log[before:] if not line.startswith("do")] == order
+    outputs += run(engine)
+    assert tokens_of(outputs, request) == continuation(PROMPT, 6)
+    assert_all_free(engine)
+
+
+def test_whoever_needs_the_token_before_waits_for_it_and_the_forward_pass_does_not() -> None:
+    engine, stream = engine_of()
+    request = add(engine, PROMPT, greedy(6, frequency_penalty=1e-9))
+    outputs = engine.step() + engine.step()
+    order = ["submit forward 1", "wait sample 0", "submit sample 1"]
+    assert [line for line in stream.log if not line.startswith("do")][2:] == order
+    assert len(tokens_of(outputs, request)) == 1
+    outputs += run(engine)
+    assert tokens_of(outputs, request) == continuation(PROMPT, 6)
+    assert_all_free(engine)
+
+
+def test_a_batch_with_a_grammar_takes_that_order_and_the_others_are_answered_alike() -> None:
+    engine, stream = engine_of()
+    plain = add(engine, PROMPT, greedy(12))
+    guided = add(engine, PROMPT, greedy(12, grammar=Grammar("regex", "[ab]{3}")))
+    outputs = engine.step() + engine.step()
+    assert [line for line in stream.log if not line.startswith("do")][2:5] == [
+        "submit forward 1",
+        "wait sample 0",
+        "submit sample 1",
+    ]
+    outputs += run(engine)
+    assert tokens_of(outputs, plain) == continuation(PROMPT, 12)
+    text = bytes(token for token in tokens_of(outputs, guided) if token < EOS).decode()
+    assert len(text) == 3
+    assert set(text) <= set("ab")
+    assert_all_free(engine)
+    late = stream.log.index("submit sample 1")
+    again = [line for line in stream.log[late:] if not line.startswith("do")]
+    assert any(
+        first.startswith("submit sample") and second.startswith("submit forward")
+        for first, second in itertools.pairwise(again)
+    ), "with the guided one gone two steps are in flight again"
+
+
+def test_an_empty_plan_reads_what_is_in_flight() -> None:
+    engine, stream = engine_of()
+    request = add(engine, PROMPT, greedy(2))
+    assert engine.step() == []
+    assert engine.step() == []
+    assert runner_of(engine).state.in_flight == SLOTS
+    outputs = engine.step()
+    assert len(tokens_of(outputs, request)) == 1
+    assert not [line for line in stream.log if line == "submit forward 2"], "its end was foreseen"
+    outputs += engine.step()
+    assert end_of(outputs, request).finish_reason == "length"
+    assert engine.step() == []
+    assert_all_free(engine)
+
+
+def test_the_selector_changes_nothing() -> None:
+    engine, stream, (request,) = started()
+    runner = runner_of(engine)
+    plan = engine.scheduler.plan()
+    before = (request.inflight_refs, request.pending_tokens, list(stream.log), runner.state.in_order())
+    assert runner.schedule_decode_step(plan) == runner.schedule_decode_step(plan) == 1
+    assert before == (request.inflight_refs, request.pending_tokens, stream.log, runner.state.in_order())
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def ending_at(count: int) -> RememberingModel:
+    """EOS as the token after so many."""
+
+    def rule(token_ids: list[int]) -> int:
+        return EOS if len(token_ids) == len(PROMPT) + count - 1 else chained(token_ids)
+
+    return RememberingModel(rule=rule)
+
+
+def test_an_end_that_nobody_could_foresee_leaves_a_zombie() -> None:
+    model = ending_at(3)
+    engine, _ = engine_of(model)
+    request = add(engine, PROMPT, greedy(20))
+    outputs = [output for _ in range(5) for output in engine.step()]
+    assert end_of(outputs, request).finish_reason == "eos", "its client has the answer at once"
+    assert request.inflight_refs == 1, "a step that computes for it is on its way"
+    assert (request.slot, len(engine.scheduler.active)) != (None, 0)
+    outputs += engine.step()
+    assert (request.inflight_refs, request.pending_tokens) == (0, 0)
+    engine.step()
+    assert request.slot is None
+    assert len([output for output in outputs if output.request_id == request.request_id]) == 3
+    assert_all_free(engine)
+
+
+def test_a_zombie_keeps_its_seat_until_its_last_step_is_read() -> None:
+    engine, _ = engine_of(ending_at(2), max_batch_size=1)
+    first = add(engine, PROMPT, greedy(20))
+    second = add(engine, [8, 8, 8, 8, 8, 8], greedy(4))
+    outputs = []
+    while not any(output.finished for output in outputs):
+        outputs += engine.step()
+    assert first.inflight_refs == 1
+    assert second.state is RequestState.WAITING
+    outputs += run(engine)
+    assert tokens_of(outputs, second) == continuation(second.prompt_token_ids, 4)
+    assert_all_free(engine)
+
+
+def test_a_cancelled_request_is_told_at_once_and_its_results_are_dropped() -> None:
+    engine, _stream, (victim, other) = started(2)
+    engine.step()
+    engine.cancel(victim.request_id)
+    outputs = engine.step()
+    assert end_of(outputs, victim).finish_reason == "cancelled"
+    assert tokens_of(outputs, victim) == []
+    outputs += run(engine)
+    assert tokens_of(outputs, other) == continuation(other.prompt_token_ids, 20)
+    assert_all_free(engine)
+
+
+def test_nobody_gets_more_than_was_asked_for() -> None:
+    model = RememberingModel()
+    engine, _ = engine_of(model)
+    requests = [add(engine, [*PROMPT, i], greedy(count)) for i, count in enumerate((1, 2, 3, 5))]
+    outputs = run(engine)
+    for each in requests:
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, each.params.max_new_tokens)
+    tokens = sum(sum(lengths) for lengths, _ in computed(model))
+    assert tokens == sum(4 + each.params.max_new_tokens - 1 for each in requests), (
+        "no row was computed in vain"
+    )
+    assert_all_free(engine)
+
+
+def test_min_tokens_counts_those_on_their_way() -> None:
+    model = RememberingModel(rule=lambda _: EOS)
+    engine, _ = engine_of(model)
+    request = add(engine, PROMPT, greedy(20, min_tokens=3))
+    outputs = run(engine)
+    assert [token == EOS for token in tokens_of(outputs, request)] == [False, False, False, True]
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "drained"])
+def test_a_prompt_starts_within_two_completions(mode: str) -> None:
+    engine, _stream, (running,) = started(1, prefill_mode=mode, prefill_chunk_size=4)
+    engine.step()
+    newcomer = add(engine, [3] * 6, greedy(4))
+    outputs = []
+    steps = 0
+    while not newcomer.has_begun:
+        outputs += engine.step()
+        steps += 1
+        assert steps <= 3
+    done = len(tokens_of(outputs, running))
+    assert done <= 2
+    if mode == "drained":
+        assert runner_of(engine).state.in_flight == 1, "alone in flight: what came before has been read"
+    outputs += run(engine)
+    assert tokens_of(outputs, running) == continuation(running.prompt_token_ids, 20)[:20]
+    assert tokens_of(outputs, newcomer) == continuation([3] * 6, 4)
+    assert_all_free(engine)
+
+
+def test_whose_last_chunk_is_on_its_way_decodes_behind_it() -> None:
+    model = RememberingModel()
+    engine, _stream = engine_of(model, prefill_chunk_size=2)
+    request = add(engine, [4, 4, 4, 4, 4], greedy(3))
+    engine.step()
+    engine.step()
+    assert request.state is RequestState.PREFILL
+    engine.step()
+    assert (request.state, request.pending_tokens) == (RequestState.DECODE, 1)
+    engine.step()
+    assert request.pending_tokens == 2
+    outputs = run(engine)
+    assert tokens_of(outputs, request) == continuation([4] * 5, 3)
+    assert computed(model) == [((2,), (2,)), ((2,), (4,)), ((1,), (5,)), ((1,), (6,)), ((1,), (7,))]
+
+
+def test_a_full_house_is_not_drained_for_a_prompt_that_has_no_place() -> None:
+    engine, _stream, _ = started(2, prefill_mode="drained", max_batch_size=2)
+    engine.step()
+    add(engine, [1, 2, 3], greedy(2))
+    engine.step()
+    assert runner_of(engine).state.in_flight == SLOTS
+
+
+def test_what_was_computed_is_shared_once_it_has_been_read() -> None:
+    engine, _ = engine_of(block_size=4)
+    text = [(3 * i) % 200 for i in range(12)]
+    first = add(engine, text, greedy(3))
+    engine.step()
+    early = add(engine, text, greedy(3))
+    outputs = engine.step()
+    assert early.cached_tokens == 0, "on its way, and nobody has seen whether it is sound"
+    outputs += run(engine)
+    late = add(engine, text, greedy(3))
+    outputs += run(engine)
+    assert late.cached_tokens == 8
+    for each in (first, early, late):
+        assert tokens_of(outputs, each) == continuation(text, 3)
+    assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_nobody_is_preempted_in_flight() -> None:
+    """Two grow into the last block: all is read before one of them gives way, and only one does."""
+    engine, _stream = engine_of(block_size=4, num_blocks=6, max_batch_size=2, max_seq_len=24)
+    requests = [add(engine, [9, i, 9], greedy(14)) for i in range(2)]
+    outputs = []
+    while engine.has_work:
+        before = engine.scheduler.preemptions
+        flying = runner_of(engine).state.in_flight
+        outputs += engine.step()
+        if engine.scheduler.preemptions > before:
+            assert flying <= 1, "the last of them was read at the beginning of this step"
+    assert engine.scheduler.preemptions == 1
+    for each in requests:
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 14)
+    assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- pause
+
+
+def test_a_pause_reads_what_is_in_flight_and_loses_nothing() -> None:
+    engine, stream, requests = started(3)
+    engine.step()
+    stream.finish()
+    outputs = engine.pause(1.0)
+    assert all(len(tokens_of(outputs, each)) == 2 for each in requests)
+    assert (runner_of(engine).state.in_flight, engine.next_wake()) == (0, None)
+    engine.resume()
+    assert engine.next_wake() is not None
+    outputs += run(engine)
+    for each in requests:
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 20)
+    assert_all_free(engine)
+
+
+def test_a_pause_that_takes_too_long_says_so_and_changes_nothing() -> None:
+    engine, _stream, (request,) = started()
+    engine.step()
+    with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
+        engine.pause(0.01)
+    assert (runner_of(engine).state.in_flight, engine.paused) == (SLOTS, False)
+    outputs = run(engine)
+    assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 20)

@@ -1,0 +1,153 @@
+"""A fault in each place: while a step is handed in, while it computes, when its results are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import EngineDeadError, NaNLogitsError
+from common.request import Request, StepOutput
+from tests.engine_helpers import (
+    RememberingModel,
+    add,
+    assert_all_free,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    solo,
+    tokens_of,
+)
+from tests.phase6_paged.test_paged_runner import ALLERGEN, Allergic, nan_model
+from tests.phase9_pipelined.support import engine_of
+
+PLACES = [
+    f"{place}{kind} {step}"
+    for place in ("", "submit ")
+    for kind in ("forward", "sample")
+    for step in range(4)
+]
+
+
+def assert_answered(outputs: list[StepOutput], requests: list[Request]) -> None:
+    for each in requests:
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, each.params.max_new_tokens)
+        assert end_of(outputs, each).finish_reason == "length"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_fails_once_is_computed_again_and_nobody_notices(place: str, depth: int) -> None:
+    engine, stream = engine_of(pipeline_depth=depth, prefill_chunk_size=4)
+    stream.faults[place] = RuntimeError("cosmic ray")
+    requests = [add(engine, [i, *range(2 * i + 1)], greedy(7)) for i in range(3)]
+    outputs = run(engine)
+    assert engine.telemetry.counters.failed_passes == 1
+    assert_answered(outputs, requests)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("place", ["sample 2", "submit sample 2", "forward 3", "submit forward 3"])
+def test_and_so_for_those_who_wait_for_their_tokens(place: str) -> None:
+    engine, stream = engine_of()
+    stream.faults[place] = RuntimeError("cosmic ray")
+    requests = [add(engine, [i, 1], greedy(7, presence_penalty=1e-9)) for i in range(3)]
+    assert_answered(run(engine), requests)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_only_the_guilty_fail(depth: int) -> None:
+    engine, _ = engine_of(Allergic(), pipeline_depth=depth)
+    guilty = add(engine, [1, ALLERGEN, 2], greedy(5))
+    others = [add(engine, [i, 7, 7], greedy(9)) for i in range(2)]
+    outputs = run(engine)
+    assert str(end_of(outputs, guilty).error) == "allergic"
+    assert_answered(outputs, others)
+    next_one = add(engine, [3, 3], greedy(4))
+    assert_answered(run(engine), [next_one])
+    assert_all_free(engine)
+
+
+def test_who_falls_ill_on_the_way_keeps_what_it_had() -> None:
+    """Its later tokens fail, in a step behind which another is on its way."""
+    model = RememberingModel()
+    engine, _ = engine_of(model)
+
+    def fail(sequences: list[list[int]]) -> None:
+        if any(ids[0] == 6 and len(ids) > 5 for ids in sequences):
+            raise RuntimeError("too long for me")
+
+    model.before_pass = fail
+    ill = add(engine, [6, 1, 1], greedy(9))
+    others = [add(engine, [i, 7, 7], greedy(9)) for i in range(2)]
+    outputs = run(engine)
+    assert tokens_of(outputs, ill) == continuation([6, 1, 1], 3)
+    assert str(end_of(outputs, ill).error) == "too long for me"
+    assert_answered(outputs, others)
+    assert_all_free(engine)
+
+
+def test_no_number_fails_one_and_its_zombie_harms_nobody() -> None:
+    model = nan_model()
+    engine, _ = engine_of(model)
+    sick = add(engine, [7, ALLERGEN, 7], greedy(5))
+    friend = add(engine, [7, 7, 8], greedy(8, ignore_eos=True))
+    outputs = run(engine)
+    assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
+    assert tokens_of(outputs, friend) == solo(model, friend.prompt_token_ids, friend.params)
+    assert_all_free(engine)
+
+
+def test_a_request_that_ends_in_the_failed_step_is_not_computed_behind_it() -> None:
+    engine, stream = engine_of()
+    stream.faults["sample 1"] = RuntimeError("cosmic ray")
+    short = add(engine, [1, 2], greedy(2))
+    long = add(engine, [3, 4], greedy(6))
+    assert_answered(run(engine), [short, long])
+    assert_all_free(engine)
+
+
+def test_cancelled_while_its_step_fails() -> None:
+    engine, stream = engine_of()
+    stream.faults["forward 1"] = RuntimeError("cosmic ray")
+    victim, other = add(engine, [1, 2], greedy(6)), add(engine, [3, 4], greedy(6))
+    outputs = engine.step() + engine.step()
+    engine.cancel(victim.request_id)
+    outputs += run(engine)
+    assert end_of(outputs, victim).finish_reason == "cancelled"
+    assert_answered(outputs, [other])
+    assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- the device
+
+
+class Lost(torch.AcceleratorError):
+    """As a device raises whose state is unknown."""
+
+    def __init__(self) -> None:
+        RuntimeError.__init__(self, "an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("place", ["forward 1", "sample 2", "submit forward 2", "submit sample 1"])
+def test_a_lost_device_ends_everything_and_nobody_hangs(place: str) -> None:
+    engine, stream = engine_of(max_batch_size=2)
+    stream.faults[place] = Lost()
+    requests = [add(engine, [i, 1], greedy(6)) for i in range(4)]  # in flight, and waiting
+    outputs: list[StepOutput] = []
+    while engine.dead is None:
+        outputs += engine.step()
+    for each in requests:
+        assert isinstance(end_of(outputs, each).error, EngineDeadError)
+    assert engine.next_wake() is None
+    with pytest.raises(EngineDeadError):
+        engine.step()
+
+
+def test_out_of_memory_is_no_reason_to_die() -> None:
+    engine, stream = engine_of()
+    stream.faults["submit forward 2"] = torch.OutOfMemoryError("a little too much")
+    requests = [add(engine, [i, 1], greedy(6)) for i in range(3)]
+    assert_answered(run(engine), requests)
+    assert engine.dead is None

@@ -1,0 +1,129 @@
+"""What is recorded before the first client comes, and how many threads are to play it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import phase9_pipelined
+from common.request import Request, SamplingParams
+from common.streams import TapeStream, ThreadStream
+from kernels import native
+from phase9_pipelined.warm_up import TRIALS, warm_up
+from tests.engine_helpers import assert_all_free, run
+from tests.phase8_prefix.support import caching
+from tests.phase9_pipelined.support import runner_of
+
+needs_native = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+
+
+def zoo_engine(**options: Any) -> Any:
+    settings = {
+        "model": "zoo:llama-tiny",
+        "dtype": "float32",
+        "max_seq_len": 64,
+        "block_size": 1,
+        "num_blocks": 100,
+    }
+    return phase9_pipelined.build_engine(phase9_pipelined.Config(**(settings | options)))
+
+
+@needs_native
+def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = zoo_engine()
+    assert_all_free(engine)
+    assert caching(engine).allocator.num_free == 100, "nothing of it is found by others"
+    assert engine.telemetry.counters.steps == 0
+
+    def recorded_late(*_: object) -> None:
+        raise AssertionError("recorded while a client waits")
+
+    monkeypatch.setattr("common.streams.record", recorded_late)
+    for params in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_p=0.5, top_k=9),
+    ):
+        assert engine.add_request(engine.create_request([5, 6, 7], params))
+    outputs = run(engine)
+    assert [output.error for output in outputs if output.finished] == [None] * 3
+
+
+@needs_native
+def test_a_recording_that_fails_late_fails_nobody_else() -> None:
+    """The first to ask for something pays for its recording; that goes wrong for it alone."""
+    engine = zoo_engine()
+    plain = engine.create_request(
+        [5, 6, 7], SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+    )
+    odd = engine.create_request([5, 6, 8], SamplingParams(temperature=0.0, max_new_tokens=12, logprobs=3))
+    for each in (plain, odd):
+        assert engine.add_request(each)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("no tape left")
+
+        patch.setattr("common.streams.record", broken)
+        outputs = run(engine)
+    assert [output.error for output in outputs if output.finished] == [None, None], (
+        "computed one by one, without it"
+    )
+    assert engine.telemetry.counters.failed_passes > 0
+
+
+def test_steps_may_be_called_from_python() -> None:
+    engine = zoo_engine(captured_steps=False)
+    assert isinstance(runner_of(engine).stream, ThreadStream)
+    assert engine.add_request(
+        engine.create_request([5, 6], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    )
+    assert len(run(engine)) == 5
+
+
+class TimedStream(TapeStream):
+    """Passes take as long as the test says, by the number of threads."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.threads = 0
+
+    def set_threads(self, threads: int) -> None:
+        self.threads = threads
+
+    def take_times(self) -> list[tuple[int, float, float]]:
+        taken = [99.0, 1e-6, *[self.seconds.get(self.threads, 0.0), 1e-6] * TRIALS]
+        return [(i, 10.0, 10.0 + each) for i, each in enumerate(taken)]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("asked", "seconds", "chosen"),
+    [
+        (None, {3: 0.010, 4: 0.008}, 4),
+        (None, {3: 0.0081, 4: 0.008}, 3),
+        (None, {3: 0.007, 4: 0.008}, 3),
+        (4, {3: 0.007, 4: 0.008}, 4),
+        (1, {3: 0.007, 4: 0.008}, 1),
+    ],
+)
+def test_one_thread_less_where_the_host_gains_more(
+    asked: int | None, seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(zoo_engine())
+    stream = TimedStream(seconds)
+    runner.stream = stream
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    warm_up(runner, stream, asked)
+    assert stream.threads == chosen
+
+
+@needs_native
+def test_a_pool_too_small_to_try_is_no_reason_to_fail() -> None:
+    engine = zoo_engine(num_blocks=1, max_seq_len=2)
+    request = Request("small", [3], SamplingParams(max_new_tokens=1))
+    assert engine.add_request(request)
+    assert run(engine)[-1].error is None
