@@ -116,6 +116,7 @@ WORKLOADS: dict[str, Workload] = {
             new_tokens=Lengths(256, 256),
             arrivals="sequential",
             shows="latency floor",
+            phase=9,
         ),
         Workload(
             "continuous_batching",

@@ -1,0 +1,258 @@
+"""What running ahead brings, without a server: decode steps of phase 9 at each depth, called and played.
+
+`python -m benchmarks.pipeline [--models zoo:llama-tiny dummy:llama-60m] [--sequences 1 4 16] [--repeats 5]`
+
+Every way to step is an engine in a process of its own. They take turns, so
+that a machine that slows down slows all.
+A step is what `Engine.step` does, text and stop decisions included, while all sequences decode.
+
+```text
+called     operators are called from Python, by a thread of the stream's own
+played     a recording is played in C++ (`kernels.tape`)
+```
+
+A second table is of the same steps beside a thread that is busy in Python and takes the interpreter's lock whenever
+it can: what an event loop full of work does to an engine. `--trace` writes down when the host and the stream did
+what, for the drawing on phase 9's page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.results import LOCAL
+from benchmarks.tables import Cell, MeasuredTable
+from common.engine import Engine
+from common.phases import find_phase
+from common.request import SamplingParams
+
+PROMPT_TOKENS, NEW_TOKENS = 64, 96
+BUSY_TOKENS = 16  # beside a busy thread a step may take a second
+TRACED_SEQUENCES, TRACED_STEPS = 8, 5
+
+#: Heading, phase and options of every way to step.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phase 8": ("8", {}),
+    "depth 0, called": ("9", {"pipeline_depth": 0, "captured_steps": False}),
+    "depth 2, called": ("9", {"pipeline_depth": 2, "captured_steps": False}),
+    "depth 0, played": ("9", {"pipeline_depth": 0}),
+    "depth 1, played": ("9", {"pipeline_depth": 1}),
+    "depth 2, played": ("9", {"pipeline_depth": 2}),
+}
+BUSY = ("phase 8", "depth 2, played")
+
+_engine: Engine
+
+
+def start(way: str, model: str, sequences: int) -> None:
+    """Build this process's engine."""
+    global _engine
+    phase, options = WAYS[way]
+    package = find_phase(phase)
+    tokens = PROMPT_TOKENS + NEW_TOKENS
+    settings: dict[str, Any] = {
+        "model": model,
+        "max_batch_size": sequences,
+        "max_seq_len": tokens,
+        "num_blocks": sequences * -(-tokens // 16),
+        "enable_prefix_caching": False,
+    }
+    config = package.Config(**(settings | options))
+    _engine = package.build_engine(config)
+
+
+def decode(sequences: int, new_tokens: int = NEW_TOKENS) -> Iterator[float]:
+    """Seconds of each step in which all decode."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+    for number in range(sequences):
+        prompt = [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)]
+        assert _engine.add_request(_engine.create_request(prompt, params))
+    before = time.perf_counter()
+    while _engine.has_work:
+        outputs = _engine.step()
+        now = time.perf_counter()
+        if sum(output.token_id is not None for output in outputs) == sequences:
+            yield now - before
+        before = now
+
+
+def step_ms(sequences: int, busy: bool) -> float:
+    """Milliseconds of a step, the mean of those in the middle of an answer."""
+    with busy_in_python() if busy else ExitStack():
+        steps = list(decode(sequences, BUSY_TOKENS if busy else NEW_TOKENS))
+    return statistics.mean(steps[len(steps) // 4 : -len(steps) // 8]) * 1e3
+
+
+@contextmanager
+def busy_in_python() -> Iterator[None]:
+    """A thread that computes in Python, as long as this is entered."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+# ---------------------------------------------------------------------- a trace
+
+
+def trace(sequences: int, steps: int) -> list[list[Cell]]:
+    """When the host and the stream did what in some steps in the middle: [lane, what, from ms, to ms]."""
+    runner: Any = _engine.runner  # whose parts are about to be watched
+    spans: list[tuple[str, str, float, float]] = []
+    kinds: dict[int, str] = {}
+
+    def watch(owner: Any, name: str, what: str) -> None:
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spans.append(("host", what, began, time.monotonic()))
+
+        setattr(owner, name, watched)
+
+    watch(_engine, "_plan", "plan")
+    watch(runner, "launch_forward", "launch")
+    watch(runner, "finalize_sampling", "launch")
+    watch(runner, "commit", "commit")
+    submit = runner.stream.submit
+
+    def named(key: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = submit(key, *args, **kwargs)
+        if hasattr(pending, "ticket"):
+            kinds[pending.ticket] = "forward" if key == "forward" else "sample"
+            watch(pending, "wait", "wait")
+        return pending
+
+    runner.stream.submit = named
+    ends = [time.monotonic() for _ in decode(sequences)]
+    middle = len(ends) // 2
+    first, last = ends[middle], ends[middle + steps]
+    spans += [
+        ("stream", kinds[ticket], *times) for ticket, *times in runner.stream.take_times() if ticket in kinds
+    ]
+    return [
+        [lane, what, (began - first) * 1e3, (ended - first) * 1e3]
+        for lane, what, began, ended in sorted(spans, key=lambda span: span[2])
+        if first <= began < last
+    ]
+
+
+# ---------------------------------------------------------------------- the program
+
+
+def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of a step by way, alone and beside a busy thread: medians over all turns."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}
+        for way, process in processes.items():
+            process.submit(start, way, model, sequences).result()
+        found: dict[tuple[str, bool], list[float]] = {}
+        for turn, busy in itertools.product(range(repeats + 1), (False, True)):
+            for way in BUSY if busy else WAYS:
+                taken = processes[way].submit(step_ms, sequences, busy).result()
+                if turn:  # the first turn warms up
+                    found.setdefault((way, busy), []).append(taken)
+    alone, beside = (
+        {way: statistics.median(t) for (way, b), t in found.items() if b is busy} for busy in (False, True)
+    )
+    return alone, beside
+
+
+def traced(model: str) -> list[list[Cell]]:
+    spawn = multiprocessing.get_context("spawn")
+    rows: list[list[Cell]] = []
+    for depth in (0, 2):
+        with ProcessPoolExecutor(1, mp_context=spawn) as process:
+            process.submit(start, f"depth {depth}, played", model, TRACED_SEQUENCES).result()
+            process.submit(step_ms, TRACED_SEQUENCES, False).result()
+            spans = process.submit(trace, TRACED_SEQUENCES, TRACED_STEPS).result()
+        rows += [[model, depth, *span] for span in spans]
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--models", nargs="+", default=["zoo:llama-tiny", "dummy:llama-60m"])
+    options.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--trace", action="store_true", help="the drawing's times instead of the tables")
+    options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    setup = {"threads": str(torch.get_num_threads())}
+    tables = []
+    if options.trace:
+        rows = [row for model in options.models for row in traced(model)]
+        columns = ["model", "depth", "lane", "what", "from, ms", "to, ms"]
+        setup |= {"sequences": str(TRACED_SEQUENCES)}
+        tables.append(
+            MeasuredTable(
+                name="pipeline_trace", title="where the time goes", setup=setup, columns=columns, rows=rows
+            )
+        )
+    else:
+        setup |= {"median of": f"{options.repeats} turns", "prompts": f"{PROMPT_TOKENS} tokens"}
+        alone: list[list[Cell]] = []
+        beside: list[list[Cell]] = []
+        for model, sequences in itertools.product(options.models, options.sequences):
+            quiet, busy = measure(model, sequences, options.repeats)
+            ratio = quiet["depth 0, played"] / quiet["depth 2, played"]
+            alone.append([model, sequences, *(quiet[way] for way in WAYS), ratio])
+            beside.append([model, sequences, *(busy[way] for way in BUSY)])
+        tables.append(
+            MeasuredTable(
+                name="pipeline",
+                title="a decode step",
+                setup=setup,
+                columns=["model", "sequences", *(f"{way}, ms" for way in WAYS), "depth 0 ÷ depth 2"],
+                rows=alone,
+            )
+        )
+        tables.append(
+            MeasuredTable(
+                name="pipeline_busy",
+                title="a decode step beside a thread busy in Python",
+                setup=setup,
+                columns=["model", "sequences", *(f"{way}, ms" for way in BUSY)],
+                rows=beside,
+            )
+        )
+    console = Console()
+    for table in tables:
+        table.print(console)
+        console.print(f"written to {table.save(options.out)}")
+
+
+if __name__ == "__main__":
+    main()
