@@ -158,6 +158,7 @@ class RememberingModel:
     dtype = torch.float32
     device = CPU
     max_positions = 1024
+    is_packed = False
 
     def __call__(self, batch: TokenBatch, view: KVView) -> Tensor:
         assert self.pool is not None

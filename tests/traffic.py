@@ -116,7 +116,7 @@ class Traffic:
             assert waits != (request in active)
             if request.state is RequestState.DECODE:
                 assert request.slot is not None
-                assert pool.get_seq_len(request.slot) == len(request.token_ids) - 1
+                assert pool.get_seq_len(request.slot) == request.num_tokens - 1
         waiting = sum(request.state is RequestState.WAITING for request in self.live.values())
         assert waiting <= scheduler.num_waiting <= 4 + 3
         assert pool.used_tokens <= pool.reserved_tokens

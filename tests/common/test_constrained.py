@@ -33,7 +33,7 @@ from tests.engine_helpers import (
     tokens_of,
 )
 
-PHASES = ("static", "continuous", "paged", "chunked")
+PHASES = ("static", "continuous", "paged", "chunked", "prefix", "pipelined")
 
 
 @pytest.fixture(params=PHASES)

@@ -26,7 +26,10 @@ from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
 from common.phases import find_phase
 from common.request import Request, SamplingParams
 from common.sampling import Sampled, TokenMasks
+from common.streams import Done, Pending
 from common.text import Tokenizer
+from phase9_pipelined.runner import PipelinedRunner
+from phase9_pipelined.slots import LaunchedPass
 
 MAX_SEQ_LEN = 384
 
@@ -72,6 +75,11 @@ VARIANTS = [
     Variant("phase8_prefix", {"block_size": 4, "num_blocks": 150, "mixed_batches": False}),
     Variant("phase8_prefix", {"use_chunked_prefill": False, "block_size": 4}),
     Variant("phase8_prefix", {"enable_prefix_caching": False}),
+    Variant("phase9_pipelined", {"prefill_chunk_size": 16}),
+    Variant("phase9_pipelined", {"pipeline_depth": 1, "block_size": 4, "num_blocks": 150}),
+    Variant("phase9_pipelined", {"pipeline_depth": 0, "mixed_batches": False, "prefill_chunk_size": 7}),
+    Variant("phase9_pipelined", {"prefill_mode": "drained", "captured_steps": False}),
+    Variant("phase9_pipelined", {"use_chunked_prefill": False, "enable_prefix_caching": False}),
 ]
 
 MODELS = [
@@ -79,8 +87,8 @@ MODELS = [
     "zoo:qwen3-tiny",
     "zoo:gemma3-tiny",
     "random:llama",
-    "random:qwen3",
-    "random:gemma3",
+    pytest.param("random:qwen3", marks=pytest.mark.slow),
+    pytest.param("random:gemma3", marks=pytest.mark.slow),
 ]
 
 
@@ -153,8 +161,18 @@ class recorded_logits:
                 seen[request.request_id].append(logits[row].clone())
             return original(logits, requests, masks)
 
+        handed_in = PipelinedRunner._sample_one
+
+        def sample_one(runner: PipelinedRunner, launched: LaunchedPass) -> Pending:
+            outputs = launched.forward.wait()
+            for row, request in enumerate(launched.requests):
+                seen[request.request_id].append(outputs[0][row].clone())
+            launched.forward = Done(outputs)
+            return handed_in(runner, launched)
+
         self._patch.setattr(common.runner, "sample", sample)
         self._patch.setattr(common.generate, "sample", sample)
+        self._patch.setattr(PipelinedRunner, "_sample_one", sample_one)
         return seen
 
     def __exit__(self, *_: object) -> None:

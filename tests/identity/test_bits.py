@@ -26,6 +26,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phase7_chunked", {"prefill_chunk_size": 33, "block_size": 1, "num_blocks": 800}),
     ("phase8_prefix", {"prefill_chunk_size": 33, "block_size": 4, "num_blocks": 95}),
     ("phase8_prefix", {"enable_prefix_caching": False}),
+    ("phase9_pipelined", {"prefill_chunk_size": 33, "block_size": 4, "num_blocks": 85}),
+    ("phase9_pipelined", {"prefill_mode": "drained", "prefill_chunk_size": 7}),
+    *(("phase9_pipelined", {"pipeline_depth": depth}) for depth in (0, 1)),
 ]
 
 
@@ -34,7 +37,15 @@ def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
     return [(output.token_id, output.logprobs) for output in outputs]
 
 
-@pytest.fixture(scope="module", params=[(m, d) for m in MODELS for d in DTYPES], ids=lambda p: "-".join(p))
+#: Two of the six take long and find what the others find.
+CASES = [
+    pytest.param((name, dtype), id=f"{name}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float32" and "llama" not in name))
+    for name in MODELS
+    for dtype in DTYPES
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest) -> CausalLM:
     name, dtype = request.param
     loaded = load_model(

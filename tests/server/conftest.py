@@ -15,10 +15,22 @@ PHASES = [
     "phase6_paged",
     "phase7_chunked",
     "phase8_prefix",
+    "phase9_pipelined",
 ]
 
+#: Phases that find again what they have computed.
+CACHING = {"phase8_prefix", "phase9_pipelined"}
+
+
+def called_from_python(phase: str) -> tuple[str, ...]:
+    """Options for a server whose passes a test is to hold and break: none of them may be a recording."""
+    return ("--no-captured-steps",) if phase == "phase9_pipelined" else ()
+
+
 #: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.
-EVERY_PHASE = {"test_completions", "test_constrained", "test_errors", "test_traffic"}
+EVERY_PHASE = {"test_completions", "test_traffic"}
+#: What of the phases between the first and the last is slow, too.
+FIRST_AND_LAST = {"test_constrained", "test_errors"}
 #: Of those modules, what takes long and tests nothing that a phase has a part in.
 ONE_PHASE = {
     "test_two_megabytes_of_nonsense_cost_one_error_each",
@@ -34,11 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]  # others have phases, too
     for item in here:
         if isinstance(item, pytest.Function) and "phase" in item.fixturenames:
-            later = item.callspec.params["phase"] != PHASES[0]
-            everywhere = (
-                item.module.__name__.rpartition(".")[2] in EVERY_PHASE and item.originalname not in ONE_PHASE
-            )
-            if later and not everywhere:
+            phase, module = item.callspec.params["phase"], item.module.__name__.rpartition(".")[2]
+            here_too = module in EVERY_PHASE or (module in FIRST_AND_LAST and phase == PHASES[-1])
+            if phase != PHASES[0] and (not here_too or item.originalname in ONE_PHASE):
                 item.add_marker(pytest.mark.slow)
 
 
@@ -61,6 +71,7 @@ def start_gated(phase: str) -> ServerProcess:
     return ServerProcess(
         phase,
         *("--max-batch-size", "4", "--max-waiting-requests", "6", "--shutdown-timeout", "30"),
+        *called_from_python(phase),
         module="tests.server.gated_server",
         env={"TEST_STALL_TIMEOUT_S": "2"},
     )

@@ -16,10 +16,10 @@ from tests.server.test_lifecycle import hold_a_full_batch
 PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for every product to be shared out
 
 
-def threads_of_a_server(workers: int) -> int:
+def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
     """Threads of a process that has answered requests of every kind, with products shared out to so many."""
     env = {"OMP_NUM_THREADS": str(workers), "OPENBLAS_NUM_THREADS": "1"}  # numpy has threads of its own
-    server = ServerProcess("phase7_chunked", env=env)
+    server = ServerProcess(phase, *flags, env=env)
     try:
         server.complete(prompt=PREFILL, max_tokens=12, temperature=1, top_p=0.9, seed=4)
         server.complete(prompt=[PREFILL] * 4, logprobs=3, presence_penalty=1, stop=["fox"])
@@ -30,9 +30,13 @@ def threads_of_a_server(workers: int) -> int:
         server.close()
 
 
-def test_libgomp_keeps_one_pool_of_workers() -> None:
+@pytest.mark.parametrize(
+    ("phase", "flag"), [("phase7_chunked", None), ("phase9_pipelined", "--pass-threads")]
+)
+def test_libgomp_keeps_one_pool_of_workers(phase: str, flag: str | None) -> None:
     """A second thread that computes would bring a second pool, and every pass would take twice as long."""
-    assert threads_of_a_server(2) - threads_of_a_server(1) == 1
+    two, one = (threads_of_a_server(phase, n, *([flag, str(n)] if flag else [])) for n in (2, 1))
+    assert two - one == 1
 
 
 def test_a_step_that_hangs_does_not_keep_the_server() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import called_from_python
 from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import hold_a_full_batch, in_background, post
 
 QUEUE = 16
-PAGED = {"phase6_paged", "phase7_chunked", "phase8_prefix"}
+PAGED = {"phase6_paged", "phase7_chunked", "phase8_prefix", "phase9_pipelined"}
 LONG = {"max_tokens": 100, "ignore_eos": True}  # seven blocks of 16 tokens
 
 
@@ -26,6 +27,7 @@ def shared_busy(phase: str) -> Iterator[ServerProcess]:
         phase,
         *("--max-batch-size", "4", "--max-waiting-requests", str(QUEUE), "--max-seq-len", "256"),
         *(("--block-size", "16", "--num-blocks", "16") if phase in PAGED else ()),
+        *called_from_python(phase),
         module="tests.server.gated_server",
     )
     yield process
