@@ -9,7 +9,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
-from docs.building import code, memory, options, paging, pictures, prefix, results, rounding, samples  # noqa: E402 - needs the path
+from docs.building import (  # noqa: E402 - needs the path
+    code,
+    memory,
+    options,
+    paging,
+    pictures,
+    pipeline,
+    prefix,
+    results,
+    rounding,
+    samples,
+)
 
 
 def define_env(env: Any) -> None:
@@ -36,6 +47,7 @@ def define_env(env: Any) -> None:
         pictures.timeline_table,
         pictures.timeline_steps,
         pictures.visibility,
+        pipeline.pipeline_timeline,
         prefix.chat_table,
         prefix.probe,
         prefix.secret_tokens,

@@ -119,15 +119,15 @@ def timeline(phase: str) -> str:
     found = schedule(phase)
     width = LABEL + found.steps * (CELL + GAP)
     height = (SEATS + 2) * (CELL + GAP)
-    shapes = [_text(LABEL + s * (CELL + GAP) + CELL / 2, 15, str(s), "step") for s in range(found.steps)]
-    shapes.append(_text(0, 15, "step", "label"))
-    shapes += [_text(0, _y(seat) + 15, f"seat {seat}", "label") for seat in range(SEATS)]
+    shapes = [text(LABEL + s * (CELL + GAP) + CELL / 2, 15, str(s), "step") for s in range(found.steps)]
+    shapes.append(text(0, 15, "step", "label"))
+    shapes += [text(0, _y(seat) + 15, f"seat {seat}", "label") for seat in range(SEATS)]
     for (step, seat), (name, kind) in sorted(found.cells.items()):
         shapes.append(_cell(LABEL + step * (CELL + GAP), _y(seat), name, kind))
-    shapes.append(_text(0, _y(SEATS) + 15, "waiting", "label"))
+    shapes.append(text(0, _y(SEATS) + 15, "waiting", "label"))
     for step, names in enumerate(found.waiting):
         x = LABEL + step * (CELL + GAP) + CELL / 2
-        shapes.append(_text(x, _y(SEATS) + 15, names if len(names) < 3 else str(len(names)), "waiting"))
+        shapes.append(text(x, _y(SEATS) + 15, names if len(names) < 3 else str(len(names)), "waiting"))
     title = f"{find_phase(phase).PHASE.title}: which request holds which seat in each step"
     legend = " ".join(
         f'<span class="key {kind}">{words}</span>'
@@ -137,7 +137,7 @@ def timeline(phase: str) -> str:
             *((("idle", "done, row kept"),) if "idle" in {kind for _, kind in found.cells.values()} else ()),
         )
     )
-    return _figure(width, height, shapes, title, legend)
+    return figure(width, height, shapes, title, legend)
 
 
 def timeline_steps(phase: str) -> int:
@@ -170,15 +170,15 @@ def visibility(*sequences: tuple[str, int, int, int | None]) -> str:
     shapes: list[str] = []
     y, size = 0, 20
     for caption, start, count, window in sequences:
-        shapes.append(_text(0, y + 15, caption, "label"))
+        shapes.append(text(0, y + 15, caption, "label"))
         y += 22
         shapes += [
-            _text(LABEL + column * (size + 2) + size / 2, y + 11, str(column), "step")
+            text(LABEL + column * (size + 2) + size / 2, y + 11, str(column), "step")
             for column in range(start + count)
         ]
         y += 16
         for position in range(start, start + count):
-            shapes.append(_text(0, y + 15, f"at {position}", "label"))
+            shapes.append(text(0, y + 15, f"at {position}", "label"))
             for column in range(start + count):
                 seen = column <= position and (window is None or position - column < window)
                 kind = "own" if column == position else "decode" if seen else "hidden"
@@ -190,10 +190,10 @@ def visibility(*sequences: tuple[str, int, int, int | None]) -> str:
         '<span class="key hidden">not seen</span>'
     )
     width = max(LABEL + longest * (size + 2), 340)
-    return _figure(width, y, shapes, "Which columns each token of the pass sees", legend)
+    return figure(width, y, shapes, "Which columns each token of the pass sees", legend)
 
 
-def _figure(width: float, height: float, shapes: Sequence[str], title: str, legend: str) -> str:
+def figure(width: float, height: float, shapes: Sequence[str], title: str, legend: str) -> str:
     svg = (
         f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
         f'aria-label="{title}">{"".join(shapes)}</svg>'
@@ -206,12 +206,12 @@ def _y(seat: int) -> int:
 
 
 def _cell(x: float, y: float, name: str, kind: str) -> str:
-    return _square(x, y, CELL, kind) + _text(x + CELL / 2, y + 15.5, name, f"on-{kind}")
+    return _square(x, y, CELL, kind) + text(x + CELL / 2, y + 15.5, name, f"on-{kind}")
 
 
 def _square(x: float, y: float, size: float, kind: str) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{size}" height="{size}" rx="3" class="{kind}"/>'
 
 
-def _text(x: float, y: float, text: str, kind: str) -> str:
+def text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>'
