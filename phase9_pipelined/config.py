@@ -12,8 +12,10 @@ from phase8_prefix.config import Config as PrefixConfig
 class Config(PrefixConfig):
     """Phase 8's options, and how far steps run ahead of their results."""
 
-    pipeline_depth: Literal[0, 1, 2] = Field(
+    pipeline_depth: int = Field(
         default=2,
+        ge=0,
+        le=2,
         description="steps in flight: 2; or 1, whose tokens are read before the next are chosen; or 0, one by one",
     )
     prefill_mode: Literal["pipelined", "drained"] = Field(

@@ -39,7 +39,11 @@ def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
 
 #: Two of the six take long and find what the others find.
 CASES = [
-    pytest.param((name, dtype), id=f"{name}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float32" and "llama" not in name))
+    pytest.param(
+        (name, dtype),
+        id=f"{name}-{dtype}",
+        marks=[pytest.mark.slow] * (dtype == "float32" and "llama" not in name),
+    )
     for name in MODELS
     for dtype in DTYPES
 ]

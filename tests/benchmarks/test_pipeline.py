@@ -1,0 +1,92 @@
+"""What measures running ahead: every way steps as it says, and a trace has all its parts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pipeline
+from benchmarks.pipeline import BUSY, WAYS
+from common.streams import TapeStream, ThreadStream
+from docs.building.pipeline import pipeline_timeline
+from kernels import native
+from tests.phase9_pipelined.support import runner_of
+
+MODEL = "zoo:llama-tiny"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_what_it_says(way: str) -> None:
+    pipeline.start(way, MODEL, 2)
+    steps = list(pipeline.decode(2, new_tokens=12))
+    assert len(steps) >= 10
+    assert min(steps) > 0
+    if way == "phase 8":
+        return
+    runner = runner_of(pipeline._engine)
+    assert f"depth {runner.depth}" in way
+    played = "played" in way and native.is_loaded()
+    assert isinstance(runner.stream, TapeStream if played else ThreadStream)
+
+
+def test_a_busy_thread_is_there_while_it_is_measured_and_gone_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline.start("depth 2, played", MODEL, 1)
+    before, seen = threading.active_count(), []
+    decode = pipeline.decode
+    monkeypatch.setattr(
+        pipeline, "decode", lambda *args: [seen.append(threading.active_count()), *decode(*args)][1:]
+    )
+    assert pipeline.step_ms(1, busy=True) > 0
+    assert seen == [before + 1]
+    assert threading.active_count() == before
+    assert set(BUSY) <= set(WAYS)
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_trace_has_the_hosts_parts_and_the_streams(depth: int) -> None:
+    pipeline.start(f"depth {depth}, played", MODEL, 2)
+    spans = pipeline.trace(2, 5)
+    assert {(lane, what) for lane, what, *_ in spans} == {
+        *(("host", what) for what in ("plan", "launch", "wait", "commit")),
+        *(("stream", what) for what in ("forward", "sample")),
+    }
+    for _, _, began, ended in spans:
+        assert isinstance(began, float)
+        assert isinstance(ended, float)
+        assert 0 <= began <= ended
+    forwards = [(began, ended) for _, what, began, ended in spans if what == "forward"]
+    commits = [began for _, what, began, _ in spans if what == "commit"]
+    assert len(forwards) in (4, 5, 6)
+    if depth == 0:  # nothing computes while the host reads
+        assert not any(began < commit < ended for began, ended in forwards for commit in commits)
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+def test_the_trace_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Not drawn yet" in pipeline_timeline(MODEL, tmp_path)
+    spans = [["host", "plan", 0.0, 1.0], ["stream", "forward", 0.5, 2.0]]
+    rows = [[MODEL, depth, *span] for depth in (0, 2) for span in spans]
+    monkeypatch.setattr(pipeline, "traced", lambda model: rows if model == MODEL else [])
+    pipeline.main(["--trace", "--models", MODEL, "--out", str(tmp_path)])
+    table = json.loads((tmp_path / "tables" / "pipeline_trace.json").read_text())
+    assert table["rows"] == rows
+    drawn = pipeline_timeline(MODEL, tmp_path)
+    assert drawn.count("<rect") == len(rows)
+    assert "2 in flight" in drawn
+    assert "forward, 1.50 ms" in drawn
+    assert "Not drawn yet" in pipeline_timeline("dummy:llama-60m", tmp_path)
+
+
+def test_the_tables_have_a_row_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {way: float(i + 1) for i, way in enumerate(WAYS)}
+    monkeypatch.setattr(pipeline, "measure", lambda *_: (times, {way: times[way] for way in BUSY}))
+    pipeline.main(["--models", MODEL, "--sequences", "1", "8", "--out", str(tmp_path)])
+    table = json.loads((tmp_path / "tables" / "pipeline.json").read_text())
+    ratio = times["depth 0, played"] / times["depth 2, played"]
+    assert table["rows"] == [[MODEL, n, *times.values(), ratio] for n in (1, 8)]
+    busy = json.loads((tmp_path / "tables" / "pipeline_busy.json").read_text())
+    assert busy["rows"] == [[MODEL, n, *(times[way] for way in BUSY)] for n in (1, 8)]
