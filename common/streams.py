@@ -120,12 +120,20 @@ class _Played(Pending):
     def __init__(self, player: Any, ticket: int) -> None:
         self.ticket = ticket
         self._player = player
+        self._outcome: tuple[Tensor, ...] | Exception | None = None
 
     def done(self, within_s: float = 0.0) -> bool:
-        return bool(self._player.is_done(self.ticket, within_s))
+        return self._outcome is not None or bool(self._player.is_done(self.ticket, within_s))
 
     def wait(self) -> tuple[Tensor, ...]:
-        return tuple(self._player.wait(self.ticket))
+        if self._outcome is None:  # the player tells once
+            try:
+                self._outcome = tuple(self._player.wait(self.ticket))
+            except Exception as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
 
 class Done(Pending):

@@ -174,6 +174,7 @@ struct TapePlayer : torch::CustomClassHolder {
   std::vector<at::Tensor> wait(int64_t ticket) {
     std::unique_lock lock(mutex_);
     TORCH_CHECK(ticket > 0 && ticket <= submitted_, "nothing was handed in under ", ticket);
+    TORCH_CHECK(ticket > completed_ || done_.count(ticket), ticket, " was waited for already");
     changed_.wait(lock, [&] { return done_.count(ticket) != 0; });
     auto done = std::move(done_.extract(ticket).mapped());
     if (done.error) std::rethrow_exception(done.error);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,19 +29,16 @@ def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) ->
         stream: the runner's.
         threads: how many share a pass; None: all there are, or one less.
     """
-    for params in (
-        SamplingParams(temperature=0.0),
-        SamplingParams(),
-        SamplingParams(top_p=0.9),
-    ):
-        _decode(runner, params, 0)
+    best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
+    for batch in ([best], [drawn], [ordered], [drawn, ordered]):
+        _decode(runner, batch)
     most = torch.get_num_threads()
     if threads is None and most > 1:
         seconds: dict[int, float] = {}
         for count in (most - 1, most):
             stream.set_threads(count)
             stream.take_times()
-            _decode(runner, SamplingParams(temperature=0.0), TRIALS)
+            _decode(runner, [best], TRIALS)
             passes = stream.take_times()[2::2]  # without the prompt's, and between them choices of tokens
             seconds[count] = min((ended - began for _, began, ended in passes), default=0.0)
         # A thread that waits for its share of the next operator keeps a core busy. With as many as there are cores,
@@ -51,14 +49,16 @@ def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) ->
     runner.pool.reset_prefix_cache()
 
 
-def _decode(runner: PipelinedRunner, params: SamplingParams, tokens: int) -> None:
-    """A prompt of one token, and so many tokens more, a step at a time; nothing, where memory is too small."""
-    request = Request("warm-up", [0], params)
-    if runner.pool.reserve(request, 1 + tokens):
-        request.start_prefill()
-        runner.execute(StepPlan(prefill=(PrefillChunk.rest(request),)))
+def _decode(runner: PipelinedRunner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:
+    """Prompts of one token, and so many tokens more, a step at a time; nothing, where memory is too small."""
+    requests = [Request(f"warm-up {i}", [0], params) for i, params in enumerate(batch)]
+    if all(runner.pool.reserve(request, 1 + tokens) for request in requests):
+        for request in requests:
+            request.start_prefill()
+        runner.execute(StepPlan(prefill=tuple(PrefillChunk.rest(request) for request in requests)))
         runner.drain()
         for _ in range(tokens):
-            runner.execute(StepPlan(decode=(request,)))
+            runner.execute(StepPlan(decode=tuple(requests)))
             runner.drain()
+    for request in requests:
         runner.pool.release(request)

@@ -61,6 +61,7 @@ def test_an_error_belongs_to_its_work_and_to_what_builds_on_it(stream: Stream) -
     with pytest.raises(IndexError, match="out of range"):
         behind.wait()
     assert good.wait()[0].item() == 2
+    assert good.wait()[0].item() == 2
     worse = stream.submit("look up", lookup(table), [torch.tensor([-1])])
     with pytest.raises(IndexError, match="out of range"):
         worse.wait()

@@ -149,6 +149,8 @@ def test_passes_come_out_in_order_and_errors_to_whom_they_belong(player: torch.S
     assert player.wait(tickets[0])[0].tolist() == [[9, 10, 11], [3, 4, 5]]
     with pytest.raises(RuntimeError, match="nothing was handed in under 99"):
         player.wait(99)
+    with pytest.raises(RuntimeError, match=f"{tickets[0]} was waited for already"):
+        player.wait(tickets[0])
 
 
 def test_a_pass_goes_on_while_python_keeps_its_lock(player: torch.ScriptObject) -> None:

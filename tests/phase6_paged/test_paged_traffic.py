@@ -54,7 +54,8 @@ class PoolMachine(RuleBasedStateMachine):
         type(self).operations += 1
         now = self.held.get(owner, 0)
         more = max(0, self.blocks_of(tokens) - self.blocks_of(now))
-        fits = more <= self.free
+        has_seat = owner in self.held or len(self.held) < len(self.pool.block_tables)
+        fits = more <= self.free and has_seat
         assert self.pool.reserve(owner, tokens) == fits
         if fits:
             self.held[owner] = max(now, tokens)

@@ -42,9 +42,9 @@ def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("common.streams.record", recorded_late)
     for params in (
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.7),
-        SamplingParams(top_p=0.5, top_k=9),
+        SamplingParams(temperature=0.0, max_new_tokens=8),
+        SamplingParams(temperature=0.7, max_new_tokens=8),
+        SamplingParams(top_p=0.5, top_k=9, max_new_tokens=8),
     ):
         assert engine.add_request(engine.create_request([5, 6, 7], params))
     outputs = run(engine)

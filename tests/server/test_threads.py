@@ -31,11 +31,11 @@ def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("phase", "flag"), [("phase7_chunked", None), ("phase9_pipelined", "--pass-threads")]
+    ("served", "flag"), [("phase7_chunked", None), ("phase9_pipelined", "--pass-threads")]
 )
-def test_libgomp_keeps_one_pool_of_workers(phase: str, flag: str | None) -> None:
+def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> None:
     """A second thread that computes would bring a second pool, and every pass would take twice as long."""
-    two, one = (threads_of_a_server(phase, n, *([flag, str(n)] if flag else [])) for n in (2, 1))
+    two, one = (threads_of_a_server(served, n, *([flag, str(n)] if flag else [])) for n in (2, 1))
     assert two - one == 1
 
 
