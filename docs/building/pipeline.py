@@ -12,11 +12,11 @@ WIDTH, LABEL, LANE = 640, 52, 20
 LANES = ("host", "stream")
 KINDS = {
     "plan": "prefill",
-    "launch": "own",
+    "launch": "launch",
     "wait": "hidden",
     "commit": "idle",
     "forward": "decode",
-    "sample": "own",
+    "sample": "sample",
 }
 
 

@@ -127,14 +127,14 @@ def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
 
 
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """One line for each setting of the newest sweep over exactly these options; a sentence where there is none.
+    """One line for each setting of each model's newest sweep over exactly these options, or a sentence.
 
     The reader's own newest has a table beside the published one.
     """
-    found: dict[bool, Group] = {}
+    found: dict[tuple[bool, str], Group] = {}
     for group in complete_groups(results):
         if group.first.workload.name == workload and group.swept == set(options):
-            found.setdefault(group.local, group)
+            found.setdefault((group.local, group.first.server.model), group)
     if found:
         lines = [line for line in LINES if line.title in SWEEP_LINES]
         return "\n".join(
