@@ -32,6 +32,7 @@ def run_here(function: str, cache: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
     assert run_here("compile_all", tmp_path).split().count("compiled") == 34
 

@@ -77,6 +77,7 @@ def fuzz(server: ServerProcess, folder: Path, examples: int, seed: int) -> None:
     assert "Traceback" not in server.log_text
 
 
+@pytest.mark.slow
 def test_fuzzing_finds_nothing(small: ServerProcess, tmp_path: Path) -> None:
     fuzz(small, tmp_path, examples=10, seed=1)
 
