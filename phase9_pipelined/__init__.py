@@ -17,7 +17,7 @@ PHASE = Phase(
     number=9,
     slug="phase9_pipelined",
     title="Pipelined decoding",
-    idea="launch the next step before reading the last one's tokens",
+    idea="launch the next step before the last tokens are read",
 )
 
 

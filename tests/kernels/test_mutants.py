@@ -64,9 +64,10 @@ MUTANTS = {
     "the library's exp where a whole tile is visible": Mutant(
         "attention.cpp",
         {
-            "scores[i] = exp_of_nonpositive(scores[i] - best);": (
-                "scores[i] = begin == 0 && end == width ? std::exp(scores[i] - best) : "
-                "exp_of_nonpositive(scores[i] - best);"
+            "for (int64_t i = 0; i < width; ++i) scores[i] = exp_of_nonpositive(scores[i] * scale - best);": (
+                "const bool whole = scores[0] != kHidden && scores[width - 1] != kHidden;"
+                "for (int64_t i = 0; i < width; ++i) scores[i] = whole ? std::exp(scores[i] * scale - best) : "
+                "exp_of_nonpositive(scores[i] * scale - best);"
             )
         },
         caught_by=(CHUNKS,),
@@ -121,7 +122,7 @@ MUTANTS = {
                   .add(linear(x.narrow(1, inputs, x.size(1) - inputs), rest, outputs, std::nullopt));
             });"""
         },
-        caught_by=(LINEAR, THREADS, MEASURED),
+        caught_by=(THREADS, MEASURED),
         spared=(SERVED,),  # in one thread
     ),
     "one row goes another way than several": Mutant(
