@@ -126,7 +126,9 @@ class Subject:
                 for _ in generate(self.model, request):
                     pass
             tokens = request.token_ids[len(prompt) :]
-            self._alone[key] = Solo(tokens, logits["alone"], self.model.batch_invariant)
+            self._alone[key] = Solo(
+                tokens, logits["alone"], self.model.batch_invariant, params.temperature > 0
+            )
         return self._alone[key]
 
 
@@ -135,6 +137,7 @@ class Solo:
     tokens: list[int]
     logits: list[Tensor]  # [vocab] for each token
     exact: bool  # whether others' must have the same bits, or lie within a bound
+    drawn: bool  # a draw may fall beside another edge, however far apart the two logits are
 
 
 def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
