@@ -6,7 +6,7 @@
 A batch of prompts is generated from, greedily. Prefill is the time until every sequence has its first token; a
 decode step is the mean of those that bring each of them one more. All processes are up with the weights loaded, and
 take turns, so that a machine that slows down slows all. Every turn has prompts of its own: no cache has seen them.
-Nobody decodes beside a prompt here, so all may compute 2048 of their tokens at once: chunks only spare others' gaps.
+Nobody decodes beside a prompt, so all may compute 2048 tokens at once: chunks only spare others' gaps.
 
 The floor of a decode step is measured beside them: every weight must be read once.
 """
