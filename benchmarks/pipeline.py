@@ -181,9 +181,9 @@ def trace(sequences: int, steps: int) -> list[Traced]:
             began_s, ended_s = (zero_s - event.elapsed_time(zero) / 1e3 for event in (began, ended))
             spans.append(("stream", kind, began_s, ended_s))
     return [
-        Traced(lane, what, (began - first) * 1e3, (ended - first) * 1e3)
+        Traced(lane, what, (max(began, first) - first) * 1e3, (min(ended, last) - first) * 1e3)
         for lane, what, began, ended in sorted(spans, key=lambda span: span[2])
-        if first <= began < last
+        if began < last and ended > first
     ]
 
 
