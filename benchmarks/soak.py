@@ -7,7 +7,7 @@
 | 40 % | cancelled: the connection is closed at a moment drawn by chance | counted as cancelled or finished, once |
 | 5 % | malformed: no JSON, a wrong type, an unknown field or model, more than fits | a refusal that names it |
 | 1 % | slow readers: some take a second for their answer | their whole answer |
-| the rest | streamed or whole, greedy or not, with penalties, grammars, two choices | an answer; greedy ones: as alone |
+| the rest | streamed or whole, greedy or not, penalties, grammars, two choices | an answer; if greedy, as alone |
 
 Before and after, the server is asked, and looked at from outside: what it holds for nobody, files, threads, memory.
 All along somebody asks for `/health`.
