@@ -146,13 +146,13 @@ class Done(Pending):
     """Work that was done while it was handed in."""
 
     def __init__(self, outputs: tuple[Tensor, ...]) -> None:
-        self._outputs = outputs
+        self.outputs = outputs
 
     def done(self, within_s: float = 0.0) -> bool:  # noqa: ARG002 - it is
         return True
 
     def wait(self) -> tuple[Tensor, ...]:
-        return self._outputs
+        return self.outputs
 
 
 class TapeStream(Stream):
@@ -337,7 +337,7 @@ class CudaStream(Stream):
             if by_row:
                 outputs = self._by_row(key, function, inputs)
             else:
-                before = after.outputs if isinstance(after, _Launched) else ()
+                before = after.outputs if isinstance(after, _Launched | Done) else ()
                 outputs = function(*before, *inputs)
             return _Launched(outputs, self._copies if fetch else None)
 

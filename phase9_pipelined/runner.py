@@ -25,6 +25,7 @@ A step that fails is computed again a sequence at a time, and so is the one laun
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,11 +36,12 @@ from torch import Tensor
 
 from common.kv import KVPool
 from common.models.layers import CausalLM
+from common.prompt_scores import scored_columns
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.sampling import Sampled, SamplingInputs, TokenMasks, choose
 from common.scheduling import StepPlan
-from common.streams import CudaStream, Pending, TapeStream, open_stream
+from common.streams import CudaStream, Done, Pending, TapeStream, open_stream
 from common.telemetry import Telemetry
 from phase6_paged import Runner as PagedRunner
 from phase7_chunked import Runner as ChunkedRunner
@@ -140,18 +142,30 @@ class PipelinedRunner(ChunkedRunner):
         for forward_pass in slot.passes:
             with self.stream.entered():
                 slot.launched.append(self._launch_one(forward_pass))
-            self.telemetry.current.passes += 1
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        return super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+        passes = super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+        return itertools.chain.from_iterable(map(self._apart, passes))
+
+    def _apart(self, forward_pass: ForwardPass) -> Iterable[ForwardPass]:
+        """Shares that tell of their prompts in a pass of their own: those are read while they are computed."""
+        told: list[PassShare] = []
+        others: list[PassShare] = []
+        for share in forward_pass.shares:
+            (told if scored_columns(share.request, share.span) else others).append(share)
+        return (ForwardPass(tuple(shares)) for shares in (others, told) if shares)
 
     def decode_share(self, request: Request) -> PassShare:
         """Its token is where the step before has left it."""
         return super().decode_share(request)._replace(token_ids=())
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
+        if self.prompt_scores(forward_pass).asked:
+            requests, logits = self.stream.call(functools.partial(self.forward, forward_pass))
+            return LaunchedPass(requests, Done((logits,)))
         view = self.pool.view([share.span for share in forward_pass.shares])
         launched = self.forwards.submit(self.stream, forward_pass, view)
+        self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
         return launched
