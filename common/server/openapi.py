@@ -9,12 +9,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from common.engine import Engine
-from common.server.schemas import (
-    MAX_BODY_BYTES,
+from common.server.schemas.completion import CompletionRequest
+from common.server.schemas.parsing import MAX_BODY_BYTES
+from common.server.schemas.replies import (
     CacheReset,
     Completion,
     CompletionEvent,
-    CompletionRequest,
     ErrorResponse,
     Health,
     ModelList,

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.server.errors import ApiError, from_exception
-from common.server.sse import CLIENT_LEFT, Answer
+from common.server.transport import CLIENT_LEFT
+from common.server.wire.format import Answer
 from common.worker import RequestStream
 
 logger = logging.getLogger(__name__)

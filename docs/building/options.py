@@ -13,8 +13,9 @@ from pydantic.fields import FieldInfo
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
-from common.server.cli import ServerOptions, flag_of
-from common.server.schemas import CompletionRequest
+from common.server.cli import flag_of
+from common.server.options import ServerOptions
+from common.server.schemas.completion import CompletionRequest
 
 PLURALS = {"integer": "integers", "text": "texts", "list of integers": "lists of integers"}
 
@@ -55,7 +56,9 @@ def request_fields_table() -> str:
     rows = ["| field | default | | values |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{name}` | {_default('', field)} | {_escape(field.description)} | {_values(field)} |"
-        for name, field in CompletionRequest.model_fields.items()
+        for name, field in sorted(
+            CompletionRequest.model_fields.items(), key=lambda item: not item[1].is_required()
+        )
     ]
     return "\n".join(rows) + "\n"
 

@@ -1,0 +1,108 @@
+"""A request to the engine's own: its body read and checked, its prompts tokenized, its choices submitted.
+
+```text
+body under 2 MB ─> checked ─> places in the queue ─> tokenized (threads) ─> submitted
+                    400, 422     503                  400, 422
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from starlette.requests import Request
+
+from common.engine import Engine
+from common.errors import InvalidGrammarError
+from common.request import Request as EngineRequest
+from common.server.errors import ApiError
+from common.server.schemas.generation import GenerationRequest
+from common.server.schemas.parsing import MAX_BODY_BYTES
+from common.worker import EngineWorker, RequestStream
+
+#: Requests that are tokenized at the same time. With one, a prompt of two megabytes would hold up every short one
+#: for a second; with more, many such prompts would take the cores that the engine computes on.
+TOKENIZING_THREADS = 2
+
+#: Requests whose grammars are compiled at the same time: a slow one holds up its like alone.
+COMPILING_THREADS = 1
+
+
+class Intake:
+    """Hands checked requests to an engine."""
+
+    def __init__(self, engine: Engine, worker: EngineWorker) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenizing")
+        self._compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="compiling")
+
+    async def submit(self, wanted: GenerationRequest, answer_id: str) -> list[RequestStream]:
+        """Hand every choice to the engine, or none: their streams, by index.
+
+        Places in the queue are held while the request waits for its turn to be tokenized, and given back if this is
+        cancelled.
+
+        Raises:
+            QueueFullError, ShuttingDownError, EngineDeadError: nothing was tokenized.
+            InvalidRequestError: nothing was submitted.
+        """
+        choices = len(wanted.prompts) * wanted.choices_per_prompt
+        with self._worker.hold_places(choices) as places:
+            loop = asyncio.get_running_loop()
+            threads = self._compiling if wanted.constrained else self._tokenizing
+            making = loop.run_in_executor(threads, self._make_requests, wanted, answer_id)
+            return places.submit(await making)
+
+    def _make_requests(self, wanted: GenerationRequest, answer_id: str) -> list[EngineRequest]:
+        params = [wanted.sampling_params(choice) for choice in range(wanted.choices_per_prompt)]
+        requests: list[EngineRequest] = []
+        try:
+            for prompt in wanted.prompts:
+                for each in params:
+                    request = self._engine.create_request(
+                        prompt, each, f"{answer_id}-{len(requests)}", cache_salt=wanted.cache_salt or ""
+                    )
+                    requests.append(request)
+                    prompt = request.prompt_token_ids  # tokenized once
+        except InvalidGrammarError as error:
+            assert wanted.named_grammar is not None
+            name, _ = wanted.named_grammar
+            raise InvalidGrammarError(f"{name}: {error}", param=name) from None
+        return requests
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+async def read_json(request: Request) -> bytes:
+    """The body of a request that says it is JSON.
+
+    Raises:
+        ApiError: 400, it is not called JSON; 413, as soon as it is known to be over the limit.
+    """
+    _require_json(request)
+    too_large = ApiError(
+        413, f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads", code="body_too_large"
+    )
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
+
+
+def _require_json(request: Request) -> None:
+    """A page in a browser can post text to any port of its machine unasked, but not JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(
+            400,
+            "the body must be JSON; send it with Content-Type: application/json",
+            code="invalid_content_type",
+        )

@@ -1,0 +1,126 @@
+"""Routes that make text: what differs from one to the next is the body they read and the format they write."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from common.server.answers import collect, stream_events
+from common.server.errors import from_exception
+from common.server.intake import read_json
+from common.server.request_log import log_departure, log_end, log_refusal
+from common.server.schemas.completion import CompletionRequest
+from common.server.schemas.generation import GenerationRequest
+from common.server.schemas.parsing import parse
+from common.server.service import Service, service_of
+from common.server.transport import CLIENT_LEFT, EventStream, json_response, while_connected
+from common.server.wire.format import Answer, Choice, MakeWireFormat
+from common.server.wire.named import NamedCompletionEvents
+from common.worker import RequestStream
+
+router = APIRouter()
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[RequestT]):
+    """What is a route's own.
+
+    Attributes:
+        body: what it reads.
+        wire: how it answers.
+        id_prefix: what the ids of its answers begin with.
+    """
+
+    body: type[RequestT]
+    wire: MakeWireFormat
+    id_prefix: str
+
+
+COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, "cmpl")
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    """Complete one prompt or several, as JSON or as an event stream."""
+    return await generate(request, COMPLETIONS)
+
+
+async def generate(request: Request, route: Route[RequestT]) -> Response:
+    """Read a body, submit it, and answer with what comes of it."""
+    service = service_of(request)
+    try:
+        body = await read_json(request)
+        asked_s = time.monotonic()
+        wanted = parse(body, route.body, service.limits)
+        answer = new_answer(service, wanted, route.id_prefix)
+        streams = await while_connected(request.receive, service.intake.submit(wanted, answer.id))
+    except ClientDisconnect:
+        log_departure()
+        raise
+    except Exception as error:
+        refusal = from_exception(error)
+        log_refusal(refusal, error)
+        raise refusal from None
+
+    def close(client_gone: str | None) -> None:
+        cancel(streams)
+        log_end(answer, streams, asked_s=asked_s, user=wanted.user, client_gone=client_gone)
+
+    options = wanted.stream_options
+    wire = route.wire(
+        answer,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+    if wants_stream(wanted, request):
+        return EventStream(
+            stream_events(answer, streams, wire),
+            on_close=close,
+            ping_s=service.ping_s,
+            send_timeout_s=service.send_timeout_s,
+        )
+    client_gone = None
+    try:
+        return json_response(await while_connected(request.receive, collect(answer, streams, wire)))
+    except ClientDisconnect:
+        client_gone = CLIENT_LEFT
+        raise
+    finally:
+        close(client_gone)
+
+
+def new_answer(service: Service, wanted: GenerationRequest, id_prefix: str) -> Answer:
+    per_prompt = wanted.choices_per_prompt
+    choices = len(wanted.prompts) * per_prompt
+    return Answer(
+        id=f"{id_prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=service.model_name,
+        tokenizer=service.engine.tokenizer,
+        choices=[Choice(index, prompt_index=index // per_prompt) for index in range(choices)],
+    )
+
+
+def cancel(streams: Iterable[RequestStream]) -> None:
+    """Give up what is not finished. Harmless for the rest."""
+    for stream in streams:
+        stream.cancel()
+
+
+def wants_stream(wanted: GenerationRequest, request: Request) -> bool:
+    """An explicit value wins. OpenAI's clients always say so when they stream and accept JSON when they do not."""
+    if wanted.stream is not None:
+        return wanted.stream
+    accepted = {
+        part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")
+    }
+    return "application/json" not in accepted or "text/event-stream" in accepted

@@ -1,0 +1,6 @@
+"""Wire formats: one answer's outputs as the bytes of a stream, or as one JSON object. A module each.
+
+| module | routes | stream |
+| --- | --- | --- |
+| `named` | `/v1/completions` | named events, each of them an OpenAI chunk, too |
+"""
