@@ -28,6 +28,9 @@ from common.server.transport import json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
+#: Where answers are OpenAI's to the letter, statuses included.
+STRICT_PREFIX = "/openai/"
+
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
 UNAVAILABLE = "unavailable_error"
@@ -84,6 +87,14 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")
 
 
+def status_at(path: str, error: ApiError) -> int:
+    """The status of an error at a route. OpenAI's own have 400 for all that is wrong with a request, and 404 for a
+    model that is not there; the others tell what is malformed (400) from what cannot be served (422)."""
+    if error.status != 422 or not path.startswith(STRICT_PREFIX):
+        return error.status
+    return 404 if error.code == "model_not_found" else 400
+
+
 def from_exception(error: Exception) -> ApiError:
     """What a client is told about an error that the engine or its worker raised, or ended a request with."""
     match error:
@@ -110,9 +121,9 @@ def from_exception(error: Exception) -> ApiError:
 # ---------------------------------------------------------------------- as answers
 
 
-async def answer_api_error(_: Request, error: Exception) -> Response:
+async def answer_api_error(request: Request, error: Exception) -> Response:
     api_error = from_exception(error)
-    return json_response(api_error.body(), api_error.status, api_error.headers)
+    return json_response(api_error.body(), status_at(request.url.path, api_error), api_error.headers)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

@@ -66,19 +66,20 @@ def _counted(ending: str, count: int, of: int) -> str:
     return ending if count == of else f"{count} {ending}"
 
 
-def log_refusal(refusal: ApiError, error: Exception) -> None:
+def log_refusal(refusal: ApiError, status: int, error: Exception) -> None:
     """Say what a request was refused with: mistakes of a client's are news, a server that cannot is a warning.
 
     Args:
         refusal: what the client is told.
+        status: with which HTTP status.
         error: what was raised; shown whole where the client is told nothing of it.
     """
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
-    line = ("refused: %d %s: %r", refusal.status, refusal.code, refusal.message)
-    if refusal.status == 500:
+    line = ("refused: %d %s: %r", status, refusal.code, refusal.message)
+    if status == 500:
         logger.error(*line, exc_info=error)
     else:
-        logger.log(logging.WARNING if refusal.status == 503 else logging.INFO, *line)
+        logger.log(logging.WARNING if status == 503 else logging.INFO, *line)
 
 
 def log_departure() -> None:

@@ -38,7 +38,11 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
     paths = document["paths"]
     assert set(paths) == {
         "/v1/completions",
+        "/openai/v1/completions",
         "/v1/models",
+        "/openai/v1/models",
+        "/v1/models/{model}",
+        "/openai/v1/models/{model}",
         "/health",
         "/version",
         "/reset_prefix_cache",
@@ -46,6 +50,8 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
     }
     responses = paths["/v1/completions"]["post"]["responses"]
     assert set(responses) == {"200", "400", "413", "422", "500", "503"}
+    strict = paths["/openai/v1/completions"]["post"]["responses"]
+    assert set(strict) == {"200", "400", "404", "413", "500", "503"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "Retry-After" in responses["503"]["headers"]
     assert set(paths["/health"]["get"]["responses"]) == {"200", "503"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,16 +13,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.server.answers import collect, stream_events
-from common.server.errors import from_exception
+from common.server.errors import from_exception, status_at
 from common.server.intake import read_json
 from common.server.request_log import log_departure, log_end, log_refusal
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import parse
+from common.server.schemas.parsing import parse, refused
 from common.server.service import Service, service_of
 from common.server.transport import CLIENT_LEFT, EventStream, json_response, while_connected
 from common.server.wire.format import Answer, Choice, MakeWireFormat
 from common.server.wire.named import NamedCompletionEvents
+from common.server.wire.plain import CompletionChunks
 from common.worker import RequestStream
 
 router = APIRouter()
@@ -37,21 +38,51 @@ class Route(Generic[RequestT]):
     Attributes:
         body: what it reads.
         wire: how it answers.
+        streams: whether a request wants a stream.
         id_prefix: what the ids of its answers begin with.
     """
 
     body: type[RequestT]
     wire: MakeWireFormat
+    streams: Callable[[GenerationRequest, Request], bool]
     id_prefix: str
 
 
-COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, "cmpl")
+def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request) -> bool:
+    """An explicit value wins. OpenAI's clients always say so when they stream and accept JSON when they do not."""
+    if wanted.stream is not None:
+        return wanted.stream
+    accepted = {
+        part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")
+    }
+    return "application/json" not in accepted or "text/event-stream" in accepted
+
+
+def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
+    """OpenAI's rule.
+
+    Raises:
+        ApiError: options of a stream, and no stream.
+    """
+    if not wanted.stream and wanted.stream_options is not None:
+        raise refused("stream_options", 'only with "stream": true')
+    return bool(wanted.stream)
+
+
+COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl")
+STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl")
 
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several, as JSON or as an event stream."""
     return await generate(request, COMPLETIONS)
+
+
+@router.post("/openai/v1/completions")
+async def create_strict_completion(request: Request) -> Response:
+    """The same to the letter of OpenAI: JSON unless a stream is asked for, plain chunks, its statuses."""
+    return await generate(request, STRICT_COMPLETIONS)
 
 
 async def generate(request: Request, route: Route[RequestT]) -> Response:
@@ -61,6 +92,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         body = await read_json(request)
         asked_s = time.monotonic()
         wanted = parse(body, route.body, service.limits)
+        streaming = route.streams(wanted, request)
         answer = new_answer(service, wanted, route.id_prefix)
         streams = await while_connected(request.receive, service.intake.submit(wanted, answer.id))
     except ClientDisconnect:
@@ -68,7 +100,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         raise
     except Exception as error:
         refusal = from_exception(error)
-        log_refusal(refusal, error)
+        log_refusal(refusal, status_at(request.url.path, refusal), error)
         raise refusal from None
 
     def close(client_gone: str | None) -> None:
@@ -81,7 +113,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
-    if wants_stream(wanted, request):
+    if streaming:
         return EventStream(
             stream_events(answer, streams, wire),
             on_close=close,
@@ -114,13 +146,3 @@ def cancel(streams: Iterable[RequestStream]) -> None:
     """Give up what is not finished. Harmless for the rest."""
     for stream in streams:
         stream.cancel()
-
-
-def wants_stream(wanted: GenerationRequest, request: Request) -> bool:
-    """An explicit value wins. OpenAI's clients always say so when they stream and accept JSON when they do not."""
-    if wanted.stream is not None:
-        return wanted.stream
-    accepted = {
-        part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")
-    }
-    return "application/json" not in accepted or "text/event-stream" in accepted

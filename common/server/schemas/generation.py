@@ -136,7 +136,8 @@ class GenerationRequest(Body):
         default=None, ge=-(2**63), lt=2**63, description="choice j of a prompt uses seed + j"
     )
     stream: bool | None = Field(
-        default=None, description="default: JSON if Accept asks for application/json, else a stream"
+        default=None,
+        description="default: JSON if Accept asks for application/json, else a stream; under `/openai/`, false",
     )
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")

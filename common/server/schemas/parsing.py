@@ -63,11 +63,11 @@ def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
     return parsed
 
 
-def check_model(model: str, limits: Limits) -> None:
+def check_model(model: str, limits: Limits, *, status: int = 422) -> None:
     """ApiError: it is not the served one's name."""
     if model != limits.model:
         raise ApiError(
-            422,
+            status,
             f"model {shorten(model, 100)!r} is not served here; this server has {limits.model!r}",
             param="model",
             code="model_not_found",

@@ -49,18 +49,28 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(BaseModel):
-    """The JSON answer. A stream's events hold the same objects in pieces."""
+class Part(BaseModel):
+    """What every object of an answer begins with."""
 
     id: str
-    object: Literal["text_completion"]
     created: int = Field(description="seconds since 1970")
     model: str
+
+
+class PlainCompletion(Part):
+    """The JSON answer."""
+
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Completion(PlainCompletion):
+    """The JSON answer. A stream's events hold the same objects in pieces."""
+
     finish_reason: Literal["eos", "stop", "length", "cancelled"] = Field(
         description="the engine's reason of choice 0"
     )
-    usage: Usage
 
 
 class ChunkChoice(BaseModel):
@@ -70,14 +80,17 @@ class ChunkChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionEvent(BaseModel):
+class CompletionChunk(Part):
+    """The `data` of a plain stream's event."""
+
+    object: Literal["text_completion"]
+    choices: list[ChunkChoice] = Field(max_length=1, description="empty in the one with the usage of all")
+    usage: Usage | None = Field(default=None, description="only if asked for")
+
+
+class CompletionEvent(CompletionChunk):
     """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk, and more."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[ChunkChoice] = Field(max_length=1, description="empty in a `usage` event")
     token: str | None = Field(default=None, description="`token`: the text that this token let out")
     token_id: int | None = Field(default=None, description="`token`")
     finish_reason: Literal["eos", "stop", "length", "cancelled"] | None = Field(

@@ -3,4 +3,5 @@
 | module | routes | stream |
 | --- | --- | --- |
 | `named` | `/v1/completions` | named events, each of them an OpenAI chunk, too |
+| `plain` | `/openai/v1/completions` | OpenAI's own: unnamed chunks, and `[DONE]` |
 """

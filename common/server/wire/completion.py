@@ -63,7 +63,7 @@ def logprobs_object(
         if output.logprobs is not None and output.token_id is not None:
             tokens.append(tokenizer.token_text(output.token_id))
             token_logprobs.append(finite(output.logprobs.logprob))
-            top_logprobs.append(_top(tokenizer, output.logprobs))
+            top_logprobs.append(_top(tokenizer, output.token_id, output.logprobs))
             text_offset.append(offset)
         offset += len(output.text_delta)
     if not tokens:
@@ -76,9 +76,10 @@ def logprobs_object(
     }
 
 
-def _top(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> dict[str, float]:
-    """Most likely first. Of tokens that read the same (parts of characters do), the likeliest is kept."""
+def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
+    """Most likely first, and the sampled token if it is not among them. Of tokens that read the same (parts of
+    characters do), the likeliest is kept."""
     top: dict[str, float] = {}
-    for token_id, logprob in logprobs.top:
+    for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
         top.setdefault(tokenizer.token_text(token_id), finite(logprob))
     return top
