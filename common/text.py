@@ -9,17 +9,28 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from common.chat_template import ChatTemplate
 from common.errors import StartupError
 
 
 class Tokenizer:
-    """The `tokenizer.json` of a checkpoint.
+    """The `tokenizer.json` of a checkpoint, and its chat template.
 
     A model may have more ids than its tokenizer (a dummy that borrows one); those print as `<1234>`.
+
+    Attributes:
+        chat_template: how a conversation is written for this model; None if its checkpoint does not say.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
         self.backend = backend
+        self.chat_template = chat_template
         self.vocab_size = vocab_size  # the model's
         known = backend.get_vocab_size(with_added_tokens=True)
         self.foreign_from = known
@@ -34,7 +45,7 @@ class Tokenizer:
         """Truncation and padding, which the file may ask for, are switched off: a prompt is all that was sent.
 
         Raises:
-            StartupError: no readable tokenizer.json.
+            StartupError: no readable tokenizer.json, or a chat template that is none.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -45,7 +56,7 @@ class Tokenizer:
             raise StartupError(f"{path} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, vocab_size=vocab_size)
+        return cls(backend, vocab_size=vocab_size, chat_template=ChatTemplate.from_folder(folder))
 
     def min_tokens(self, text: str) -> int:
         """A bound from below on the tokens of `text`, without tokenizing it."""

@@ -130,8 +130,8 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """What the router says: there is no such route, or it has no such method."""
     assert isinstance(error, HTTPException)  # it was registered for these
     served = (
-        "chat is not served, text is: POST /v1/completions"
-        if request.url.path.startswith("/v1/chat/")
+        "responses are not served, chat is: POST /v1/chat/completions"
+        if request.url.path.endswith("/v1/responses")
         else "see /openapi.json"
     )
     message = {404: f"there is no such route; {served}", 405: f"this route has no method {request.method}"}

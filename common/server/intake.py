@@ -9,12 +9,13 @@ body under 2 MB ─> checked ─> places in the queue ─> tokenized (threads) �
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.requests import Request
 
 from common.engine import Engine
-from common.errors import InvalidGrammarError
+from common.errors import InvalidGrammarError, InvalidRequestError
 from common.request import Request as EngineRequest
 from common.server.errors import ApiError
 from common.server.schemas.generation import GenerationRequest
@@ -48,7 +49,7 @@ class Intake:
             QueueFullError, ShuttingDownError, EngineDeadError: nothing was tokenized.
             InvalidRequestError: nothing was submitted.
         """
-        choices = len(wanted.prompts) * wanted.choices_per_prompt
+        choices = wanted.num_prompts * wanted.choices_per_prompt
         with self._worker.hold_places(choices) as places:
             loop = asyncio.get_running_loop()
             threads = self._compiling if wanted.constrained else self._tokenizing
@@ -56,21 +57,46 @@ class Intake:
             return places.submit(await making)
 
     def _make_requests(self, wanted: GenerationRequest, answer_id: str) -> list[EngineRequest]:
-        params = [wanted.sampling_params(choice) for choice in range(wanted.choices_per_prompt)]
         requests: list[EngineRequest] = []
         try:
-            for prompt in wanted.prompts:
-                for each in params:
-                    request = self._engine.create_request(
-                        prompt, each, f"{answer_id}-{len(requests)}", cache_salt=wanted.cache_salt or ""
+            for prompt in wanted.prompts(self._engine.tokenizer.chat_template):
+                token_ids = self._tokenize(prompt, wanted)
+                max_new_tokens = self._max_new_tokens(wanted, len(token_ids))
+                requests += [
+                    self._engine.create_request(
+                        token_ids,
+                        wanted.sampling_params(choice, max_new_tokens),
+                        f"{answer_id}-{len(requests) + choice}",
+                        cache_salt=wanted.cache_salt or "",
                     )
-                    requests.append(request)
-                    prompt = request.prompt_token_ids  # tokenized once
+                    for choice in range(wanted.choices_per_prompt)
+                ]
         except InvalidGrammarError as error:
             assert wanted.named_grammar is not None
             name, _ = wanted.named_grammar
             raise InvalidGrammarError(f"{name}: {error}", param=name) from None
+        except InvalidRequestError as error:
+            error.param = error.param and wanted.field_of(error.param)
+            raise
         return requests
+
+    def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        at_least = 1 if wanted.max_new_tokens is None else wanted.max_new_tokens
+        return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
+
+    def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
+        """The longest answer: what is wanted, or what fits behind a prompt of so many tokens."""
+        if wanted.max_new_tokens is not None:
+            return wanted.max_new_tokens
+        room = self._engine.max_request_tokens - prompt_tokens
+        if 0 < room < (wanted.min_tokens or 0):
+            raise InvalidRequestError(
+                f"min_tokens: {wanted.min_tokens} do not fit behind a prompt of {prompt_tokens} tokens",
+                param="min_tokens",
+            )
+        return max(room, 1)  # a prompt that leaves no room is refused for its length
 
 
 # ---------------------------------------------------------------------- bodies

@@ -11,10 +11,13 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from common.engine import Engine
+from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.parsing import MAX_BODY_BYTES
 from common.server.schemas.replies import (
     CacheReset,
+    ChatCompletion,
+    ChatCompletionChunk,
     Completion,
     CompletionChunk,
     CompletionEvent,
@@ -73,6 +76,8 @@ _ENDING = "The server is shutting down, or its engine is dead"
 _FAILURES = {413: f"The body is over {MAX_BODY_BYTES} bytes", 500: "A failure of the server", 503: _BUSY}
 _NATIVE = {400: _MALFORMED, 422: _REFUSED, **_FAILURES}
 _STRICT = {400: f"{_MALFORMED}; {_REFUSED}", 404: "Another model's name", **_FAILURES}
+_CHOICES = "The choices, complete, or an event stream of their tokens"
+_ANSWERS = "The answers, complete, or an event stream of their tokens"
 _NO_MODEL = {404: "Another model's name"}
 
 _NAMED_EVENTS = Stream(
@@ -94,6 +99,16 @@ _COMPLETION_CHUNKS = Stream(
     '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n',
     CompletionChunk,
 )
+_CHAT_CHUNKS = Stream(
+    "Server-sent events without names. A choice's first chunk has the role; then a chunk for each sampled token, "
+    "and the one with a `finish_reason` is its last. A chunk without choices has the usage, if asked for. `[DONE]` "
+    "is last of all.",
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":'
+    '[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":'
+    '[{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n',
+    ChatCompletionChunk,
+)
 
 _MODELS = Documented(ModelList, "The served model")
 _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
@@ -101,18 +116,20 @@ _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
 ROUTES: dict[str, Documented] = {
     "/v1/completions": Documented(
         Completion,
-        "The choices, complete, or an event stream of their tokens",
+        _CHOICES,
         _NATIVE,
         CompletionRequest,
         _NAMED_EVENTS,
     ),
     "/openai/v1/completions": Documented(
         PlainCompletion,
-        "The choices, complete, or an event stream of their tokens",
+        _CHOICES,
         _STRICT,
         CompletionRequest,
         _COMPLETION_CHUNKS,
     ),
+    "/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _NATIVE, ChatRequest, _CHAT_CHUNKS),
+    "/openai/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _STRICT, ChatRequest, _CHAT_CHUNKS),
     "/v1/models": _MODELS,
     "/openai/v1/models": _MODELS,
     "/v1/models/{model}": _MODEL,
@@ -143,7 +160,9 @@ def openapi_document(app: FastAPI, engine: Engine, model_name: str) -> dict[str,
         _describe(operation, route)
         models |= {route.answer, route.body, None if route.stream is None else route.stream.data}
     schemas = _schemas(model for model in models if model is not None)
-    _add_limits(schemas["CompletionRequest"]["properties"], engine, model_name)
+    for name in ("CompletionRequest", "ChatRequest"):
+        _add_limits(schemas[name]["properties"], engine, model_name)
+    _add_token_limits(schemas["CompletionRequest"]["properties"]["prompt"]["oneOf"], engine)
     document["components"] = {"schemas": schemas}
     app.openapi_schema = document
     return document
@@ -181,11 +200,22 @@ def _schemas(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
 
 
 def _add_limits(properties: dict[str, Any], engine: Engine, model_name: str) -> None:
-    """What this server's model and options make of a request's fields."""
+    """What this server's model and options make of the fields that every body has."""
     properties["model"]["const"] = model_name
-    properties["max_tokens"]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
-    _, tokens, _, token_lists = properties["prompt"]["oneOf"]
-    stop_tokens = properties["stop_token_ids"]["anyOf"][0]
-    for array in (tokens, token_lists["items"], stop_tokens):
-        array["items"]["maximum"] = engine.runner.model.config.vocab_size - 1
-        array["maxItems"] = min(engine.max_seq_len - 1, array.get("maxItems", engine.max_seq_len))
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in properties:
+            properties[name]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
+    _bound(properties["stop_token_ids"]["anyOf"][0], engine)
+
+
+def _add_token_limits(prompt_forms: list[dict[str, Any]], engine: Engine) -> None:
+    """What they make of a prompt of token ids."""
+    _, tokens, _, token_lists = prompt_forms
+    _bound(tokens, engine)
+    _bound(token_lists["items"], engine)
+
+
+def _bound(array: dict[str, Any], engine: Engine) -> None:
+    """An array of token ids: which ones there are, and how many at the most."""
+    array["items"]["maximum"] = engine.runner.model.config.vocab_size - 1
+    array["maxItems"] = min(engine.max_seq_len - 1, array.get("maxItems", engine.max_seq_len))

@@ -250,19 +250,14 @@ def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/docs", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat/completions", "/%00", "/health/"]
+    "path", ["/docs", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat", "/%00", "/health/"]
 )
 def test_unknown_routes(server: ServerProcess, path: str) -> None:
     assert_error(server.client.get(path), 404, None, "not_found")
     assert_error(server.client.post(path), 404, None, "not_found")
 
 
-def test_who_looks_for_chat_is_told_what_there_is(server: ServerProcess) -> None:
-    response = server.client.post("/v1/chat/completions", json={"messages": []})
-    assert_error(response, 404, None, "not_found")
-    message = response.json()["error"]["message"]
-    assert "chat is not served" in message
-    assert "/v1/completions" in message
+def test_who_looks_elsewhere_is_told_where_to_look(server: ServerProcess) -> None:
     assert "/openapi.json" in server.client.get("/docs").json()["error"]["message"]
 
 

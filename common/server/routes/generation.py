@@ -16,11 +16,13 @@ from common.server.answers import collect, stream_events
 from common.server.errors import from_exception, status_at
 from common.server.intake import read_json
 from common.server.request_log import log_departure, log_end, log_refusal
+from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest
 from common.server.schemas.parsing import parse, refused
 from common.server.service import Service, service_of
 from common.server.transport import CLIENT_LEFT, EventStream, json_response, while_connected
+from common.server.wire.chat import ChatChunks
 from common.server.wire.format import Answer, Choice, MakeWireFormat
 from common.server.wire.named import NamedCompletionEvents
 from common.server.wire.plain import CompletionChunks
@@ -71,6 +73,7 @@ def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
 
 COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl")
 STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl")
+CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl")
 
 
 @router.post("/v1/completions")
@@ -83,6 +86,13 @@ async def create_completion(request: Request) -> Response:
 async def create_strict_completion(request: Request) -> Response:
     """The same to the letter of OpenAI: JSON unless a stream is asked for, plain chunks, its statuses."""
     return await generate(request, STRICT_COMPLETIONS)
+
+
+@router.post("/v1/chat/completions")
+@router.post("/openai/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation, as JSON or, if asked to, as an event stream of OpenAI's chunks."""
+    return await generate(request, CHAT)
 
 
 async def generate(request: Request, route: Route[RequestT]) -> Response:
@@ -132,7 +142,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
 
 def new_answer(service: Service, wanted: GenerationRequest, id_prefix: str) -> Answer:
     per_prompt = wanted.choices_per_prompt
-    choices = len(wanted.prompts) * per_prompt
+    choices = wanted.num_prompts * per_prompt
     return Answer(
         id=f"{id_prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),

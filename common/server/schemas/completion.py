@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
+from common.chat_template import ChatTemplate
 from common.server.schemas.generation import GenerationRequest, Text, TokenId
 from common.server.schemas.parsing import refused
 
@@ -69,7 +70,10 @@ class CompletionRequest(GenerationRequest):
     )
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def num_prompts(self) -> int:
+        return len(self.prompts(None))
+
+    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
         """Every prompt, where one may stand alone."""
         prompt: Any = self.prompt
         return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
+from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.schemas.parsing import BODY, Body, Limits, check_model, refused
@@ -163,19 +164,30 @@ class GenerationRequest(Body):
     # ------------------------------------------------------------------ what each family says in its own way
 
     @property
-    def prompts(self) -> Sequence[str] | Sequence[Sequence[int]]:
-        """What is to be continued."""
+    def num_prompts(self) -> int:
+        raise NotImplementedError
+
+    def prompts(self, template: ChatTemplate | None) -> Sequence[str] | Sequence[Sequence[int]]:
+        """What is to be continued; `template` is the model's, if it has one.
+
+        Raises:
+            InvalidRequestError: there is no text for it.
+        """
         raise NotImplementedError
 
     @property
-    def max_new_tokens(self) -> int:
-        """The longest answer that is wanted."""
+    def max_new_tokens(self) -> int | None:
+        """The longest answer that is wanted; None: as long as fits."""
         raise NotImplementedError
 
     @property
     def reported_logprobs(self) -> int | None:
         """`SamplingParams.logprobs`."""
         raise NotImplementedError
+
+    def field_of(self, param: str) -> str:
+        """What the engine's `prompt` or `max_tokens` is called in this body."""
+        return param
 
     # ------------------------------------------------------------------ what they share
 
@@ -207,7 +219,7 @@ class GenerationRequest(Body):
         ((field, value),) = form.given.items()  # one: see `_check_form`
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
-    def sampling_params(self, choice: int) -> SamplingParams:
+    def sampling_params(self, choice: int, max_new_tokens: int) -> SamplingParams:
         """How choice `choice` of each prompt is sampled. Nulls become the defaults, which are the engine's too."""
         given = {
             "temperature": self.temperature,
@@ -226,7 +238,7 @@ class GenerationRequest(Body):
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(
             **values,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             stop=self.stop_strings,
             stop_token_ids=tuple(self.stop_token_ids or ()),
         )
@@ -235,9 +247,9 @@ class GenerationRequest(Body):
         check_model(self.model, limits)
         self._check_fields()
         self._check_form()
-        if (self.min_tokens or 0) > self.max_new_tokens:
+        if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:
             raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_new_tokens}")
-        choices = len(self.prompts) * self.choices_per_prompt
+        choices = self.num_prompts * self.choices_per_prompt
         if choices > limits.max_choices:
             raise refused(
                 "prompt" if self.choices_per_prompt == 1 else "n",

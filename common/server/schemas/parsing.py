@@ -89,6 +89,11 @@ def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
         value = getattr(body, name, None)
         if isinstance(value, BaseModel):
             _refuse_unknown(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                if not isinstance(item, BaseModel):  # a list of plain values: however long, it has no fields
+                    break
+                _refuse_unknown(item, f"{prefix}{name}[{number}].")
 
 
 # ---------------------------------------------------------------------- what pydantic found, as an ApiError

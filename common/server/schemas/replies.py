@@ -99,6 +99,64 @@ class CompletionEvent(CompletionChunk):
     usage: Usage | None = Field(default=None, description="`done`, `usage`, and `token` if asked for")
 
 
+class ChatTokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = Field(description="UTF-8; null where a token is part of a character")
+
+
+class ChatTokenLogprobs(ChatTokenLogprob):
+    top_logprobs: list[ChatTokenLogprob] = Field(description="most likely first")
+
+
+class ChatLogprobs(BaseModel):
+    """One entry for each sampled token."""
+
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Part):
+    """The JSON answer."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = Field(default=None, description="in a choice's first chunk")
+    content: str
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(Part):
+    """The `data` of a stream's event."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice] = Field(max_length=1, description="empty in the one with the usage of all")
+    usage: Usage | None = Field(default=None, description="only if asked for")
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
