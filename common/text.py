@@ -72,15 +72,15 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`."""
         parts: list[str] = []
         for foreign, run in itertools.groupby(token_ids, key=self.is_foreign):
             ids = list(run)
             parts.append(
                 "".join(self.foreign_text(i) for i in ids)
                 if foreign
-                else self.backend.decode(ids, skip_special_tokens=True)
+                else self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
             )
         return "".join(parts)
 
@@ -92,6 +92,10 @@ class Tokenizer:
             text = str(self.backend.id_to_token(token_id)) if special else self.decode([token_id])
             self._token_texts[token_id] = text
         return text
+
+    def spelled(self, token_id: int) -> str:
+        """A token as the tokenizer's vocabulary has it, where a space may be a `Ġ`, say."""
+        return str(self.backend.id_to_token(token_id))
 
     def is_foreign(self, token_id: int) -> bool:
         """Whether the model has this id and the tokenizer does not."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from common.engine import Engine
 from common.server.errors import HANDLERS
+from common.server.middleware import ApiKeys, HeadAsGet, RequestIds
 from common.server.openapi import openapi_document
-from common.server.routes import generation, models, operation
+from common.server.routes import generation, models, operation, tokens
 from common.server.service import Service, served_model_name
 from common.worker import EngineWorker
 
@@ -23,6 +25,8 @@ def create_app(
     *,
     worker: EngineWorker | None = None,
     model_name: str | None = None,
+    other_names: Sequence[str] = (),
+    api_keys: Sequence[str] = (),
     ping_s: float = 15.0,
     send_timeout_s: float = 60.0,
 ) -> FastAPI:
@@ -32,13 +36,15 @@ def create_app(
         engine: of any phase.
         worker: whose thread built the engine; by default a new one, which takes the engine as it is.
         model_name: what clients call the model; by default the name it was loaded by (a folder's last part).
+        other_names: what they may call it as well.
+        api_keys: of which clients must send one; none: everybody is answered.
         ping_s: seconds between comments in a quiet stream.
         send_timeout_s: a client that takes nothing of its stream for so long is dropped.
     """
     service = Service(
         engine,
         worker or EngineWorker(lambda: engine),
-        model_name or served_model_name(engine.config.model),
+        (model_name or served_model_name(engine.config.model), *other_names),
         ping_s=ping_s,
         send_timeout_s=send_timeout_s,
     )
@@ -61,7 +67,13 @@ def create_app(
         exception_handlers=HANDLERS,
     )
     app.state.server = service
-    for family in (generation, models, operation):
+    app.state.paths = []  # of all routes, for who has mistyped one
+    for family in (generation, tokens, models, operation):
         app.include_router(family.router)
-    app.openapi = lambda: openapi_document(app, engine, service.model_name)  # type: ignore[method-assign]  # FastAPI's way to extend it
+        app.state.paths += [route.path for route in family.router.routes if isinstance(route, APIRoute)]
+    if api_keys:
+        app.add_middleware(ApiKeys, keys=api_keys)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(RequestIds)  # the outermost: refusals of the others have their id, too
+    app.openapi = lambda: openapi_document(app, engine, service.limits)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

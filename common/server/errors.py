@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -129,12 +130,10 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """What the router says: there is no such route, or it has no such method."""
     assert isinstance(error, HTTPException)  # it was registered for these
-    served = (
-        "responses are not served, chat is: POST /v1/chat/completions"
-        if request.url.path.endswith("/v1/responses")
-        else "see /openapi.json"
-    )
-    message = {404: f"there is no such route; {served}", 405: f"this route has no method {request.method}"}
+    message = {
+        404: f"there is no such route; {_route_meant_by(request)}",
+        405: f"this route has no method {request.method}",
+    }
     api_error = ApiError(
         error.status_code,
         message.get(error.status_code, str(error.detail)),
@@ -142,6 +141,14 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
         headers=error.headers,
     )
     return await answer_api_error(request, api_error)
+
+
+def _route_meant_by(request: Request) -> str:
+    path = request.url.path
+    if path.endswith("/v1/responses"):
+        return "responses are not served, chat is: POST /v1/chat/completions"
+    near = difflib.get_close_matches(shorten(path, 100), request.app.state.paths, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}? See /openapi.json" if near else "see /openapi.json"
 
 
 async def answer_invalid_query(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ body under 2 MB ─> checked ─> places in the queue ─> tokenized (threads) �
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,7 @@ from common.request import Request as EngineRequest
 from common.server.errors import ApiError
 from common.server.schemas.generation import GenerationRequest
 from common.server.schemas.parsing import MAX_BODY_BYTES
+from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
 #: Requests that are tokenized at the same time. With one, a prompt of two megabytes would hold up every short one
@@ -55,6 +57,26 @@ class Intake:
             threads = self._compiling if wanted.constrained else self._tokenizing
             making = loop.run_in_executor(threads, self._make_requests, wanted, answer_id)
             return places.submit(await making)
+
+    async def tokenize(self, wanted: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Token ids, and how the tokenizer spells them if that is asked for.
+
+        Raises:
+            InvalidRequestError: the model's chat template does not take what is to be tokenized.
+        """
+        tokenizer = self._engine.tokenizer
+
+        def work() -> tuple[list[int], list[str] | None]:
+            text = wanted.text(tokenizer.chat_template)
+            tokens = tokenizer.encode(text, add_special_tokens=wanted.adds_special_tokens)
+            return tokens, [tokenizer.spelled(i) for i in tokens] if wanted.return_token_strs else None
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    async def detokenize(self, wanted: DetokenizeRequest) -> str:
+        """The text of token ids, special tokens included."""
+        decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, decode)
 
     def _make_requests(self, wanted: GenerationRequest, answer_id: str) -> list[EngineRequest]:
         requests: list[EngineRequest] = []

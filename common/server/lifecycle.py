@@ -44,7 +44,15 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     worker = EngineWorker(lambda: package.build_engine(config))
     with bind(options.host, options.port) as listener:  # before the model, whose loading may take minutes
         engine = worker.build()
-        app = create_app(engine, worker=worker, send_timeout_s=STALL_TIMEOUT_S)
+        names = options.served_model_name
+        app = create_app(
+            engine,
+            worker=worker,
+            model_name=names[0] if names else None,
+            other_names=names[1:],
+            api_keys=options.api_key,
+            send_timeout_s=STALL_TIMEOUT_S,
+        )
         service: Service = app.state.server
         address = url_of(listener)
         server = Server(

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from common.engine import Engine
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.parsing import MAX_BODY_BYTES
+from common.server.schemas.parsing import MAX_BODY_BYTES, Limits
 from common.server.schemas.replies import (
     CacheReset,
     ChatCompletion,
@@ -26,9 +26,13 @@ from common.server.schemas.replies import (
     ModelCard,
     ModelList,
     PlainCompletion,
+    Ready,
     TelemetrySnapshot,
+    Text,
+    Tokens,
     Version,
 )
+from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ _NATIVE = {400: _MALFORMED, 422: _REFUSED, **_FAILURES}
 _STRICT = {400: f"{_MALFORMED}; {_REFUSED}", 404: "Another model's name", **_FAILURES}
 _CHOICES = "The choices, complete, or an event stream of their tokens"
 _ANSWERS = "The answers, complete, or an event stream of their tokens"
+_TEXT = {400: _MALFORMED, 413: _FAILURES[413], 422: _REFUSED, 500: _FAILURES[500]}
 _NO_MODEL = {404: "Another model's name"}
 
 _NAMED_EVENTS = Stream(
@@ -134,7 +139,10 @@ ROUTES: dict[str, Documented] = {
     "/openai/v1/models": _MODELS,
     "/v1/models/{model}": _MODEL,
     "/openai/v1/models/{model}": _MODEL,
-    "/health": Documented(Health, "Requests are taken", {503: _ENDING}),
+    "/tokenize": Documented(Tokens, "The token ids", _TEXT, TokenizeRequest),
+    "/detokenize": Documented(Text, "The text", _TEXT, DetokenizeRequest),
+    "/health": Documented(Health, "The server lives", {503: "The engine is dead"}),
+    "/ready": Documented(Ready, "Requests are taken", {503: _ENDING}),
     "/version": Documented(Version, "What runs here"),
     "/reset_prefix_cache": Documented(CacheReset, "What nobody used is forgotten", {503: _ENDING}),
     "/telemetry": Documented(
@@ -147,8 +155,8 @@ ROUTES: dict[str, Documented] = {
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
 
 
-def openapi_document(app: FastAPI, engine: Engine, model_name: str) -> dict[str, Any]:
-    """The document of an app that serves `engine`'s model under `model_name`; made once."""
+def openapi_document(app: FastAPI, engine: Engine, limits: Limits) -> dict[str, Any]:
+    """The document of an app that serves `engine`'s model within `limits`; made once."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
@@ -161,8 +169,11 @@ def openapi_document(app: FastAPI, engine: Engine, model_name: str) -> dict[str,
         models |= {route.answer, route.body, None if route.stream is None else route.stream.data}
     schemas = _schemas(model for model in models if model is not None)
     for name in ("CompletionRequest", "ChatRequest"):
-        _add_limits(schemas[name]["properties"], engine, model_name)
-    _add_token_limits(schemas["CompletionRequest"]["properties"]["prompt"]["oneOf"], engine)
+        _add_limits(schemas[name]["properties"], engine, limits)
+    _, tokens, _, token_lists = schemas["CompletionRequest"]["properties"]["prompt"]["oneOf"]
+    for array in (tokens, token_lists["items"]):
+        _bound(array, engine.max_seq_len - 1, limits)
+    _bound(schemas["DetokenizeRequest"]["properties"]["tokens"], None, limits)
     document["components"] = {"schemas": schemas}
     app.openapi_schema = document
     return document
@@ -199,23 +210,17 @@ def _schemas(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
     return schemas
 
 
-def _add_limits(properties: dict[str, Any], engine: Engine, model_name: str) -> None:
+def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
     """What this server's model and options make of the fields that every body has."""
-    properties["model"]["const"] = model_name
+    properties["model"]["enum"] = list(limits.models)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in properties:
             properties[name]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
-    _bound(properties["stop_token_ids"]["anyOf"][0], engine)
+    _bound(properties["stop_token_ids"]["anyOf"][0], engine.max_seq_len - 1, limits)
 
 
-def _add_token_limits(prompt_forms: list[dict[str, Any]], engine: Engine) -> None:
-    """What they make of a prompt of token ids."""
-    _, tokens, _, token_lists = prompt_forms
-    _bound(tokens, engine)
-    _bound(token_lists["items"], engine)
-
-
-def _bound(array: dict[str, Any], engine: Engine) -> None:
-    """An array of token ids: which ones there are, and how many at the most."""
-    array["items"]["maximum"] = engine.runner.model.config.vocab_size - 1
-    array["maxItems"] = min(engine.max_seq_len - 1, array.get("maxItems", engine.max_seq_len))
+def _bound(array: dict[str, Any], length: int | None, limits: Limits) -> None:
+    """An array of token ids: which ones there are, and how many at the most (None: as many as a body holds)."""
+    array["items"]["maximum"] = limits.vocab_size - 1
+    if length is not None:
+        array["maxItems"] = min(length, array.get("maxItems", length))

@@ -20,6 +20,7 @@ def log_end(
     *,
     asked_s: float,
     user: str | None = None,
+    request_id: str | None = None,
     client_gone: str | None = None,
 ) -> None:
     """Say how an answer went, all its choices in one line.
@@ -28,6 +29,7 @@ def log_end(
         answer: whose choices `streams` are, in order.
         asked_s: when the request had come, on `time.monotonic`'s clock.
         user: the client's own label.
+        request_id: what the client calls its request, if it does.
         client_gone: why nobody takes the answer any more; None if somebody does.
     """
     prompts = {
@@ -41,6 +43,7 @@ def log_end(
         f"{sum(prompts.values())} prompt and {sum(stream.received_tokens for stream in streams)} new tokens",
         f"the first after {min(begun) - asked_s:.3f} s" if begun else "",
         f"longest gap {max(stream.longest_gap_s for stream in streams):.3f} s" if begun else "",
+        f"request {request_id!r}" if request_id else "",
         f"user {user!r}" if user else "",
         "ended: " + " and ".join(_counted(ending, count, len(streams)) for ending, count in endings.items()),
     ]

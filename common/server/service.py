@@ -18,23 +18,34 @@ class Service:
     """One engine, served.
 
     Attributes:
+        model_name: what it calls its model.
         created: when it began, in seconds since 1970.
         ping_s: seconds between comments in a quiet stream.
         send_timeout_s: a client that takes nothing of its stream for so long is dropped.
     """
 
     def __init__(
-        self, engine: Engine, worker: EngineWorker, model_name: str, *, ping_s: float, send_timeout_s: float
+        self,
+        engine: Engine,
+        worker: EngineWorker,
+        model_names: tuple[str, ...],
+        *,
+        ping_s: float,
+        send_timeout_s: float,
     ) -> None:
         self.engine = engine
         self.worker = worker
-        self.model_name = model_name
+        self.model_name = model_names[0]
         self.ping_s = ping_s
         self.send_timeout_s = send_timeout_s
         self.created = int(time.time())
-        self.limits = Limits(model=model_name, max_choices=engine.config.max_waiting_requests)
+        self.limits = Limits(
+            models=model_names,
+            max_choices=engine.config.max_waiting_requests,
+            vocab_size=engine.runner.model.config.vocab_size,
+        )
         self.intake = Intake(engine, worker)
-        self.page = render_page(engine, model_name)
+        self.page = render_page(engine, self.model_name)
 
 
 def service_of(request: Request) -> Service:

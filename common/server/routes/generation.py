@@ -103,7 +103,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         asked_s = time.monotonic()
         wanted = parse(body, route.body, service.limits)
         streaming = route.streams(wanted, request)
-        answer = new_answer(service, wanted, route.id_prefix)
+        answer = new_answer(service, wanted, f"{route.id_prefix}-{answer_number(request)}")
         streams = await while_connected(request.receive, service.intake.submit(wanted, answer.id))
     except ClientDisconnect:
         log_departure()
@@ -115,7 +115,14 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
 
     def close(client_gone: str | None) -> None:
         cancel(streams)
-        log_end(answer, streams, asked_s=asked_s, user=wanted.user, client_gone=client_gone)
+        log_end(
+            answer,
+            streams,
+            asked_s=asked_s,
+            user=wanted.user,
+            request_id=request.state.request_id if request.state.named else None,
+            client_gone=client_gone,
+        )
 
     options = wanted.stream_options
     wire = route.wire(
@@ -140,11 +147,17 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         close(client_gone)
 
 
-def new_answer(service: Service, wanted: GenerationRequest, id_prefix: str) -> Answer:
+def answer_number(request: Request) -> str:
+    """Unlike any other, whatever the client calls its request; the request's own id where that was made up here."""
+    made_up: str = uuid.uuid4().hex if request.state.named else request.state.request_id
+    return made_up
+
+
+def new_answer(service: Service, wanted: GenerationRequest, answer_id: str) -> Answer:
     per_prompt = wanted.choices_per_prompt
     choices = wanted.num_prompts * per_prompt
     return Answer(
-        id=f"{id_prefix}-{uuid.uuid4().hex}",
+        id=answer_id,
         created=int(time.time()),
         model=service.model_name,
         tokenizer=service.engine.tokenizer,

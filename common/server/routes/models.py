@@ -19,7 +19,7 @@ router = APIRouter()
 @router.get("/openai/v1/models")
 async def list_models(request: Request) -> Response:
     """The served model."""
-    return json_response({"object": "list", "data": [model_card(service_of(request))]})
+    return json_response({"object": "list", "data": model_cards(service_of(request))})
 
 
 @router.get("/v1/models/{model:path}")
@@ -28,15 +28,17 @@ async def retrieve_model(request: Request, model: str) -> Response:
     """The served model, asked for by its name."""
     service = service_of(request)
     check_model(model, service.limits, status=404)
-    return json_response(model_card(service))
+    (card,) = (each for each in model_cards(service) if each["id"] == model)
+    return json_response(card)
 
 
-def model_card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model_name,
+def model_cards(service: Service) -> list[dict[str, Any]]:
+    """The served model, by each of its names."""
+    card = {
         "object": "model",
         "created": service.created,
         "owned_by": "infer",
         "max_model_len": service.engine.max_seq_len,
         "phase": service.engine.phase.slug,
     }
+    return [{"id": name} | card for name in service.limits.models]

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from common.errors import EngineDeadError, ShuttingDownError
 from common.server.errors import from_exception
 from common.server.page import PAGE_HEADERS
-from common.server.service import service_of
+from common.server.service import Service, service_of
 from common.server.transport import json_response
 from kernels.dispatch import kernels_on
 
@@ -27,13 +27,26 @@ async def welcome(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Whether new requests are taken."""
+    """Whether the server lives: one that does not should be started again."""
     service = service_of(request)
-    if service.worker.dead is not None:
-        raise from_exception(EngineDeadError("the engine is dead; restart the server"))
+    _refuse_if_dead(service)
+    status = "draining" if service.worker.draining else "ok"
+    return json_response({"status": status, "phase": service.engine.phase.slug})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Whether new requests are taken: a server that does not take them should get none."""
+    service = service_of(request)
+    _refuse_if_dead(service)
     if service.worker.draining:
         raise from_exception(ShuttingDownError("draining: the server is shutting down"))
     return json_response({"status": "ok", "phase": service.engine.phase.slug})
+
+
+def _refuse_if_dead(service: Service) -> None:
+    if service.worker.dead is not None:
+        raise from_exception(EngineDeadError("the engine is dead; restart the server"))
 
 
 @router.get("/version")

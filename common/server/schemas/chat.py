@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
@@ -72,14 +73,14 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
-class ChatPrompt(BaseModel):
-    """A conversation, and how it becomes a text."""
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class TemplateOptions(BaseModel):
+    """How a conversation becomes a text."""
 
     model_config = BODY
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] = Field(
-        description="each with a `role` and a `content`: a text, or parts of type text, a line each"
-    )
     add_generation_prompt: bool | None = Field(
         default=None,
         description="whether the model is to begin a message of its own; default: unless it continues one",
@@ -91,7 +92,7 @@ class ChatPrompt(BaseModel):
         default=None, description="variables for the template, such as `enable_thinking`"
     )
 
-    def render(self, template: ChatTemplate | None) -> str:
+    def render(self, messages: Sequence[ChatMessage], template: ChatTemplate | None) -> str:
         """The text that a model reads.
 
         Raises:
@@ -104,7 +105,7 @@ class ChatPrompt(BaseModel):
                 param="messages",
             )
         return template.render(
-            [message.for_template() for message in self.messages],
+            [message.for_template() for message in messages],
             add_generation_prompt=self._begins_message,
             continue_final_message=bool(self.continue_final_message),
             variables=self.chat_template_kwargs,
@@ -115,13 +116,13 @@ class ChatPrompt(BaseModel):
         given = self.add_generation_prompt
         return not self.continue_final_message if given is None else given
 
-    def check_prompt(self) -> None:
+    def check_messages(self, messages: Sequence[ChatMessage]) -> None:
         """Refuse what is not implemented, and fields that contradict each other.
 
         Raises:
             ApiError: 422.
         """
-        for number, message in enumerate(self.messages):
+        for number, message in enumerate(messages):
             if message.role == "tool":
                 raise refused(f"messages[{number}].role", f"'tool' is {NO_TOOLS}")
             if message.tool_calls:
@@ -136,11 +137,14 @@ class ChatPrompt(BaseModel):
             )
 
 
-class ChatRequest(GenerationRequest, ChatPrompt):
+class ChatRequest(GenerationRequest, TemplateOptions):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `model` and `messages`."""
 
     adds_special_tokens: ClassVar[bool] = False  # the template writes those that belong there
 
+    messages: Messages = Field(
+        description="each with a `role` and a `content`: a text, or parts of type text, a line each"
+    )
     max_completion_tokens: int | None = Field(
         default=None, ge=1, description="default: as many as fit behind the conversation"
     )
@@ -162,7 +166,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return 1
 
     def prompts(self, template: ChatTemplate | None) -> list[str]:
-        return [self.render(template)]
+        return [self.render(self.messages, template)]
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -186,4 +190,4 @@ class ChatRequest(GenerationRequest, ChatPrompt):
             raise refused("max_tokens", "another name of max_completion_tokens, with another value; send one")
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
-        self.check_prompt()
+        self.check_messages(self.messages)

@@ -27,8 +27,9 @@ TAG = "as "
 class Limits:
     """What a request can ask of this server."""
 
-    model: str
+    models: tuple[str, ...]  # names of the one that is served; it calls itself by the first
     max_choices: int  # more would not fit an empty queue
+    vocab_size: int
 
 
 class Body(BaseModel):
@@ -64,11 +65,11 @@ def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
 
 
 def check_model(model: str, limits: Limits, *, status: int = 422) -> None:
-    """ApiError: it is not the served one's name."""
-    if model != limits.model:
+    """ApiError: it is no name of the served one."""
+    if model not in limits.models:
         raise ApiError(
             status,
-            f"model {shorten(model, 100)!r} is not served here; this server has {limits.model!r}",
+            f"model {shorten(model, 100)!r} is not served here; this server has {limits.models[0]!r}",
             param="model",
             code="model_not_found",
         )

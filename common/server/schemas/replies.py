@@ -171,7 +171,23 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="as the tokenizer spells them, if asked for")
+
+
+class Text(BaseModel):
+    prompt: str
+
+
 class Health(BaseModel):
+    status: Literal["ok", "draining"]
+    phase: str
+
+
+class Ready(BaseModel):
     status: Literal["ok"]
     phase: str
 
