@@ -102,14 +102,13 @@ class Engine:
             InvalidRequestError: too long together with its `max_new_tokens`.
             InvalidGrammarError: `params.grammar` is none that can be followed.
         """
-        if isinstance(prompt, str):
-            self._check_length(self.tokenizer.min_tokens(prompt), params, exact=False)
-            token_ids = self.tokenizer.encode(prompt) if prompt else []
-        else:
-            token_ids = list(prompt)
+        new_tokens = params.max_new_tokens
+        token_ids = self.tokenize(prompt, new_tokens) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
-        self._check_length(len(token_ids), params)  # first: what follows may be slow on two megabytes of ids
+        self._check_length(
+            len(token_ids), new_tokens
+        )  # first: what follows may be slow on two megabytes of ids
         vocab_size = self.runner.model.config.vocab_size
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is not None:
@@ -131,10 +130,25 @@ class Engine:
             matcher=None if params.grammar is None else self.grammars.new_matcher(params.grammar),
         )
 
-    def _check_length(self, prompt_tokens: int, params: SamplingParams, *, exact: bool = True) -> None:
-        """Refuse what is too long. `exact`: whether `prompt_tokens` is the prompt's length, or it may be longer."""
+    def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt that leaves room for so many new ones, as far as that is known before. Any thread
+        may call this.
+
+        Raises:
+            InvalidRequestError: its length alone says that it is too long; nothing was tokenized.
+        """
+        self._check_length(self.tokenizer.min_tokens(text), new_tokens, exact=False)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and new tokens of one request at the most, with the KV memory there is."""
         pool_limit = self.runner.pool.max_request_tokens()
-        limit = self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
+        return self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
+
+    def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
+        """Refuse what is too long. `exact`: whether `prompt_tokens` is the prompt's length, or it may be longer."""
+        limit = self.max_request_tokens
         at_least = "" if exact else "at least "
         if prompt_tokens >= limit:
             raise InvalidRequestError(
@@ -142,16 +156,15 @@ class Engine:
                 f"within this server's {limit}",
                 param="prompt",
             )
-        if params.max_new_tokens >= limit:
+        if new_tokens >= limit:
             raise InvalidRequestError(
-                f"max_tokens {params.max_new_tokens} leaves no room for a prompt; "
-                f"this server holds {limit} a request",
+                f"max_tokens {new_tokens} leaves no room for a prompt; this server holds {limit} a request",
                 param="max_tokens",
             )
-        if prompt_tokens + params.max_new_tokens > limit:
+        if prompt_tokens + new_tokens > limit:
             raise InvalidRequestError(
-                f"a prompt of {at_least}{prompt_tokens} tokens and max_tokens {params.max_new_tokens} make "
-                f"{at_least}{prompt_tokens + params.max_new_tokens}; this server holds {limit} a request",
+                f"a prompt of {at_least}{prompt_tokens} tokens and max_tokens {new_tokens} make "
+                f"{at_least}{prompt_tokens + new_tokens}; this server holds {limit} a request",
                 param="max_tokens",
             )
 

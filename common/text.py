@@ -9,17 +9,28 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from common.chat_template import ChatTemplate
 from common.errors import StartupError
 
 
 class Tokenizer:
-    """The `tokenizer.json` of a checkpoint.
+    """The `tokenizer.json` of a checkpoint, and its chat template.
 
     A model may have more ids than its tokenizer (a dummy that borrows one); those print as `<1234>`.
+
+    Attributes:
+        chat_template: how a conversation is written for this model; None if its checkpoint does not say.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
         self.backend = backend
+        self.chat_template = chat_template
         self.vocab_size = vocab_size  # the model's
         known = backend.get_vocab_size(with_added_tokens=True)
         self.foreign_from = known
@@ -34,7 +45,7 @@ class Tokenizer:
         """Truncation and padding, which the file may ask for, are switched off: a prompt is all that was sent.
 
         Raises:
-            StartupError: no readable tokenizer.json.
+            StartupError: no readable tokenizer.json, or a chat template that is none.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -45,7 +56,7 @@ class Tokenizer:
             raise StartupError(f"{path} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, vocab_size=vocab_size)
+        return cls(backend, vocab_size=vocab_size, chat_template=ChatTemplate.from_folder(folder))
 
     def min_tokens(self, text: str) -> int:
         """A bound from below on the tokens of `text`, without tokenizing it."""
@@ -61,15 +72,15 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`."""
         parts: list[str] = []
         for foreign, run in itertools.groupby(token_ids, key=self.is_foreign):
             ids = list(run)
             parts.append(
                 "".join(self.foreign_text(i) for i in ids)
                 if foreign
-                else self.backend.decode(ids, skip_special_tokens=True)
+                else self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
             )
         return "".join(parts)
 
@@ -81,6 +92,10 @@ class Tokenizer:
             text = str(self.backend.id_to_token(token_id)) if special else self.decode([token_id])
             self._token_texts[token_id] = text
         return text
+
+    def spelled(self, token_id: int) -> str:
+        """A token as the tokenizer's vocabulary has it, where a space may be a `Ġ`, say."""
+        return str(self.backend.id_to_token(token_id))
 
     def is_foreign(self, token_id: int) -> bool:
         """Whether the model has this id and the tokenizer does not."""

@@ -7,8 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from common.errors import (
     EngineDeadError,
@@ -19,8 +25,12 @@ from common.errors import (
     QueueFullError,
     ShuttingDownError,
 )
+from common.server.transport import json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
+
+#: Where answers are OpenAI's to the letter, statuses included.
+STRICT_PREFIX = "/openai/"
 
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
@@ -78,6 +88,14 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")
 
 
+def status_at(path: str, error: ApiError) -> int:
+    """The status of an error at a route. OpenAI's own have 400 for all that is wrong with a request, and 404 for a
+    model that is not there; the others tell what is malformed (400) from what cannot be served (422)."""
+    if error.status != 422 or not path.startswith(STRICT_PREFIX):
+        return error.status
+    return 404 if error.code == "model_not_found" else 400
+
+
 def from_exception(error: Exception) -> ApiError:
     """What a client is told about an error that the engine or its worker raised, or ended a request with."""
     match error:
@@ -99,3 +117,64 @@ def from_exception(error: Exception) -> ApiError:
             return ApiError(500, str(error), type=SERVER_ERROR, code="nan_logits")
         case _:
             return internal_error()
+
+
+# ---------------------------------------------------------------------- as answers
+
+
+async def answer_api_error(request: Request, error: Exception) -> Response:
+    api_error = from_exception(error)
+    return json_response(api_error.body(), status_at(request.url.path, api_error), api_error.headers)
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """What the router says: there is no such route, or it has no such method."""
+    assert isinstance(error, HTTPException)  # it was registered for these
+    message = {
+        404: f"there is no such route; {_route_meant_by(request)}",
+        405: f"this route has no method {request.method}",
+    }
+    api_error = ApiError(
+        error.status_code,
+        message.get(error.status_code, str(error.detail)),
+        code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
+        headers=error.headers,
+    )
+    return await answer_api_error(request, api_error)
+
+
+def _route_meant_by(request: Request) -> str:
+    path = request.url.path
+    if path.endswith("/v1/responses"):
+        return "responses are not served, chat is: POST /v1/chat/completions"
+    near = difflib.get_close_matches(shorten(path, 100), request.app.state.paths, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}? See /openapi.json" if near else "see /openapi.json"
+
+
+async def answer_invalid_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # it was registered for these
+    first = error.errors()[0]
+    syntax = first["type"].endswith(("_type", "_parsing", "_size")) or first["type"] == "missing"
+    name = str(first["loc"][-1])
+    code = "invalid_type" if syntax else "invalid_value"
+    refused = ApiError(400 if syntax else 422, f"{name}: {first['msg']}", param=name, code=code)
+    return await answer_api_error(request, refused)
+
+
+async def answer_nobody(_: Request, __: Exception) -> Response:
+    """The client has left: this is sent to a closed connection, for the sake of form (499 is nginx's)."""
+    return Response(status_code=499)
+
+
+async def answer_unexpected_error(request: Request, _: Exception) -> Response:
+    """The HTTP server logs the traceback; the client is told that there was one."""
+    return await answer_api_error(request, internal_error())
+
+
+HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    ApiError: answer_api_error,
+    HTTPException: answer_http_error,
+    RequestValidationError: answer_invalid_query,
+    ClientDisconnect: answer_nobody,
+    Exception: answer_unexpected_error,
+}

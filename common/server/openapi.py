@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,120 +11,216 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from common.engine import Engine
-from common.server.schemas import (
-    MAX_BODY_BYTES,
+from common.server.schemas.chat import ChatRequest
+from common.server.schemas.completion import CompletionRequest
+from common.server.schemas.parsing import MAX_BODY_BYTES, Limits
+from common.server.schemas.replies import (
     CacheReset,
+    ChatCompletion,
+    ChatCompletionChunk,
     Completion,
+    CompletionChunk,
     CompletionEvent,
-    CompletionRequest,
     ErrorResponse,
     Health,
+    ModelCard,
     ModelList,
+    PlainCompletion,
+    Ready,
     TelemetrySnapshot,
+    Text,
+    Tokens,
     Version,
 )
+from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
-_ERRORS: dict[str, dict[int, str]] = {
-    "/v1/completions": {
-        400: "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist",
-        413: f"The body is over {MAX_BODY_BYTES} bytes",
-        422: "A value out of range, an unknown field, another model's name, a prompt too long for the server, "
-        "a grammar that cannot be followed",
-        500: "A failure of the server",
-        503: "The queue is full, the server is shutting down, or its engine is dead",
-    },
-    "/v1/models": {},
-    "/health": {503: "The server is shutting down, or its engine is dead"},
-    "/version": {},
-    "/reset_prefix_cache": {503: "The server is shutting down, or its engine is dead"},
-    "/telemetry": {400: "since_step is not an integer", 422: "since_step is out of range"},
-}
 
-_ANSWERS: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (Completion, "The choices, complete, or an event stream of their tokens"),
-    "/v1/models": (ModelList, "The served model"),
-    "/health": (Health, "Requests are taken"),
-    "/version": (Version, "What runs here"),
-    "/reset_prefix_cache": (CacheReset, "What nobody used is forgotten"),
-    "/telemetry": (TelemetrySnapshot, "Counters and a page of steps"),
-}
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An event stream: what its events are."""
 
-_STREAM = {
-    "itemSchema": {  # what each event is, once parsed
-        "type": "object",
-        "required": ["event", "data"],
-        "properties": {
-            "event": {"enum": ["token", "done", "error", "usage"]},
-            "data": {
-                "type": "string",
-                "contentMediaType": "application/json",
-                "contentSchema": {
-                    "anyOf": [
-                        {"$ref": "#/components/schemas/CompletionEvent"},
-                        {"$ref": "#/components/schemas/ErrorResponse"},
-                    ]
-                },
-            },
-        },
-    },
-    "description": "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. "
-    "`done` or `error`: exactly one for each choice, its last. `usage`: last of all, if asked for.",
-    "example": 'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    description: str
+    example: str
+    data: type[BaseModel]  # the JSON in each event
+    names: tuple[str, ...] = ()  # none: the events are unnamed, and the last one's data is no JSON
+
+    def content(self) -> dict[str, Any]:
+        data = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"anyOf": [_reference(self.data), _reference(ErrorResponse)]},
+        }
+        item: dict[str, Any] = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        if self.names:
+            item["required"] = ["event", "data"]
+            item["properties"] = {"event": {"enum": list(self.names)}, "data": data}
+        else:
+            item["properties"] = {"data": {"anyOf": [data, {"const": "[DONE]"}]}}
+        return {"itemSchema": item, "description": self.description, "example": self.example}
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """What FastAPI does not know of a route."""
+
+    answer: type[BaseModel]
+    description: str
+    errors: Mapping[int, str] = field(default_factory=dict)
+    body: type[BaseModel] | None = None
+    stream: Stream | None = None
+
+
+_MALFORMED = "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist"
+_REFUSED = (
+    "A value out of range, an unknown field, another model's name, a prompt too long for the server, "
+    "a grammar that cannot be followed"
+)
+_BUSY = "The queue is full, the server is shutting down, or its engine is dead"
+_ENDING = "The server is shutting down, or its engine is dead"
+_FAILURES = {413: f"The body is over {MAX_BODY_BYTES} bytes", 500: "A failure of the server", 503: _BUSY}
+_NATIVE = {400: _MALFORMED, 422: _REFUSED, **_FAILURES}
+_STRICT = {400: f"{_MALFORMED}; {_REFUSED}", 404: "Another model's name", **_FAILURES}
+_CHOICES = "The choices, complete, or an event stream of their tokens"
+_ANSWERS = "The answers, complete, or an event stream of their tokens"
+_TEXT = {400: _MALFORMED, 413: _FAILURES[413], 422: _REFUSED, 500: _FAILURES[500]}
+_NO_MODEL = {404: "Another model's name"}
+
+_NAMED_EVENTS = Stream(
+    "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. `done` or `error`: "
+    "exactly one for each choice, its last. `usage`: last of all, if asked for.",
+    'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
     '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":null}],"token":"Hello","token_id":9906}\n\n'
     'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
     '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
     '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
     '"prompt_tokens_details":{"cached_tokens":0}}}\n\n',
+    CompletionEvent,
+    names=("token", "done", "error", "usage"),
+)
+_COMPLETION_CHUNKS = Stream(
+    "Server-sent events without names. A chunk for each sampled token; the one with a `finish_reason` is its "
+    "choice's last. A chunk without choices has the usage, if asked for. `[DONE]` is last of all.",
+    'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n',
+    CompletionChunk,
+)
+_CHAT_CHUNKS = Stream(
+    "Server-sent events without names. A choice's first chunk has the role; then a chunk for each sampled token, "
+    "and the one with a `finish_reason` is its last. A chunk without choices has the usage, if asked for. `[DONE]` "
+    "is last of all.",
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":'
+    '[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":'
+    '[{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n',
+    ChatCompletionChunk,
+)
+
+_MODELS = Documented(ModelList, "The served model")
+_MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
+
+ROUTES: dict[str, Documented] = {
+    "/v1/completions": Documented(
+        Completion,
+        _CHOICES,
+        _NATIVE,
+        CompletionRequest,
+        _NAMED_EVENTS,
+    ),
+    "/openai/v1/completions": Documented(
+        PlainCompletion,
+        _CHOICES,
+        _STRICT,
+        CompletionRequest,
+        _COMPLETION_CHUNKS,
+    ),
+    "/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _NATIVE, ChatRequest, _CHAT_CHUNKS),
+    "/openai/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _STRICT, ChatRequest, _CHAT_CHUNKS),
+    "/v1/models": _MODELS,
+    "/openai/v1/models": _MODELS,
+    "/v1/models/{model}": _MODEL,
+    "/openai/v1/models/{model}": _MODEL,
+    "/tokenize": Documented(Tokens, "The token ids", _TEXT, TokenizeRequest),
+    "/detokenize": Documented(Text, "The text", _TEXT, DetokenizeRequest),
+    "/health": Documented(Health, "The server lives", {503: "The engine is dead"}),
+    "/ready": Documented(Ready, "Requests are taken", {503: _ENDING}),
+    "/version": Documented(Version, "What runs here"),
+    "/reset_prefix_cache": Documented(CacheReset, "What nobody used is forgotten", {503: _ENDING}),
+    "/telemetry": Documented(
+        TelemetrySnapshot,
+        "Counters and a page of steps",
+        {400: "since_step is not an integer", 422: "since_step is out of range"},
+    ),
 }
 
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
 
 
-def openapi_document(app: FastAPI, engine: Engine, model_name: str) -> dict[str, Any]:
-    """The document of an app that serves `engine`'s model under `model_name`; made once."""
+def openapi_document(app: FastAPI, engine: Engine, limits: Limits) -> dict[str, Any]:
+    """The document of an app that serves `engine`'s model within `limits`; made once."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
         title=app.title, summary=app.summary, version=app.version, routes=app.routes, openapi_version="3.1.0"
     )
-    schemas: dict[str, Any] = {}
-
-    def reference(model: type[BaseModel]) -> dict[str, Any]:
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas.update(schema.pop("$defs", {}))
-        schemas[model.__name__] = schema
-        return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-
-    for path, (model, description) in _ANSWERS.items():
-        operation = next(iter(document["paths"][path].values()))
-        content = {"application/json": reference(model)}
-        if path == "/v1/completions":
-            reference(CompletionEvent)
-            content["text/event-stream"] = _STREAM
-            operation["requestBody"] = {
-                "required": True,
-                "content": {"application/json": reference(CompletionRequest)},
-            }
-        responses: dict[str, Any] = {"200": {"description": description, "content": content}}
-        for status, reason in _ERRORS[path].items():
-            responses[str(status)] = {
-                "description": reason,
-                "content": {"application/json": reference(ErrorResponse)},
-                **({"headers": _RETRY_AFTER} if status == 503 else {}),
-            }
-        operation["responses"] = responses
-    _add_limits(schemas["CompletionRequest"]["properties"], engine, model_name)
+    models: set[type[BaseModel] | None] = {ErrorResponse}
+    for path, route in ROUTES.items():
+        (operation,) = document["paths"][path].values()
+        _describe(operation, route)
+        models |= {route.answer, route.body, None if route.stream is None else route.stream.data}
+    schemas = _schemas(model for model in models if model is not None)
+    for name in ("CompletionRequest", "ChatRequest"):
+        _add_limits(schemas[name]["properties"], engine, limits)
+    _, tokens, _, token_lists = schemas["CompletionRequest"]["properties"]["prompt"]["oneOf"]
+    for array in (tokens, token_lists["items"]):
+        _bound(array, engine.max_seq_len - 1, limits)
+    _bound(schemas["DetokenizeRequest"]["properties"]["tokens"], None, limits)
     document["components"] = {"schemas": schemas}
     app.openapi_schema = document
     return document
 
 
-def _add_limits(properties: dict[str, Any], engine: Engine, model_name: str) -> None:
-    """What this server's model and options make of a request's fields."""
-    properties["model"]["const"] = model_name
-    properties["max_tokens"]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
-    _, tokens, _, token_lists = properties["prompt"]["oneOf"]
-    stop_tokens = properties["stop_token_ids"]["anyOf"][0]
-    for array in (tokens, token_lists["items"], stop_tokens):
-        array["items"]["maximum"] = engine.runner.model.config.vocab_size - 1
-        array["maxItems"] = min(engine.max_seq_len - 1, array.get("maxItems", engine.max_seq_len))
+def _describe(operation: dict[str, Any], route: Documented) -> None:
+    """Add what a route reads and what it answers."""
+    content = {"application/json": {"schema": _reference(route.answer)}}
+    if route.stream is not None:
+        content["text/event-stream"] = route.stream.content()
+    if route.body is not None:
+        body = {"application/json": {"schema": _reference(route.body)}}
+        operation["requestBody"] = {"required": True, "content": body}
+    responses: dict[str, Any] = {"200": {"description": route.description, "content": content}}
+    for status, reason in route.errors.items():
+        responses[str(status)] = {
+            "description": reason,
+            "content": {"application/json": {"schema": _reference(ErrorResponse)}},
+            **({"headers": _RETRY_AFTER} if status == 503 else {}),
+        }
+    operation["responses"] = responses
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _schemas(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
+    """Every model's schema, and those of the objects in it, by name."""
+    schemas: dict[str, Any] = {}
+    for model in sorted(models, key=lambda each: each.__name__):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
+    return schemas
+
+
+def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
+    """What this server's model and options make of the fields that every body has."""
+    properties["model"]["enum"] = list(limits.models)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in properties:
+            properties[name]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
+    _bound(properties["stop_token_ids"]["anyOf"][0], engine.max_seq_len - 1, limits)
+
+
+def _bound(array: dict[str, Any], length: int | None, limits: Limits) -> None:
+    """An array of token ids: which ones there are, and how many at the most (None: as many as a body holds)."""
+    array["items"]["maximum"] = limits.vocab_size - 1
+    if length is not None:
+        array["maxItems"] = min(length, array.get("maxItems", length))

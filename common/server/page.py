@@ -7,7 +7,7 @@ from importlib import resources
 from string import Template
 
 from common.engine import Engine
-from common.server.schemas import DEFAULT_MAX_TOKENS
+from common.server.schemas.completion import DEFAULT_MAX_TOKENS
 
 #: A browser holds the page to it: its own script and style, this server, and nothing else.
 PAGE_HEADERS = {

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.server.errors import ApiError, from_exception
-from common.server.sse import CLIENT_LEFT, Answer
+from common.server.transport import CLIENT_LEFT
+from common.server.wire.format import Answer
 from common.worker import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ def log_end(
     *,
     asked_s: float,
     user: str | None = None,
+    request_id: str | None = None,
     client_gone: str | None = None,
 ) -> None:
     """Say how an answer went, all its choices in one line.
@@ -27,6 +29,7 @@ def log_end(
         answer: whose choices `streams` are, in order.
         asked_s: when the request had come, on `time.monotonic`'s clock.
         user: the client's own label.
+        request_id: what the client calls its request, if it does.
         client_gone: why nobody takes the answer any more; None if somebody does.
     """
     prompts = {
@@ -40,6 +43,7 @@ def log_end(
         f"{sum(prompts.values())} prompt and {sum(stream.received_tokens for stream in streams)} new tokens",
         f"the first after {min(begun) - asked_s:.3f} s" if begun else "",
         f"longest gap {max(stream.longest_gap_s for stream in streams):.3f} s" if begun else "",
+        f"request {request_id!r}" if request_id else "",
         f"user {user!r}" if user else "",
         "ended: " + " and ".join(_counted(ending, count, len(streams)) for ending, count in endings.items()),
     ]
@@ -65,19 +69,20 @@ def _counted(ending: str, count: int, of: int) -> str:
     return ending if count == of else f"{count} {ending}"
 
 
-def log_refusal(refusal: ApiError, error: Exception) -> None:
+def log_refusal(refusal: ApiError, status: int, error: Exception) -> None:
     """Say what a request was refused with: mistakes of a client's are news, a server that cannot is a warning.
 
     Args:
         refusal: what the client is told.
+        status: with which HTTP status.
         error: what was raised; shown whole where the client is told nothing of it.
     """
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
-    line = ("refused: %d %s: %r", refusal.status, refusal.code, refusal.message)
-    if refusal.status == 500:
+    line = ("refused: %d %s: %r", status, refusal.code, refusal.message)
+    if status == 500:
         logger.error(*line, exc_info=error)
     else:
-        logger.log(logging.WARNING if refusal.status == 503 else logging.INFO, *line)
+        logger.log(logging.WARNING if status == 503 else logging.INFO, *line)
 
 
 def log_departure() -> None:

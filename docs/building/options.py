@@ -13,10 +13,18 @@ from pydantic.fields import FieldInfo
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
-from common.server.cli import ServerOptions, flag_of
-from common.server.schemas import CompletionRequest
+from common.server.cli import flag_of
+from common.server.options import ServerOptions
+from common.server.schemas.chat import ChatRequest
+from common.server.schemas.completion import CompletionRequest
+from common.server.schemas.generation import GenerationRequest
 
-PLURALS = {"integer": "integers", "text": "texts", "list of integers": "lists of integers"}
+PLURALS = {
+    "integer": "integers",
+    "text": "texts",
+    "list of integers": "lists of integers",
+    "object": "objects",
+}
 
 
 def phases_table() -> str:
@@ -50,12 +58,19 @@ def options_table(*, phase: str | None = None) -> str:
     return "\n".join(rows) + "\n"
 
 
-def request_fields_table() -> str:
-    """Fields of the body of `POST /v1/completions`."""
+BODIES = {"completions": CompletionRequest, "chat": ChatRequest}
+
+
+def request_fields_table(route: str) -> str:
+    """Fields of a route's body. Of chat's, those that completions do not have."""
+    fields = dict(BODIES[route].model_fields)
+    if route == "chat":
+        shared = GenerationRequest.model_fields.keys() - {"model"}
+        fields = {name: field for name, field in fields.items() if name not in shared}
     rows = ["| field | default | | values |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{name}` | {_default('', field)} | {_escape(field.description)} | {_values(field)} |"
-        for name, field in CompletionRequest.model_fields.items()
+        for name, field in sorted(fields.items(), key=lambda item: not item[1].is_required())
     ]
     return "\n".join(rows) + "\n"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from common.llm import LLM, SamplingParams
-from common.server.sse import Answer, Choice, NamedCompletionEvents
+from common.server.wire.format import Answer, Choice
+from common.server.wire.named import NamedCompletionEvents
 
 PROMPT = "Once upon a time"
 
@@ -37,5 +38,6 @@ def event_stream(max_tokens: int = 3) -> str:
     stream = b""
     while engine.has_work:
         for output in engine.step():
+            choice.add(output)
             stream += wire.events(choice, output)
     return f"```{{ .text .wrap }}\n{stream.decode().strip()}\n```\n"

@@ -1,8 +1,8 @@
 """A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
 
-It is the ordinary server (`common.server.cli`), with hooks on the model. Lines on stdin are orders: `hold` and
-`open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`. On stdout it says `held` when
-a pass waits, and echoes each order once it is in force.
+It is the ordinary server (`common.server.lifecycle`), with hooks on the model. Lines on stdin are orders: `hold`
+and `open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`. On stdout it says `held`
+when a pass waits, and echoes each order once it is in force.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from common.phases import find_phase
-from common.server import cli
+from common.server import cli, lifecycle
 
 SECRET = "the-secret-inside-the-server"
 
@@ -66,8 +66,8 @@ def main() -> None:
         engine.runner.model.register_forward_hook(after_pass)
         return engine
 
-    cli.STALL_TIMEOUT_S = int(os.environ.get("TEST_STALL_TIMEOUT_S", "60"))
-    bind = cli.bind
+    lifecycle.STALL_TIMEOUT_S = int(os.environ.get("TEST_STALL_TIMEOUT_S", "60"))
+    bind = lifecycle.bind
 
     def bind_with_small_buffers(host: str, port: int) -> socket.socket:
         """So that a few hundred tokens suffice to fill what the kernel takes for a client that reads nothing."""
@@ -75,12 +75,12 @@ def main() -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return listener
 
-    cli.bind = bind_with_small_buffers
+    lifecycle.bind = bind_with_small_buffers
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     options, config = cli.read_options(gated, sys.argv[2:])
     cli.configure_logging(options.log_level)
-    sys.exit(cli.serve(gated, options, config))
+    sys.exit(lifecycle.serve(gated, options, config))
 
 
 if __name__ == "__main__":

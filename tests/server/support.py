@@ -28,7 +28,12 @@ class ServerProcess:
     """A phase's server, started with flags, on a free port."""
 
     def __init__(
-        self, phase: str, *flags: str, module: str | None = None, env: dict[str, str] | None = None
+        self,
+        phase: str,
+        *flags: str,
+        module: str | None = None,
+        env: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, "-m", *([module, phase] if module else [phase])]
         self.process = subprocess.Popen(
@@ -52,7 +57,7 @@ class ServerProcess:
             reader.start()
         assert self._ready.wait(HANG_S), f"the server did not start:\n{self.log_text}"
         assert self.url, f"the server ended:\n{self.log_text}"
-        self.client = httpx.Client(base_url=self.url, timeout=HANG_S)
+        self.client = httpx.Client(base_url=self.url, timeout=HANG_S, headers=headers)
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
 
     def _read_log(self) -> None:

@@ -14,7 +14,7 @@ from common.generate import generate
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from tests.server.conftest import CACHING
-from tests.server.support import ServerProcess, read_events, texts
+from tests.server.support import ServerProcess, assert_error, read_events, texts
 from tests.server.test_lifecycle import in_background
 
 GREEDY = {"temperature": 0}
@@ -367,12 +367,20 @@ def test_logprobs_have_openais_shape(server: ServerProcess, count: int) -> None:
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         assert logprob <= 0
-        assert len(top) == count
+        assert len(top) == max(count, 1), "the sampled token is always there"
         assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-5
-        if count:  # greedy: the token is the likeliest
-            assert next(iter(top)) == token
+        assert next(iter(top)) == token  # greedy: it is the likeliest
+        assert top[token] == logprob
     streamed = [data["choices"][0]["logprobs"] for name, data in server.events(**fields) if name == "token"]
     assert {key: [part[key][0] for part in streamed] for key in logprobs} == logprobs
+
+
+def test_the_sampled_token_is_reported_beside_likelier_ones(server: ServerProcess) -> None:
+    answer = server.complete(max_tokens=30, ignore_eos=True, logprobs=1, temperature=3.0, seed=5)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert {len(top) for top in logprobs["top_logprobs"]} == {1, 2}
+    for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        assert token in top
 
 
 def test_no_logprobs_unless_asked_for(server: ServerProcess) -> None:
@@ -420,6 +428,8 @@ def test_models_lists_the_served_model(server: ServerProcess, phase: str) -> Non
     (card,) = answer["data"]
     assert (card["id"], card["object"], card["phase"]) == ("zoo:llama-tiny", "model", phase)
     assert card["max_model_len"] == 1024
+    assert server.client.get(f"/v1/models/{server.model}").json() == card
+    assert_error(server.client.get("/v1/models/owner/name"), 404, "model", "model_not_found")
 
 
 def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None:

@@ -250,34 +250,41 @@ def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/docs", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat/completions", "/%00", "/health/"]
+    "path", ["/docs", "/v1", "/v1/completion", "/v1/completions/", "/v1/chat", "/%00", "/health/"]
 )
 def test_unknown_routes(server: ServerProcess, path: str) -> None:
     assert_error(server.client.get(path), 404, None, "not_found")
     assert_error(server.client.post(path), 404, None, "not_found")
 
 
-def test_who_looks_for_chat_is_told_what_there_is(server: ServerProcess) -> None:
-    response = server.client.post("/v1/chat/completions", json={"messages": []})
-    assert_error(response, 404, None, "not_found")
-    message = response.json()["error"]["message"]
-    assert "chat is not served" in message
-    assert "/v1/completions" in message
-    assert "/openapi.json" in server.client.get("/docs").json()["error"]["message"]
+def test_who_looks_elsewhere_is_told_where_to_look(server: ServerProcess) -> None:
+    for path, says in (
+        ("/docs", "no such route; see /openapi.json"),
+        ("/v1/completion", "did you mean /v1/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/heath", "did you mean /health?"),
+        ("/v1/" + "x" * 50_000, "see /openapi.json"),
+    ):
+        response = server.client.post(path)
+        assert_error(response, 404, None, "not_found")
+        assert says in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
 def test_wrong_methods_on_completions(server: ServerProcess, method: str) -> None:
     response = server.client.request(method, "/v1/completions")
-    assert_error(response, 405, None, "method_not_allowed")
-    assert response.headers["allow"] == "POST"
+    if method != "HEAD":  # has no body
+        assert_error(response, 405, None, "method_not_allowed")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/version", "/telemetry"])
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/ready", "/version", "/telemetry"])
 def test_wrong_methods_on_the_small_routes(server: ServerProcess, path: str) -> None:
     for method in ("POST", "OPTIONS", "DELETE"):
         assert_error(server.client.request(method, path), 405, None, "method_not_allowed")
-    assert server.client.head(path).status_code == 405
+    head, get = server.client.head(path), server.client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
 
 
 def test_telemetry_checks_its_query(server: ServerProcess) -> None:

@@ -59,7 +59,7 @@ def post(server: ServerProcess, **fields: Any) -> httpx.Response:
 def test_the_server_answers_while_a_pass_runs(gated: ServerProcess) -> None:
     batch = hold_a_full_batch(gated)
     for _ in range(3):
-        for path in ("/health", "/v1/models", "/version", "/telemetry", "/openapi.json"):
+        for path in ("/health", "/ready", "/v1/models", "/version", "/telemetry", "/openapi.json"):
             assert gated.client.get(path).status_code == 200
     assert_error(gated.post(prompt=""), 400, "prompt")
     assert not batch.done(), "all that was answered while the pass was held"
@@ -266,7 +266,8 @@ def test_a_dead_device_answers_everyone_and_health_says_so(mortal: ServerProcess
     for stream in streaming:
         ((name, data),) = stream.result(HANG_S)
         assert (name, data["error"]["code"]) == ("error", "engine_dead")
-    assert_error(mortal.client.get("/health"), 503, None, "engine_dead")
+    for path in ("/health", "/ready"):
+        assert_error(mortal.client.get(path), 503, None, "engine_dead")
     assert_error(mortal.post(), 503, None, "engine_dead")
     assert mortal.client.get("/v1/models").status_code == 200
     mortal.signal()
@@ -282,8 +283,11 @@ def test_a_signal_lets_what_runs_finish(mortal: ServerProcess, number: signal.Si
     stream = in_background(1, lambda _: mortal.events(max_tokens=20, ignore_eos=True))[0]
     eventually(lambda: mortal.queue_room() == QUEUE - 1)
     mortal.signal(number)
-    eventually(lambda: mortal.client.get("/health").status_code == 503)
-    assert_error(mortal.client.get("/health"), 503, None, "shutting_down")
+    eventually(lambda: mortal.client.get("/ready").status_code == 503)
+    assert_error(mortal.client.get("/ready"), 503, None, "shutting_down")
+    health = mortal.client.get("/health")  # alive, though not ready
+    assert (health.status_code, health.json()["status"]) == (200, "draining")
+    assert mortal.client.post("/tokenize", json={"prompt": "Once"}).status_code == 200
     assert_error(mortal.post(), 503, None, "shutting_down")  # the listener is open all the while
     assert_error(post(mortal), 503, None, "shutting_down")
     assert not batch.done()
@@ -329,7 +333,7 @@ def test_a_second_signal_ends_it_now(mortal: ServerProcess, number: signal.Signa
     batch = hold_a_full_batch(mortal)
     mortal.begin_test()
     mortal.signal(number)
-    eventually(lambda: mortal.client.get("/health").status_code == 503)
+    eventually(lambda: mortal.client.get("/ready").status_code == 503)
     mortal.signal(number)
     assert mortal.wait() == 1
     mortal.read_the_rest()

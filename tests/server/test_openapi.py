@@ -38,21 +38,33 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
     paths = document["paths"]
     assert set(paths) == {
         "/v1/completions",
+        "/openai/v1/completions",
+        "/v1/chat/completions",
+        "/openai/v1/chat/completions",
         "/v1/models",
+        "/openai/v1/models",
+        "/v1/models/{model}",
+        "/openai/v1/models/{model}",
+        "/tokenize",
+        "/detokenize",
         "/health",
+        "/ready",
         "/version",
         "/reset_prefix_cache",
         "/telemetry",
     }
     responses = paths["/v1/completions"]["post"]["responses"]
     assert set(responses) == {"200", "400", "413", "422", "500", "503"}
+    strict = paths["/openai/v1/completions"]["post"]["responses"]
+    assert set(strict) == {"200", "400", "404", "413", "500", "503"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "Retry-After" in responses["503"]["headers"]
-    assert set(paths["/health"]["get"]["responses"]) == {"200", "503"}
+    for path in ("/health", "/ready"):
+        assert set(paths[path]["get"]["responses"]) == {"200", "503"}
     request = document["components"]["schemas"]["CompletionRequest"]
     assert request["additionalProperties"] is False
     assert request["required"] == ["model", "prompt"]
-    assert request["properties"]["model"]["const"] == server.model
+    assert request["properties"]["model"]["enum"] == [server.model]
     assert request["properties"]["max_tokens"]["anyOf"][0]["maximum"] == 1023
     event = responses["200"]["content"]["text/event-stream"]["itemSchema"]["properties"]
     assert event["event"]["enum"] == ["token", "done", "error", "usage"]

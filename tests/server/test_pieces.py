@@ -22,9 +22,11 @@ from common.errors import (
 )
 from common.phases import find_phase
 from common.request import SamplingParams
-from common.server.app import create_app, served_model_name
+from common.server.answers import interleave
+from common.server.app import create_app
 from common.server.errors import ApiError, from_exception
-from common.server.sse import EventStream, interleave
+from common.server.service import served_model_name
+from common.server.transport import EventStream
 from common.worker import EngineWorker
 
 # ---------------------------------------------------------------------- errors

@@ -12,7 +12,8 @@ import pytest
 from fastapi import FastAPI
 
 from common.engine import Engine
-from common.server.app import TOKENIZING_THREADS, create_app
+from common.server.app import create_app
+from common.server.intake import TOKENIZING_THREADS
 from tests.engine_helpers import build
 
 QUEUE = 8

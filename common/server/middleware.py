@@ -1,0 +1,113 @@
+"""What happens to every request before its route: it gets an id, and shows its key."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.server.errors import ApiError
+from common.server.request_log import log_refusal
+from common.server.transport import json_response
+
+#: What is told without a key: nothing in it is anybody's, and whoever watches over servers has none.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+
+REQUEST_ID = "x-request-id"
+_REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log
+
+
+class RequestIds:
+    """Every answer has the `x-request-id` of its request, or one made up for it.
+
+    In the request's state: `request_id`, and `named`, whether the client chose it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID)
+        if given is not None and _REQUEST_ID_FORM.fullmatch(given) is None:
+            await _refuse(
+                ApiError(
+                    400,
+                    f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
+                    code="invalid_request_id",
+                ),
+                scope,
+                receive,
+                send,
+            )
+            return
+        request_id = given or uuid.uuid4().hex
+        state = {**scope.get("state", {}), "request_id": request_id, "named": given is not None}
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self.app({**scope, "state": state}, receive, send_with_id)
+
+
+class HeadAsGet:
+    """HEAD is answered as GET is; the HTTP server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self.app({**scope, "method": "GET"} if head else scope, receive, send)
+
+
+class ApiKeys:
+    """A server with keys answers those who send one of them, as `Authorization: Bearer KEY`.
+
+    Keys are compared by their digests and all of them, so the time tells nothing of how much was right.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        await _refuse(
+            ApiError(
+                401,
+                "this server wants a key; send it as Authorization: Bearer KEY",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            ),
+            scope,
+            receive,
+            send,
+        )
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip().encode("latin-1"))  # a header's bytes, whatever they mean
+        same = [secrets.compare_digest(digest, each) for each in self._digests]
+        return scheme.lower() == "bearer" and any(same)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    log_refusal(refusal, refusal.status, refusal)
+    await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)

@@ -1,0 +1,171 @@
+"""Routes that make text: what differs from one to the next is the body they read and the format they write."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from common.server.answers import collect, stream_events
+from common.server.errors import from_exception, status_at
+from common.server.intake import read_json
+from common.server.request_log import log_departure, log_end, log_refusal
+from common.server.schemas.chat import ChatRequest
+from common.server.schemas.completion import CompletionRequest
+from common.server.schemas.generation import GenerationRequest
+from common.server.schemas.parsing import parse, refused
+from common.server.service import Service, service_of
+from common.server.transport import CLIENT_LEFT, EventStream, json_response, while_connected
+from common.server.wire.chat import ChatChunks
+from common.server.wire.format import Answer, Choice, MakeWireFormat
+from common.server.wire.named import NamedCompletionEvents
+from common.server.wire.plain import CompletionChunks
+from common.worker import RequestStream
+
+router = APIRouter()
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[RequestT]):
+    """What is a route's own.
+
+    Attributes:
+        body: what it reads.
+        wire: how it answers.
+        streams: whether a request wants a stream.
+        id_prefix: what the ids of its answers begin with.
+    """
+
+    body: type[RequestT]
+    wire: MakeWireFormat
+    streams: Callable[[GenerationRequest, Request], bool]
+    id_prefix: str
+
+
+def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request) -> bool:
+    """An explicit value wins. OpenAI's clients always say so when they stream and accept JSON when they do not."""
+    if wanted.stream is not None:
+        return wanted.stream
+    accepted = {
+        part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")
+    }
+    return "application/json" not in accepted or "text/event-stream" in accepted
+
+
+def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
+    """OpenAI's rule.
+
+    Raises:
+        ApiError: options of a stream, and no stream.
+    """
+    if not wanted.stream and wanted.stream_options is not None:
+        raise refused("stream_options", 'only with "stream": true')
+    return bool(wanted.stream)
+
+
+COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl")
+STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl")
+CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl")
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    """Complete one prompt or several, as JSON or as an event stream."""
+    return await generate(request, COMPLETIONS)
+
+
+@router.post("/openai/v1/completions")
+async def create_strict_completion(request: Request) -> Response:
+    """The same to the letter of OpenAI: JSON unless a stream is asked for, plain chunks, its statuses."""
+    return await generate(request, STRICT_COMPLETIONS)
+
+
+@router.post("/v1/chat/completions")
+@router.post("/openai/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation, as JSON or, if asked to, as an event stream of OpenAI's chunks."""
+    return await generate(request, CHAT)
+
+
+async def generate(request: Request, route: Route[RequestT]) -> Response:
+    """Read a body, submit it, and answer with what comes of it."""
+    service = service_of(request)
+    try:
+        body = await read_json(request)
+        asked_s = time.monotonic()
+        wanted = parse(body, route.body, service.limits)
+        streaming = route.streams(wanted, request)
+        answer = new_answer(service, wanted, f"{route.id_prefix}-{answer_number(request)}")
+        streams = await while_connected(request.receive, service.intake.submit(wanted, answer.id))
+    except ClientDisconnect:
+        log_departure()
+        raise
+    except Exception as error:
+        refusal = from_exception(error)
+        log_refusal(refusal, status_at(request.url.path, refusal), error)
+        raise refusal from None
+
+    def close(client_gone: str | None) -> None:
+        cancel(streams)
+        log_end(
+            answer,
+            streams,
+            asked_s=asked_s,
+            user=wanted.user,
+            request_id=request.state.request_id if request.state.named else None,
+            client_gone=client_gone,
+        )
+
+    options = wanted.stream_options
+    wire = route.wire(
+        answer,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+    if streaming:
+        return EventStream(
+            stream_events(answer, streams, wire),
+            on_close=close,
+            ping_s=service.ping_s,
+            send_timeout_s=service.send_timeout_s,
+        )
+    client_gone = None
+    try:
+        return json_response(await while_connected(request.receive, collect(answer, streams, wire)))
+    except ClientDisconnect:
+        client_gone = CLIENT_LEFT
+        raise
+    finally:
+        close(client_gone)
+
+
+def answer_number(request: Request) -> str:
+    """Unlike any other, whatever the client calls its request; the request's own id where that was made up here."""
+    made_up: str = uuid.uuid4().hex if request.state.named else request.state.request_id
+    return made_up
+
+
+def new_answer(service: Service, wanted: GenerationRequest, answer_id: str) -> Answer:
+    per_prompt = wanted.choices_per_prompt
+    choices = wanted.num_prompts * per_prompt
+    return Answer(
+        id=answer_id,
+        created=int(time.time()),
+        model=service.model_name,
+        tokenizer=service.engine.tokenizer,
+        choices=[Choice(index, prompt_index=index // per_prompt) for index in range(choices)],
+    )
+
+
+def cancel(streams: Iterable[RequestStream]) -> None:
+    """Give up what is not finished. Harmless for the rest."""
+    for stream in streams:
+        stream.cancel()

@@ -1,0 +1,98 @@
+"""Routes for whoever runs the server: is it well, what is it, what has it done."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import EngineDeadError, ShuttingDownError
+from common.server.errors import from_exception
+from common.server.page import PAGE_HEADERS
+from common.server.service import Service, service_of
+from common.server.transport import json_response
+from kernels.dispatch import kernels_on
+
+router = APIRouter()
+
+
+@router.get("/", include_in_schema=False)
+async def welcome(request: Request) -> Response:
+    """What a person sees who opens the server's address."""
+    return Response(service_of(request).page, headers=PAGE_HEADERS, media_type="text/html")
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Whether the server lives: one that does not should be started again."""
+    service = service_of(request)
+    _refuse_if_dead(service)
+    status = "draining" if service.worker.draining else "ok"
+    return json_response({"status": status, "phase": service.engine.phase.slug})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Whether new requests are taken: a server that does not take them should get none."""
+    service = service_of(request)
+    _refuse_if_dead(service)
+    if service.worker.draining:
+        raise from_exception(ShuttingDownError("draining: the server is shutting down"))
+    return json_response({"status": "ok", "phase": service.engine.phase.slug})
+
+
+def _refuse_if_dead(service: Service) -> None:
+    if service.worker.dead is not None:
+        raise from_exception(EngineDeadError("the engine is dead; restart the server"))
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """What runs here."""
+    engine = service_of(request).engine
+    return json_response(
+        {
+            "version": importlib.metadata.version("infer-phases"),
+            "phase": engine.phase.slug,
+            "torch": torch.__version__,
+            "device": str(engine.runner.model.device),
+            "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
+            "kernels": kernels_on(engine.runner.model.device),
+            "batch_invariant": engine.runner.model.batch_invariant,
+        }
+    )
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget what the prefix cache keeps and nobody uses; in phases that share nothing that is nothing."""
+    try:
+        dropped = await service_of(request).worker.reset_prefix_cache()
+    except (EngineDeadError, ShuttingDownError) as error:
+        raise from_exception(error) from None
+    return json_response({"dropped_blocks": dropped})
+
+
+@router.get("/telemetry")
+async def telemetry(
+    request: Request,
+    since_step: int | None = Query(
+        default=None, ge=0, lt=2**63, description="the page's first step; left out: the latest page"
+    ),
+) -> Response:
+    """The engine's counters, and a page of its latest steps. Async, since a page is soon made: as many threads as
+    there are readers would take turns with the engine's."""
+    service = service_of(request)
+    engine = service.engine
+    return json_response(
+        {
+            "phase": engine.phase.slug,
+            "max_batch_size": engine.config.max_batch_size,
+            "max_seq_len": engine.max_seq_len,
+            "queue_room": service.worker.queue_room(),
+            **engine.telemetry.snapshot(since_step=since_step),
+        }
+    )

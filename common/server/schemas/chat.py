@@ -1,0 +1,193 @@
+"""The body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from common.chat_template import RESERVED, ChatTemplate
+from common.errors import InvalidRequestError
+from common.server.schemas.generation import GenerationRequest
+from common.server.schemas.parsing import BODY, refused
+
+NO_TOOLS = "not implemented: no tools are called"
+
+_CONTENT_FORMS: dict[type, str] = {str: "as text", list: "as parts"}
+
+
+def _content_form(content: Any) -> str | None:
+    return _CONTENT_FORMS.get(type(content))
+
+
+class TextPart(BaseModel):
+    """A part of a message. Parts of other types (images, audio) are not taken."""
+
+    model_config = BODY
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("as text")]
+    | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("as parts")],
+    Discriminator(
+        _content_form,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string, or a list of parts of type text",
+    ),
+]
+
+Nothing = Annotated[None, Field(default=None, description="only null")]
+NoTools = Annotated[
+    list[Any] | None,
+    Field(
+        default=None, description="only null or []: no tools are called", json_schema_extra={"maxItems": 0}
+    ),
+]
+
+
+class ChatMessage(BaseModel):
+    """What somebody said. An answer's `message` can be sent back as it is."""
+
+    model_config = BODY
+
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        json_schema_extra={"enum": ["system", "developer", "user", "assistant"]}
+    )
+    content: Content = Field(description="a text, or parts of type text, which stand on lines of their own")
+    name: str | None = Field(default=None, description="for templates that show it")
+    # What an answer's message may hold beside: nothing, here.
+    refusal: Nothing
+    annotations: Nothing
+    audio: Nothing
+    function_call: Nothing
+    tool_calls: NoTools
+
+    def for_template(self) -> dict[str, str]:
+        """What a template finds."""
+        content: Any = self.content
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class TemplateOptions(BaseModel):
+    """How a conversation becomes a text."""
+
+    model_config = BODY
+
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="whether the model is to begin a message of its own; default: unless it continues one",
+    )
+    continue_final_message: bool | None = Field(
+        default=False, description="the model goes on with the last message instead of answering it"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="variables for the template, such as `enable_thinking`"
+    )
+
+    def render(self, messages: Sequence[ChatMessage], template: ChatTemplate | None) -> str:
+        """The text that a model reads.
+
+        Raises:
+            InvalidRequestError: the model has no template, or its template does not take these messages.
+        """
+        if template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so nothing says how it reads a conversation; "
+                "POST /v1/completions continues text",
+                param="messages",
+            )
+        return template.render(
+            [message.for_template() for message in messages],
+            add_generation_prompt=self._begins_message,
+            continue_final_message=bool(self.continue_final_message),
+            variables=self.chat_template_kwargs,
+        )
+
+    @property
+    def _begins_message(self) -> bool:
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
+
+    def check_messages(self, messages: Sequence[ChatMessage]) -> None:
+        """Refuse what is not implemented, and fields that contradict each other.
+
+        Raises:
+            ApiError: 422.
+        """
+        for number, message in enumerate(messages):
+            if message.role == "tool":
+                raise refused(f"messages[{number}].role", f"'tool' is {NO_TOOLS}")
+            if message.tool_calls:
+                raise refused(f"messages[{number}].tool_calls", NO_TOOLS)
+        if self.continue_final_message and self._begins_message:
+            raise refused("continue_final_message", "not together with add_generation_prompt; send one")
+        reserved = RESERVED.intersection(self.chat_template_kwargs or ())
+        if reserved:
+            name = min(reserved)
+            raise refused(
+                f"chat_template_kwargs.{name}", "not a variable of a template's own; see the body's fields"
+            )
+
+
+class ChatRequest(GenerationRequest, TemplateOptions):
+    """The body of `POST /v1/chat/completions`. null means the default, for all but `model` and `messages`."""
+
+    adds_special_tokens: ClassVar[bool] = False  # the template writes those that belong there
+
+    messages: Messages = Field(
+        description="each with a `role` and a `content`: a text, or parts of type text, a line each"
+    )
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, description="default: as many as fit behind the conversation"
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="the older name of the same")
+    logprobs: bool | None = Field(default=False, description="what is known of each sampled token")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="and of so many that were likeliest; with `logprobs`"
+    )
+    # Not implemented: refused unless neutral.
+    tools: NoTools
+    tool_choice: Any = Field(
+        default=None,
+        description='only "none": no tools are called',
+        json_schema_extra={"enum": ["none", None]},
+    )
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    def prompts(self, template: ChatTemplate | None) -> list[str]:
+        return [self.render(self.messages, template)]
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def field_of(self, param: str) -> str:
+        length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"prompt": "messages", "max_tokens": length}.get(param, param)
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.tools:
+            raise refused("tools", NO_TOOLS)
+        if self.tool_choice not in (None, "none"):
+            raise refused("tool_choice", NO_TOOLS)
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise refused("max_tokens", "another name of max_completion_tokens, with another value; send one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", 'only with "logprobs": true')
+        self.check_messages(self.messages)

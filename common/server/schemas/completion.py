@@ -1,0 +1,96 @@
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Field, Tag
+
+from common.chat_template import ChatTemplate
+from common.server.schemas.generation import GenerationRequest, Text, TokenId
+from common.server.schemas.parsing import refused
+
+DEFAULT_MAX_TOKENS = 128
+
+#: Which form a list has, by the type of its first item.
+_LIST_FORMS: dict[type, str] = {
+    int: "as tokens",
+    float: "as tokens",
+    bool: "as tokens",
+    str: "as texts",
+    list: "as token lists",
+}
+
+
+def _prompt_form(prompt: Any) -> str | None:
+    """The one form to validate a prompt as. Trying all of them would cost an error for each token and form."""
+    if type(prompt) is str:
+        return "as text"
+    if type(prompt) is not list:
+        return None
+    return _LIST_FORMS.get(type(prompt[0])) if prompt else "as tokens"
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[Tokens, Tag("as tokens")]
+    | Annotated[Texts, Tag("as texts")]
+    | Annotated[TokenLists, Tag("as token lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
+        "lists of token ids",
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `POST /v1/completions`. null means the default, for all but `model` and `prompt`."""
+
+    adds_special_tokens: ClassVar[bool] = True
+
+    prompt: Prompt = Field(
+        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+    )
+    max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    # Not implemented: refused unless neutral.
+    echo: bool | None = Field(
+        default=False,
+        description="only false: the prompt is not sent back",
+        json_schema_extra={"enum": [False, None]},
+    )
+    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+    suffix: str | None = Field(
+        default=None, description="only null: text is not inserted", json_schema_extra={"enum": [None]}
+    )
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts(None))
+
+    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
+        """Every prompt, where one may stand alone."""
+        prompt: Any = self.prompt
+        return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
+
+    @property
+    def max_new_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.echo:
+            raise refused("echo", "not implemented; send false or leave it out")
+        if self.suffix is not None:
+            raise refused("suffix", "not implemented; send null or leave it out")
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            raise refused("best_of", "not implemented; send the value of n, or leave it out")

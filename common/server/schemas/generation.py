@@ -1,0 +1,281 @@
+"""What requests for text have in common, however their prompt is worded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from common.chat_template import ChatTemplate
+from common.grammar import Grammar
+from common.request import SamplingParams
+from common.server.schemas.parsing import BODY, Body, Limits, check_model, refused
+
+# fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
+TokenId = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+# ---------------------------------------------------------------------- alternatives, told apart at a glance
+
+_STOP_FORMS: dict[type, str] = {str: "as text", list: "as texts"}
+_SCHEMA_FORMS: dict[type, str] = {str: "as text", dict: "as object"}
+
+
+def _stop_form(stop: Any) -> str | None:
+    return _STOP_FORMS.get(type(stop))
+
+
+def _schema_form(schema: Any) -> str | None:
+    return _SCHEMA_FORMS.get(type(schema))
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[
+    Annotated[StopString, Tag("as text")]
+    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
+    Discriminator(
+        _stop_form,
+        custom_error_type="stop_type",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+JsonSchema = Annotated[
+    Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
+    Discriminator(
+        _schema_form,
+        custom_error_type="schema_type",
+        custom_error_message="Input should be an object, or the JSON text of one",
+    ),
+]
+
+# ---------------------------------------------------------------------- objects within a body
+
+
+class StreamOptions(BaseModel):
+    """When a stream reports its usage; a JSON answer always has it."""
+
+    model_config = BODY
+
+    include_usage: bool | None = Field(
+        default=False, description="a last `usage` event with empty `choices` and the usage of all choices"
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=False, description="every `token` event carries its choice's usage so far"
+    )
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's envelope of a JSON Schema. `name` and `description` are labels: the model is not told of them."""
+
+    model_config = BODY
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+
+
+class ResponseFormat(BaseModel):
+    """What OpenAI's clients ask for JSON by."""
+
+    model_config = BODY
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
+
+
+class StructuredOutputs(BaseModel):
+    """What vLLM's clients ask for answers of a form by: exactly one of these."""
+
+    model_config = BODY
+
+    json_: JsonSchema | None = Field(
+        default=None, alias="json", description="a JSON Schema, or its JSON text"
+    )
+    regex: str | None = Field(
+        default=None, description="in the syntax of Rust's regex; matches the whole answer"
+    )
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="the answer is one of these"
+    )
+    grammar: str | None = Field(default=None, description="in Lark's notation or llama.cpp's (GBNF)")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not null."""
+        fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.context_free,
+}
+
+
+class GenerationRequest(Body):
+    """What every request for text has: a model, how to sample, when to end, what the answer looks like."""
+
+    adds_special_tokens: ClassVar[bool]  # whether a prompt of text gets the tokenizer's (BOS, say)
+
+    model: str = Field(description="the served model's name, as `/v1/models` gives it")
+    temperature: float | None = Field(default=1.0, ge=0.0, description="0 is greedy")
+    top_p: float | None = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=1, lt=2**31)
+    min_p: float | None = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=1.0, gt=0.0)
+    presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    stop: Stop | None = Field(default=None, description="at most 16 strings, left out of the text")
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="choice j of a prompt uses seed + j"
+    )
+    stream: bool | None = Field(
+        default=None,
+        description="default: JSON if Accept asks for application/json, else a stream; under `/openai/`, false",
+    )
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
+    ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
+    min_tokens: int | None = Field(default=0, ge=0, description="no EOS and no stop token before so many")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="what is cached is shared only with requests that have the same one",
+    )
+    response_format: ResponseFormat | None = Field(default=None, description="JSON answers")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="answers of a form; not together with `response_format`"
+    )
+    # A label that the request's log line carries: that is all a server without accounts can do with it.
+    user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
+    # Not implemented: refused unless neutral.
+    logit_bias: dict[str, Any] | None = Field(
+        default=None, description="only {}: tokens are not biased", json_schema_extra={"maxProperties": 0}
+    )
+
+    # ------------------------------------------------------------------ what each family says in its own way
+
+    @property
+    def num_prompts(self) -> int:
+        raise NotImplementedError
+
+    def prompts(self, template: ChatTemplate | None) -> Sequence[str] | Sequence[Sequence[int]]:
+        """What is to be continued; `template` is the model's, if it has one.
+
+        Raises:
+            InvalidRequestError: there is no text for it.
+        """
+        raise NotImplementedError
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The longest answer that is wanted; None: as long as fits."""
+        raise NotImplementedError
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        """`SamplingParams.logprobs`."""
+        raise NotImplementedError
+
+    def field_of(self, param: str) -> str:
+        """What the engine's `prompt` or `max_tokens` is called in this body."""
+        return param
+
+    # ------------------------------------------------------------------ what they share
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        stop: Any = self.stop
+        return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+    @property
+    def constrained(self) -> bool:
+        """Whether it is said what the answer must look like."""
+        by_format = self.response_format is not None and self.response_format.type != "text"
+        return by_format or self.structured_outputs is not None
+
+    @cached_property
+    def named_grammar(self) -> tuple[str, Grammar] | None:
+        """What the answer must look like, and the field that says so; None: like anything."""
+        wanted, form = self.response_format, self.structured_outputs
+        if wanted is not None and wanted.json_schema is not None:
+            return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
+        if wanted is not None and wanted.type == "json_object":
+            return "response_format", Grammar.json_object()
+        if form is None:
+            return None
+        ((field, value),) = form.given.items()  # one: see `_check_form`
+        return f"structured_outputs.{field}", _GRAMMARS[field](value)
+
+    def sampling_params(self, choice: int, max_new_tokens: int) -> SamplingParams:
+        """How choice `choice` of each prompt is sampled. Nulls become the defaults, which are the engine's too."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": None if self.seed is None else self.seed + choice,
+            "logprobs": self.reported_logprobs,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "grammar": None if self.named_grammar is None else self.named_grammar[1],
+        }
+        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(
+            **values,
+            max_new_tokens=max_new_tokens,
+            stop=self.stop_strings,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+        )
+
+    def check(self, limits: Limits) -> None:
+        check_model(self.model, limits)
+        self._check_fields()
+        self._check_form()
+        if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_new_tokens}")
+        choices = self.num_prompts * self.choices_per_prompt
+        if choices > limits.max_choices:
+            raise refused(
+                "prompt" if self.choices_per_prompt == 1 else "n",
+                f"{choices} choices in one request are more than this server ever queues, {limits.max_choices} "
+                "(its option --max-waiting-requests)",
+            )
+
+    def _check_fields(self) -> None:
+        """Refuse what is not implemented."""
+        if self.logit_bias:
+            raise refused("logit_bias", "not implemented; send {} or leave it out")
+
+    def _check_form(self) -> None:
+        """At most one thing can say what an answer looks like."""
+        wanted, form = self.response_format, self.structured_outputs
+        if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
+            raise refused(
+                "response_format", "json_schema and type 'json_schema' go together; send both or neither"
+            )
+        if form is None:
+            return
+        if wanted is not None and wanted.type != "text":
+            raise refused(
+                "structured_outputs", "response_format says already what answers look like; send one"
+            )
+        if len(form.given) != 1:
+            raise refused(
+                "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
+            )

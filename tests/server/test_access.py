@@ -1,0 +1,139 @@
+"""Who is answered, under which names: keys, the model's names, and the ids of requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from common.phases import find_phase
+from common.server import cli
+from tests.server.support import ServerProcess, assert_error, eventually
+from tests.server.test_lifecycle import in_background
+
+KEYS = ("first-key", "schlüssel zwei")
+
+
+@pytest.fixture(scope="module")
+def named() -> Iterator[ServerProcess]:
+    """A server with two keys, from the environment, and three names, from flags."""
+    process = ServerProcess(
+        "phase5_continuous",
+        *("--served-model-name", "mine", "--served-model-name", "yours,owner/theirs", "--max-seq-len", "256"),
+        env={"INFER_API_KEY": ",".join(KEYS)},
+        headers={"Authorization": f"Bearer {KEYS[0]}"},
+    )
+    yield process
+    process.close()
+
+
+def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
+    with httpx.Client(base_url=server.url) as client:
+        return client.get(path, headers={name: value.encode() for name, value in headers.items()})
+
+
+# ---------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/models", "/openai/v1/models", "/telemetry", "/openapi.json", "/no"]
+)
+def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
+    wrong = ("", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x")
+    for headers in ({}, *({"Authorization": value} for value in wrong)):
+        response = ask(named, path, **headers)
+        assert_error(response, 401, None, "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.headers["x-request-id"]
+        assert not any(key in response.text + named.log_text for key in KEYS)
+    assert "refused: 401" in named.log_text
+
+
+def test_each_of_the_keys_opens(named: ServerProcess) -> None:
+    for key in KEYS:
+        for scheme in ("Bearer", "bearer"):
+            assert ask(named, "/v1/models", Authorization=f"{scheme} {key}").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version"])
+def test_whoever_watches_over_servers_needs_none(named: ServerProcess, path: str) -> None:
+    assert ask(named, path).status_code == 200
+
+
+def test_the_clients_own_key(named: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{named.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        assert client.completions.create(model="mine", prompt="Once", max_tokens=1).choices
+    with (
+        openai.OpenAI(base_url=f"{named.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.completions.create(model="mine", prompt="Once", max_tokens=1)
+
+
+# ---------------------------------------------------------------------- the model's names
+
+
+def test_a_model_has_all_its_names_and_calls_itself_by_the_first(named: ServerProcess) -> None:
+    cards = named.client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["mine", "yours", "owner/theirs"]
+    for name in ("mine", "yours", "owner/theirs"):
+        assert named.complete(model=name, max_tokens=1)["model"] == "mine"
+        assert named.client.get(f"/v1/models/{name}").json()["id"] == name
+    assert_error(named.post(model="zoo:llama-tiny"), 422, "model", "model_not_found")
+    document = named.client.get("/openapi.json").json()
+    model = document["components"]["schemas"]["CompletionRequest"]["properties"]["model"]
+    assert model["enum"] == ["mine", "yours", "owner/theirs"]
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--served-model-name"])
+def test_empty_names_and_keys_are_refused(option: str) -> None:
+    for value in ("", "a,", ","):
+        with pytest.raises(cli.UsageError, match=option):
+            cli.read_options(find_phase("phase5_continuous"), [option, value])
+
+
+# ---------------------------------------------------------------------- ids of requests
+
+
+def test_an_id_comes_back_and_is_in_the_log(server: ServerProcess) -> None:
+    headers = {"X-Request-ID": "job/17:a"}
+    for stream in (True, False):
+        server.begin_test()
+        body = server.body(stream=stream, max_tokens=1)
+        response = server.client.post("/v1/completions", json=body, headers=headers)
+        assert response.headers["x-request-id"] == "job/17:a"
+        eventually(lambda: "ended: " in server.log_text)
+        assert "request 'job/17:a', ended: " in server.log_text
+    for path, status in (("/health", 200), ("/nowhere", 404), ("/v1/completions", 405)):
+        response = server.client.get(path, headers=headers)
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "job/17:a")
+
+
+def test_one_that_is_made_up_is_the_answers(server: ServerProcess) -> None:
+    response = server.client.post("/v1/completions", json=server.body(stream=False, max_tokens=1))
+    assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+def test_requests_of_one_id_do_not_meet(server: ServerProcess) -> None:
+    """A client may use one twice, even at the same time."""
+
+    def ask(_: int) -> Any:
+        body = server.body(stream=False, max_tokens=30)
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-ID": "same"})
+
+    answers = [each.result(60).json() for each in in_background(4, ask)]
+    assert len({answer["id"] for answer in answers}) == 4
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff", b"x" * 60_000])
+def test_what_is_no_id(server: ServerProcess, request_id: bytes) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        response = client.get("/health", headers={"X-Request-ID": request_id})
+        assert_error(response, 400, None, "invalid_request_id")
+    assert server.complete(max_tokens=1)["choices"]

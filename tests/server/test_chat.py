@@ -1,0 +1,405 @@
+"""Chat, through the real `openai` client and byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from common.models.registry import ZOO, open_checkpoint
+from tests.server.support import ServerProcess, assert_error
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "You tell short stories."},
+    {"role": "user", "content": "Tell me a story about a brave fox."},
+]
+PREFIXES = ("/v1", "/openai/v1")
+
+
+@pytest.fixture(params=PREFIXES)
+def prefix(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def client(server: ServerProcess, prefix: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + prefix, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def the_next_request_is_served(server: ServerProcess) -> Iterator[None]:
+    yield
+    assert chat(server, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def post(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> httpx.Response:
+    body = {"model": server.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | fields
+    return server.client.post(f"{prefix}/chat/completions", json=body)
+
+
+def chat(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
+    response = post(server, prefix, **fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def rendered(messages: list[Any], **options: Any) -> list[int]:
+    """The prompt of a conversation, as the default model reads it."""
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    assert tokenizer.chat_template is not None
+    return tokenizer.encode(tokenizer.chat_template.render(messages, **options), add_special_tokens=False)
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, prefix: str) -> None:
+    answer = chat(server, prefix, max_tokens=20)
+    assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
+    assert (answer["object"], answer["model"]) == ("chat.completion", server.model)
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    text = server.complete(prompt=rendered(MESSAGES), max_tokens=20)
+    assert choice["message"] == {"role": "assistant", "content": text["choices"][0]["text"], "refusal": None}
+    assert (choice["logprobs"], choice["finish_reason"]) == (None, text["choices"][0]["finish_reason"])
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == text["usage"][name]
+
+
+def test_the_template_writes_the_only_bos(server: ServerProcess) -> None:
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    (bos,) = tokenizer.encode("")
+    assert rendered(MESSAGES).count(bos) == 1
+    assert chat(server)["usage"]["prompt_tokens"] == len(rendered(MESSAGES))
+
+
+def test_an_answer_ends_its_turn(server: ServerProcess) -> None:
+    answer = chat(server, max_tokens=None)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens"] > 8
+
+
+def test_as_long_as_fits_unless_told_otherwise(server: ServerProcess) -> None:
+    usage = chat(server, max_tokens=None, ignore_eos=True)["usage"]
+    assert usage["total_tokens"] == 1024, "the server's --max-seq-len"
+    for fields in ({"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 5}):
+        fields = {"max_tokens": None, "ignore_eos": True} | fields
+        assert chat(server, **fields)["usage"]["completion_tokens"] == 5
+
+
+def test_a_message_can_be_continued(server: ServerProcess) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Once upon a"}]
+    answer = chat(server, messages=begun, continue_final_message=True)
+    prompt = rendered(begun, add_generation_prompt=False, continue_final_message=True)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    text = server.complete(prompt=prompt)["choices"][0]["text"]
+    assert answer["choices"][0]["message"]["content"] == text
+    closed = chat(server, messages=begun, add_generation_prompt=False)
+    assert closed["usage"]["prompt_tokens"] == len(rendered(begun, add_generation_prompt=False))
+
+
+def test_roles_parts_and_names(server: ServerProcess) -> None:
+    parts = [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story."}]
+    whole = chat(server, messages=[{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
+    plain = [{"role": "developer", "content": "x"}, {"role": "user", "content": "Tell me\na story."}]
+    assert whole["usage"]["prompt_tokens"] == len(rendered(plain))
+    assert whole["choices"] == chat(server, messages=plain)["choices"]
+    named = [{"role": "user", "content": "Hello", "name": "Zoë"}]
+    assert chat(server, messages=named)["choices"]
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def chunks(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> list[dict[str, Any]]:
+    response = post(server, prefix, stream=True, **fields)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *lines, done = response.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_stream_says_the_role_first_and_ends_with_the_last_text(server: ServerProcess, prefix: str) -> None:
+    first, *said = chunks(server, prefix, max_tokens=6, ignore_eos=True)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [set(chunk["choices"][0]["delta"]) for chunk in said] == [{"content"}] * 6
+    assert [chunk["choices"][0]["finish_reason"] for chunk in (first, *said)] == [None] * 6 + ["length"]
+    assert said[-1]["choices"][0]["delta"]["content"]
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in said)
+    whole = chat(server, prefix, max_tokens=6, ignore_eos=True)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert {chunk["object"] for chunk in said} == {"chat.completion.chunk"}
+    assert not any("usage" in chunk for chunk in said)
+
+
+def test_every_choice_has_its_role_and_all_have_one_usage(server: ServerProcess) -> None:
+    *said, last = chunks(server, n=3, seed=1, temperature=1, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"] == chat(server, n=3, seed=1, temperature=1)["usage"]
+    for index in range(3):
+        deltas = [c["choices"][0]["delta"] for c in said if c["choices"][0]["index"] == index]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert not any("role" in delta for delta in deltas[1:])
+
+
+def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
+    response = server.client.post(f"{prefix}/chat/completions", json=body, headers={"Accept": "*/*"})
+    assert response.json()["object"] == "chat.completion"
+    status = 400 if prefix.startswith("/openai") else 422
+    assert_error(post(server, prefix, stream_options={"include_usage": True}), status, "stream_options")
+
+
+# ---------------------------------------------------------------------- the real client
+
+
+def test_json_and_stream_agree(client: openai.OpenAI, server: ServerProcess) -> None:
+    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+    whole = client.chat.completions.create(**fields)
+    *said, last = client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in said)
+    assert text == whole.choices[0].message.content
+    assert last.usage == whole.usage
+
+
+def test_an_answer_can_be_sent_back(client: openai.OpenAI, server: ServerProcess) -> None:
+    messages = list(MESSAGES)
+    for question in ("And then?", "Who was it?"):
+        answer = client.chat.completions.create(model=server.model, messages=messages, max_tokens=12)
+        messages += [answer.choices[0].message, {"role": "user", "content": question}]
+    messages[2] = messages[2].model_dump()  # with its nulls
+    assert client.chat.completions.create(model=server.model, messages=messages, max_tokens=2).choices
+
+
+class Fox(BaseModel):
+    brave: bool
+
+
+def test_the_clients_helpers(client: openai.OpenAI, server: ServerProcess) -> None:
+    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0}
+    with client.chat.completions.stream(**fields) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == final.choices[0].message.content
+    assert final.choices[0].finish_reason == "stop"
+    parsed = client.chat.completions.parse(**fields, response_format=Fox).choices[0].message.parsed
+    assert isinstance(parsed, Fox)
+
+
+def test_async_clients_side_by_side(server: ServerProcess, prefix: str) -> None:
+    expected = chat(server, max_tokens=12)["choices"][0]["message"]["content"]
+
+    async def whole(client: openai.AsyncOpenAI) -> str | None:
+        answer = await client.chat.completions.create(
+            model=server.model, messages=MESSAGES, max_tokens=12, temperature=0
+        )
+        return answer.choices[0].message.content
+
+    async def streamed(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(
+            model=server.model, messages=MESSAGES, max_tokens=12, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=server.url + prefix, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client) for ask in (whole, streamed) * 4))
+
+    assert asyncio.run(run()) == [expected] * 8
+
+
+@pytest.mark.parametrize("count", [None, 0, 5])
+def test_logprobs(client: openai.OpenAI, server: ServerProcess, count: int | None) -> None:
+    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "max_tokens": 6, "seed": 2}
+    fields |= {"logprobs": True, "top_logprobs": count, "extra_body": {"ignore_eos": True}}
+    choice = client.chat.completions.create(**fields).choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert "".join(each.token for each in content) == choice.message.content
+    for each in content:
+        assert each.logprob <= 0
+        assert each.bytes == list(each.token.encode())
+        assert [top.logprob for top in each.top_logprobs] == sorted(
+            (top.logprob for top in each.top_logprobs), reverse=True
+        )
+        assert len(each.top_logprobs) == (count or 0)
+    streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**fields, stream=True)]
+    parts = [part.content[0] for part in streamed if part is not None and part.content]
+    assert [(part.token, part.logprob) for part in parts] == [(each.token, each.logprob) for each in content]
+
+
+def test_choices(client: openai.OpenAI, server: ServerProcess) -> None:
+    answer = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, n=4, seed=4, temperature=1.3, max_tokens=40
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.message.content for choice in answer.choices}) == 4
+
+
+def test_answers_of_a_form(client: openai.OpenAI, server: ServerProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"brave": {"type": "boolean"}},
+        "required": ["brave"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=server.model,
+        messages=MESSAGES,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}},
+    )
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"brave"}
+    chosen = client.chat.completions.create(
+        model=server.model,
+        messages=MESSAGES,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert chosen.choices[0].message.content in ("yes", "no")
+
+
+def test_stop_strings(client: openai.OpenAI, server: ServerProcess) -> None:
+    whole = chat(server, max_tokens=30)["choices"][0]["message"]["content"]
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 5]
+    answer = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, temperature=0, max_tokens=30, stop=[stop]
+    )
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"max_tokens": None, "min_tokens": 1020}, "min_tokens"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "w o r d " * 600}], "max_tokens": None}, "messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_refusals(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
+    assert_error(post(server, **fields), 422, param)
+    assert_error(post(server, "/openai/v1", **fields), 400, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": "Hello"},
+        {"messages": [5]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"logprobs": 2},
+        {"chat_template_kwargs": []},
+    ],
+)
+def test_what_is_malformed(server: ServerProcess, prefix: str, fields: dict[str, Any]) -> None:
+    assert_error(post(server, prefix, **fields), 400, next(iter(fields)))
+
+
+def test_a_message_says_where_it_is_wrong(server: ServerProcess) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": 5}]
+    messages = [*MESSAGES, {"role": "user", "content": parts}]
+    message = post(server, messages=messages).json()["error"]["message"]
+    assert message.startswith("messages[2].content[1].text: ")
+
+
+def test_another_model(client: openai.OpenAI, prefix: str) -> None:
+    expected = openai.NotFoundError if prefix.startswith("/openai") else openai.UnprocessableEntityError
+    with pytest.raises(expected) as unknown:
+        client.chat.completions.create(model="another", messages=MESSAGES)
+    assert unknown.value.code == "model_not_found"  # type: ignore[attr-defined]
+
+
+def test_responses_are_refused_by_name(server: ServerProcess, prefix: str) -> None:
+    response = server.client.post(f"{prefix}/responses", json={})
+    assert_error(response, 404, None, "not_found")
+    assert "responses are not served" in response.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------------- other templates
+
+
+def serve(folder: Path, template: str | None) -> ServerProcess:
+    copy = Path(shutil.copytree(ZOO / "llama-tiny", folder / "model"))
+    (copy / "chat_template.jinja").unlink()
+    if template is not None:
+        (copy / "chat_template.jinja").write_text(template)
+    return ServerProcess("phase5_continuous", "--model", str(copy), "--max-seq-len", "256")
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    other = serve(tmp_path, None)
+    try:
+        for prefix, status in (("/v1", 422), ("/openai/v1", 400)):
+            response = post(other, prefix)
+            assert_error(response, status, "messages")
+            assert "no chat template" in response.json()["error"]["message"]
+        assert other.complete()["choices"]
+    finally:
+        other.close()
+
+
+def test_what_a_template_is_told_and_what_it_says(tmp_path: Path) -> None:
+    """It has `chat_template_kwargs`. Its own refusals and mistakes are the request's, and the next is served."""
+    other = serve(
+        tmp_path,
+        "{% if loud %}{{ messages[0].content | upper }}{% else %}{{ messages[0].content }}{% endif %}"
+        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ 'x' * times }}",
+    )
+    try:
+        hello = [{"role": "user", "content": "hello"}]
+        for variables, text in (({"times": 1}, "hellox"), ({"times": 2, "loud": True}, "HELLOxx")):
+            answer = chat(other, messages=hello, chat_template_kwargs=variables)
+            token_ids = open_checkpoint("zoo:llama-tiny").tokenizer().encode(text, add_special_tokens=False)
+            assert answer["usage"]["prompt_tokens"] == len(token_ids)
+        for fields, says in (
+            ({"messages": hello * 2, "chat_template_kwargs": {"times": 1}}, "one at a time"),
+            ({"messages": hello, "chat_template_kwargs": {"times": "x"}}, "TypeError"),
+        ):
+            response = post(other, **fields)
+            assert_error(response, 422, "messages")
+            assert says in response.json()["error"]["message"]
+        empty = [{"role": "user", "content": ""}]
+        assert_error(post(other, messages=empty, chat_template_kwargs={"times": 0}), 400, "messages")
+        assert chat(other, messages=hello, chat_template_kwargs={"times": 1})
+    finally:
+        other.close()

@@ -1,0 +1,98 @@
+"""Text to token ids and back, as vLLM's clients ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.models.registry import open_checkpoint
+from tests.server.support import ServerProcess, assert_error
+
+TEXT = "Once upon a time, 猫 🐈‍⬛ met Zoë.\n  <|eot_id|> The end"
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+
+
+@pytest.fixture(autouse=True)
+def the_next_request_is_served(server: ServerProcess) -> Iterator[None]:
+    yield
+    assert tokenize(server, prompt="x")["count"] == 2
+
+
+def tokenize(server: ServerProcess, **fields: Any) -> dict[str, Any]:
+    response = server.client.post("/tokenize", json=fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 1024
+    return answer
+
+
+def test_a_text(server: ServerProcess) -> None:
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    answer = tokenize(server, model=server.model, prompt=TEXT)
+    assert answer["tokens"] == tokenizer.encode(TEXT)
+    assert answer["token_strs"] is None
+    plain = tokenize(server, prompt=TEXT, add_special_tokens=False, return_token_strs=True)
+    assert plain["tokens"] == answer["tokens"][1:]
+    assert plain["token_strs"] == [tokenizer.backend.id_to_token(i) for i in plain["tokens"]]
+    assert tokenize(server, prompt="", add_special_tokens=False)["tokens"] == []
+
+
+def test_a_conversation_as_chat_has_it(server: ServerProcess) -> None:
+    answer = tokenize(server, messages=MESSAGES)
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
+    chat = server.client.post("/v1/chat/completions", json=body).json()
+    assert chat["usage"]["prompt_tokens"] == answer["count"]
+    shorter = tokenize(server, messages=MESSAGES, add_generation_prompt=False)
+    assert answer["tokens"][: shorter["count"]] == shorter["tokens"]
+    assert shorter["count"] < answer["count"]
+    assert tokenize(server, messages=MESSAGES, add_special_tokens=True)["count"] == answer["count"] + 1
+    begun = [*MESSAGES, {"role": "assistant", "content": "Once"}]
+    continued = tokenize(server, messages=begun, continue_final_message=True)
+    closed = tokenize(server, messages=begun, add_generation_prompt=False)
+    assert continued["tokens"] == closed["tokens"][:-1]
+
+
+def test_there_and_back(server: ServerProcess) -> None:
+    tokens = tokenize(server, prompt=TEXT)["tokens"]
+    answer = server.client.post("/detokenize", json={"model": server.model, "tokens": tokens}).json()
+    assert answer == {"prompt": "<|begin_of_text|>" + TEXT}
+    assert server.client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({}, 422, "prompt"),
+        ({"prompt": "x", "messages": MESSAGES}, 422, "prompt"),
+        ({"prompt": 5}, 400, "prompt"),
+        ({"prompt": ["x"]}, 400, "prompt"),
+        ({"messages": []}, 422, "messages"),
+        ({"messages": [{"role": "tool", "content": ""}]}, 422, "messages[0].role"),
+        ({"prompt": "x", "model": "another"}, 422, "model"),
+        ({"prompt": "x", "tools": []}, 422, "tools"),
+    ],
+)
+def test_what_cannot_be_tokenized(
+    server: ServerProcess, fields: dict[str, Any], status: int, param: str
+) -> None:
+    assert_error(server.client.post("/tokenize", json=fields), status, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({}, 400, "tokens"),
+        ({"tokens": "x"}, 400, "tokens"),
+        ({"tokens": ["x"]}, 400, "tokens"),
+        ({"tokens": [-1]}, 422, "tokens"),
+        ({"tokens": [5, 10**6]}, 422, "tokens"),
+        ({"tokens": [5], "model": "another"}, 422, "model"),
+    ],
+)
+def test_what_cannot_be_turned_into_text(
+    server: ServerProcess, fields: dict[str, Any], status: int, param: str
+) -> None:
+    assert_error(server.client.post("/detokenize", json=fields), status, param)
