@@ -115,11 +115,13 @@ class Engine:
             raise InvalidPromptError(
                 f"token id {outside} is not in the vocabulary of {vocab_size}", param="prompt"
             )
-        beyond = next((i for i in params.stop_token_ids if not 0 <= i < vocab_size), None)
-        if beyond is not None:
-            raise InvalidRequestError(
-                f"stop token id {beyond} is not in the vocabulary of {vocab_size}", param="stop_token_ids"
-            )
+        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": [i for i, _ in params.logit_bias]}
+        for param, ids in named.items():
+            beyond = next((i for i in ids if not 0 <= i < vocab_size), None)
+            if beyond is not None:
+                raise InvalidRequestError(
+                    f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
+                )
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt_token_ids=token_ids,

@@ -44,6 +44,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    logit_bias: tuple[
+        tuple[int, float], ...
+    ] = ()  # token ids and what is added to their logits, before penalties
     logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, but for the first
     ignore_eos: bool = False
@@ -64,6 +67,7 @@ class SamplingParams:
             "max_new_tokens": self.max_new_tokens >= 1,
             "stop": all(self.stop),
             "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
+            "logit_bias": all(math.isfinite(bias) for _, bias in self.logit_bias),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
             "prompt_logprobs": self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
             "min_tokens": 0 <= self.min_tokens <= self.max_new_tokens,
@@ -159,7 +163,11 @@ class Request:
                 self.prompt_token_ids, params.max_new_tokens, with_prompt=with_prompt
             )
         self.takes_best = (
-            params.greedy and self.token_counts is None and not params.min_tokens and params.logprobs is None
+            params.greedy
+            and self.token_counts is None
+            and not params.min_tokens
+            and not params.logit_bias
+            and params.logprobs is None
         )
         self.seed_generator(params.seed if params.seed is not None else 0)
 

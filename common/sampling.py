@@ -72,6 +72,8 @@ class SamplingInputs(NamedTuple):
         drawn: the D rows that draw their token, int64.
         settings: [D, 5] float64, what decides a draw beside the scores: see `_Settings`.
         unordered, ordered: places in `drawn` of those that need no order of the tokens, and of those that do.
+        biased: [2, b] int64: rows, and tokens whose scores are changed.
+        biases: [b] float32, by how much.
         penalised: [3, n] int64, an entry for each token of each row with penalties: row, token, times generated.
         penalties: [3, n] float64, for each entry: repetition, frequency and presence penalty.
         held_back: [2, m] int64: rows, and tokens that may not come yet.
@@ -85,6 +87,8 @@ class SamplingInputs(NamedTuple):
     settings: Tensor | None = None
     unordered: Tensor | None = None
     ordered: Tensor | None = None
+    biased: Tensor | None = None
+    biases: Tensor | None = None
     penalised: Tensor | None = None
     penalties: Tensor | None = None
     held_back: Tensor | None = None
@@ -104,6 +108,8 @@ class SamplingInputs(NamedTuple):
         reported: list[int] = []
         penalised: list[tuple[int, SamplingParams, TokenCounts]] = []
         held_back: list[tuple[int, int]] = []
+        biased: list[tuple[int, int]] = []
+        biases: list[float] = []
         for row, request in enumerate(requests):
             if request.takes_best:
                 continue
@@ -115,6 +121,9 @@ class SamplingInputs(NamedTuple):
                 settings.append(_settings_of(request, vocab))
             if params.logprobs is not None:
                 reported.append(row)
+            for token_id, bias in params.logit_bias:
+                biased.append((row, token_id))
+                biases.append(bias)
             if counts is not None:
                 counts.catch_up(request.token_ids)
                 penalised.append((row, params, counts))
@@ -133,6 +142,8 @@ class SamplingInputs(NamedTuple):
             settings=moved(torch.tensor(settings, dtype=torch.float64)) if drawn else None,
             unordered=rows(places[0]),
             ordered=rows(places[1]),
+            biased=moved(torch.tensor(biased).T.contiguous()) if biased else None,
+            biases=moved(torch.tensor(biases, dtype=torch.float32)) if biased else None,
             penalised=None if entries[0] is None else moved(entries[0]),
             penalties=None if entries[1] is None else moved(entries[1]),
             held_back=moved(torch.tensor(held_back).T.contiguous()) if held_back else None,
@@ -235,9 +246,11 @@ def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLo
 
 
 def _adjust(raw: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Penalties, endings that may not come yet, and what grammars forbid: [S, vocab] -> [S, vocab], `raw` itself
-    if none apply."""
+    """Biases, penalties, endings that may not come yet, and what grammars forbid: [S, vocab] -> [S, vocab], `raw`
+    itself if none apply."""
     scores = raw
+    if inputs.biased is not None and inputs.biases is not None:
+        scores = scores.index_put(inputs.biased.unbind(), inputs.biases, accumulate=True)
     if inputs.penalised is not None and inputs.penalties is not None:
         scores = _penalise(scores, inputs.penalised, inputs.penalties)
     if inputs.held_back is not None:

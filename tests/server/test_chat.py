@@ -308,7 +308,7 @@ def test_stop_strings(client: openai.OpenAI, server: ServerProcess) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"prompt": "x"}, "prompt"),
     ],

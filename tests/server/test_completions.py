@@ -327,7 +327,7 @@ def test_null_means_the_default(server: ServerProcess) -> None:
         "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop logprobs stream_options"
     )
     names += " echo n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user response_format"
-    names += " structured_outputs"
+    names += " structured_outputs prompt_logprobs return_token_ids"
     nulls: dict[str, None] = dict.fromkeys(names.split())
     assert server.complete(**nulls)["choices"] == server.complete()["choices"]
     answer = server.complete(max_tokens=None, temperature=None, seed=None, ignore_eos=True)
@@ -335,7 +335,7 @@ def test_null_means_the_default(server: ServerProcess) -> None:
 
 
 def test_neutral_values_of_what_is_not_implemented(server: ServerProcess) -> None:
-    answer = server.complete(n=2, best_of=2, echo=False, logit_bias={}, suffix=None, user="me")
+    answer = server.complete(n=2, best_of=2, suffix=None, user="me")
     assert len(answer["choices"]) == 2
 
 

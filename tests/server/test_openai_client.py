@@ -86,8 +86,8 @@ def test_refusals_are_exceptions(client: openai.OpenAI, server: ServerProcess) -
     with pytest.raises(openai.UnprocessableEntityError) as unknown:
         client.completions.create(model="another", prompt=PROMPT)
     assert unknown.value.code == "model_not_found"
-    with pytest.raises(openai.UnprocessableEntityError, match="echo"):
-        client.completions.create(model=server.model, prompt=PROMPT, echo=True)
+    with pytest.raises(openai.UnprocessableEntityError, match="suffix"):
+        client.completions.create(model=server.model, prompt=PROMPT, suffix="x")
 
 
 def test_models(client: openai.OpenAI, server: ServerProcess) -> None:

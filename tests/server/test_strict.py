@@ -108,7 +108,7 @@ def test_stream_options_without_a_stream_are_refused(server: ServerProcess, stre
         ({"prompt": ""}, "prompt"),
         ({"temperature": -1}, "temperature"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt": "word " * 5000}, "prompt"),

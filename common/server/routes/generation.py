@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,7 +23,7 @@ from common.server.schemas.parsing import parse, refused
 from common.server.service import Service, service_of
 from common.server.transport import CLIENT_LEFT, EventStream, json_response, while_connected
 from common.server.wire.chat import ChatChunks
-from common.server.wire.format import Answer, Choice, MakeWireFormat
+from common.server.wire.format import Answer, Choice, MakeWireFormat, Shown
 from common.server.wire.named import NamedCompletionEvents
 from common.server.wire.plain import CompletionChunks
 from common.worker import RequestStream
@@ -105,6 +105,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         streaming = route.streams(wanted, request)
         answer = new_answer(service, wanted, f"{route.id_prefix}-{answer_number(request)}")
         streams = await while_connected(request.receive, service.intake.submit(wanted, answer.id))
+        tell_prompts(answer, wanted, streams)
     except ClientDisconnect:
         log_departure()
         raise
@@ -162,7 +163,19 @@ def new_answer(service: Service, wanted: GenerationRequest, answer_id: str) -> A
         model=service.model_name,
         tokenizer=service.engine.tokenizer,
         choices=[Choice(index, prompt_index=index // per_prompt) for index in range(choices)],
+        shown=wanted.shown,
     )
+
+
+def tell_prompts(answer: Answer, wanted: GenerationRequest, streams: Sequence[RequestStream]) -> None:
+    """What is shown of prompts, where anything is: their tokens, and their text as it was sent."""
+    if answer.shown == Shown():
+        return
+    for choice, stream in zip(answer.choices, streams, strict=True):
+        choice.prompt_ids = stream.request.prompt_token_ids
+        if answer.shown.echo:
+            sent = wanted.prompts(None)[choice.prompt_index]
+            choice.echo = sent if isinstance(sent, str) else answer.tokenizer.decode(sent)
 
 
 def cancel(streams: Iterable[RequestStream]) -> None:

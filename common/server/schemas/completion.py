@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from common.chat_template import ChatTemplate
 from common.server.schemas.generation import GenerationRequest, Text, TokenId
 from common.server.schemas.parsing import refused
+from common.server.wire.format import Shown
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -58,12 +59,20 @@ class CompletionRequest(GenerationRequest):
     )
     max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    # Not implemented: refused unless neutral.
     echo: bool | None = Field(
         default=False,
-        description="only false: the prompt is not sent back",
-        json_schema_extra={"enum": [False, None]},
+        description="the prompt before the answer, with log-probabilities of its own if asked for",
     )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="what the model makes of the prompt's tokens, for each but the first",
+    )
+    return_token_ids: bool | None = Field(
+        default=False, description="of prompt and answer, beside their text"
+    )
+    # Not implemented: refused unless neutral.
     best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
     suffix: str | None = Field(
         default=None, description="only null: text is not inserted", json_schema_extra={"enum": [None]}
@@ -86,10 +95,22 @@ class CompletionRequest(GenerationRequest):
     def reported_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def scored_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(
+            echo=bool(self.echo),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+        )
+
     def _check_fields(self) -> None:
         super()._check_fields()
-        if self.echo:
-            raise refused("echo", "not implemented; send false or leave it out")
         if self.suffix is not None:
             raise refused("suffix", "not implemented; send null or leave it out")
         if self.best_of is not None and self.best_of != self.choices_per_prompt:

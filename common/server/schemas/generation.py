@@ -12,6 +12,7 @@ from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.schemas.parsing import BODY, Body, Limits, check_model, refused
+from common.server.wire.format import Shown
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
 TokenId = Annotated[int, Field(ge=0)]
@@ -156,9 +157,11 @@ class GenerationRequest(Body):
     )
     # A label that the request's log line carries: that is all a server without accounts can do with it.
     user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
-    # Not implemented: refused unless neutral.
     logit_bias: dict[str, Any] | None = Field(
-        default=None, description="only {}: tokens are not biased", json_schema_extra={"maxProperties": 0}
+        default=None,
+        max_length=1024,
+        description="by token id, what is added to its logit before anything else: -100 to 100",
+        json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     )
 
     # ------------------------------------------------------------------ what each family says in its own way
@@ -184,6 +187,16 @@ class GenerationRequest(Body):
     def reported_logprobs(self) -> int | None:
         """`SamplingParams.logprobs`."""
         raise NotImplementedError
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """`SamplingParams.prompt_logprobs`."""
+        return None
+
+    @property
+    def shown(self) -> Shown:
+        """What an answer says beside its text."""
+        return Shown()
 
     def field_of(self, param: str) -> str:
         """What the engine's `prompt` or `max_tokens` is called in this body."""
@@ -231,6 +244,7 @@ class GenerationRequest(Body):
             "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed is None else self.seed + choice,
             "logprobs": self.reported_logprobs,
+            "prompt_logprobs": self.scored_prompt,
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
             "grammar": None if self.named_grammar is None else self.named_grammar[1],
@@ -241,6 +255,9 @@ class GenerationRequest(Body):
             max_new_tokens=max_new_tokens,
             stop=self.stop_strings,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=tuple(
+                (int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items()
+            ),
         )
 
     def check(self, limits: Limits) -> None:
@@ -258,9 +275,12 @@ class GenerationRequest(Body):
             )
 
     def _check_fields(self) -> None:
-        """Refuse what is not implemented."""
-        if self.logit_bias:
-            raise refused("logit_bias", "not implemented; send {} or leave it out")
+        """Refuse what is not implemented, and what is easier told here than by a type."""
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not (token_id.isdecimal() and token_id.isascii() and len(token_id) < 10):
+                raise refused("logit_bias", f"{token_id[:20]!r} is no token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
 
     def _check_form(self) -> None:
         """At most one thing can say what an answer looks like."""

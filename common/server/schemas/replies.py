@@ -34,15 +34,32 @@ class Usage(BaseModel):
 
 
 class Logprobs(BaseModel):
-    """One entry for each sampled token."""
+    """One entry for each sampled token, and before them for each token of an echoed prompt. Nothing comes before a
+    prompt's first: null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(description="characters of the choice's text that came before the token's")
 
 
-class CompletionChoice(BaseModel):
+class PromptLogprob(BaseModel):
+    logprob: float
+    decoded_token: str
+
+
+class ShownTokens(BaseModel):
+    """What is there only if asked for."""
+
+    token_ids: list[int] | None = Field(default=None, description="with `return_token_ids`")
+    prompt_token_ids: list[int] | None = Field(default=None, description="the same; in a stream, once")
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(
+        default=None,
+        description="by token id, for each token of the prompt; null for the first; in a stream, once",
+    )
+
+
+class CompletionChoice(ShownTokens):
     index: int = Field(description="prompt × n + j")
     text: str
     logprobs: Logprobs | None
@@ -73,7 +90,7 @@ class Completion(PlainCompletion):
     )
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(ShownTokens):
     index: int
     text: str
     logprobs: Logprobs | None

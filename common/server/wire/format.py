@@ -23,6 +23,23 @@ OPENAI_FINISH_REASONS: dict[FinishReason, Literal["stop", "length"]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer says beside its text, if its format has a place for it.
+
+    Attributes:
+        echo: the prompt comes first.
+        logprobs: how many of the most likely tokens are named beside an echoed one; None: no log-probabilities.
+        prompt_logprobs: the same for a field of its own.
+        token_ids: of prompt and answer.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+
+
 @dataclass(slots=True)
 class Choice:
     """One choice of an answer as it grows.
@@ -30,19 +47,27 @@ class Choice:
     Attributes:
         index: prompt × n + j.
         prompt_index: which of the request's prompts it continues.
+        prompt_ids: that prompt, once it has been tokenized.
+        echo: what its text begins with.
     """
 
     index: int
     prompt_index: int
+    prompt_ids: Sequence[int] = ()
+    echo: str = ""
     text_length: int = 0  # characters so far
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, output: StepOutput) -> None:
-        self.text_length += len(output.text_delta)
+        self.text_length += len(self.leading(output)) + len(output.text_delta)
         self.prompt_tokens, self.completion_tokens = output.prompt_tokens, output.completion_tokens
         self.cached_tokens = output.cached_tokens
+
+    def leading(self, output: StepOutput) -> str:
+        """What stands before an output's own text: the echo, before the first."""
+        return self.echo if is_first(output) else ""
 
     def usage(self) -> dict[str, Any]:
         return _usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
@@ -57,6 +82,7 @@ class Answer:
     model: str
     tokenizer: Tokenizer
     choices: Sequence[Choice]
+    shown: Shown = Shown()
 
     def header(self, kind: str) -> dict[str, Any]:
         """The fields that every object of an answer begins with; `kind` is OpenAI's name for it."""
@@ -113,6 +139,11 @@ def error_body(output: StepOutput) -> dict[str, Any]:
     """The object that ends a choice which failed."""
     assert output.error is not None, "an output that finishes has a reason or an error"
     return from_exception(output.error).body()
+
+
+def is_first(output: StepOutput) -> bool:
+    """Whether it brings a choice's first token."""
+    return output.completion_tokens == 1 and output.token_id is not None
 
 
 def joined_text(said: Sequence[StepOutput]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.request import StepOutput
-from common.server.wire.completion import KIND, choice_object, completion, logprobs_object
+from common.server.wire.completion import KIND, choice_object, completion, logprobs_object, more
 from common.server.wire.format import (
     OPENAI_FINISH_REASONS,
     Answer,
@@ -53,11 +53,13 @@ class NamedCompletionEvents:
         return completion(self.answer, said) | {"finish_reason": engine_reason(said[0])}
 
     def _token(self, choice: Choice, output: StepOutput) -> bytes:
-        text = output.text_delta
-        logprobs = logprobs_object(self.answer.tokenizer, [output], offset=choice.text_length - len(text))
+        text = choice.leading(output) + output.text_delta
+        logprobs = logprobs_object(self.answer, choice, [output], offset=choice.text_length - len(text))
         data = self._header | {
-            "choices": [choice_object(choice, text=text, logprobs=logprobs)],
-            "token": text,
+            "choices": [
+                choice_object(choice, text=text, logprobs=logprobs) | more(self.answer, choice, [output])
+            ],
+            "token": output.text_delta,
             "token_id": output.token_id,
         }
         if self.continuous_usage:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from common.request import StepOutput
-from common.server.wire.completion import KIND, choice_object, completion, logprobs_object
+from common.server.wire.completion import KIND, choice_object, completion, logprobs_object, more
 from common.server.wire.format import OPENAI_FINISH_REASONS, Answer, Choice, error_body, event
 
 DONE = b"data: [DONE]\n\n"
@@ -62,13 +62,13 @@ class CompletionChunks(PlainChunks):
     kind = KIND
 
     def choice_objects(self, choice: Choice, output: StepOutput) -> Iterator[dict[str, Any]]:
-        text, tokenizer = output.text_delta, self.answer.tokenizer
+        text = choice.leading(output) + output.text_delta
         yield choice_object(
             choice,
             text=text,
-            logprobs=logprobs_object(tokenizer, [output], offset=choice.text_length - len(text)),
+            logprobs=logprobs_object(self.answer, choice, [output], offset=choice.text_length - len(text)),
             finish_reason=output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason],
-        )
+        ) | more(self.answer, choice, [output])
 
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> dict[str, Any]:
         return completion(self.answer, said)

@@ -1,0 +1,133 @@
+"""Echoed prompts, log-probabilities and ids of their tokens, and biases: what evaluation tools live on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.support import ServerProcess, assert_error
+
+PROMPT = "Once upon a time, the fox"
+
+
+def plain_chunks(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:
+    """What comes of a stream under `/openai/v1`."""
+    body = server.body(**fields) | {"stream": True}
+    with httpx.stream("POST", f"{server.url}/openai/v1/completions", json=body, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_an_echo_comes_before_the_answer(server: ServerProcess) -> None:
+    answer = server.complete(prompt=PROMPT)["choices"][0]["text"]
+    ids = server.complete(prompt=PROMPT, return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    echoed = server.complete(prompt=[PROMPT, "The dog"], echo=True, n=2)
+    assert [
+        choice["text"].startswith(p)
+        for choice, p in zip(echoed["choices"], (PROMPT, PROMPT, "The dog", "The dog"), strict=True)
+    ] == [True] * 4
+    assert echoed["choices"][0]["text"] == PROMPT + answer
+    assert server.complete(prompt=ids, echo=True)["choices"][0]["text"].endswith(PROMPT + answer)
+    events = server.events(prompt=PROMPT, echo=True)
+    assert events[0][1]["choices"][0]["text"] == PROMPT + events[0][1]["token"]
+    assert "".join(data["choices"][0]["text"] for name, data in events if name == "token") == PROMPT + answer
+    chunks = plain_chunks(server, prompt=PROMPT, echo=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT + answer
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_log_probabilities_of_an_echo(server: ServerProcess, count: int) -> None:
+    fields = {
+        "prompt": PROMPT,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "logprobs": count,
+        "return_token_ids": True,
+    }
+    alone = server.complete(**fields)["choices"][0]
+    choice = server.complete(**fields, echo=True)["choices"][0]
+    ids, found = choice["prompt_token_ids"], choice["logprobs"]
+    lengths = {name: len(values) for name, values in found.items()}
+    assert lengths == dict.fromkeys(("tokens", "token_logprobs", "top_logprobs", "text_offset"), len(ids) + 4)
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    assert all(value < 0 for value in found["token_logprobs"][1:])
+    assert all(count <= len(top) <= count + 1 for top in found["top_logprobs"][1:])
+    assert all(
+        token in top for token, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True)
+    )
+    assert found["tokens"][len(ids) :] == alone["logprobs"]["tokens"]
+    assert found["token_logprobs"][len(ids) :] == alone["logprobs"]["token_logprobs"]
+    assert found["text_offset"][0] == 0
+    assert found["text_offset"] == sorted(found["text_offset"])
+    shifted = [len(PROMPT) + offset for offset in alone["logprobs"]["text_offset"]]
+    assert found["text_offset"][len(ids) :] == shifted
+    for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+        if token in choice["text"]:
+            assert choice["text"][at:].startswith(token) or at == 0
+    streamed = plain_chunks(server, **fields, echo=True)
+    joined = [value for chunk in streamed for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
+    assert joined == found["token_logprobs"]
+
+
+def test_what_was_sampled_is_as_likely_when_it_is_a_prompt(server: ServerProcess) -> None:
+    """Tokens of an answer, sent as a prompt, have the log-probabilities that they had when they were sampled."""
+    fields = {"max_tokens": 20, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+    choice = server.complete(prompt=PROMPT, **fields)["choices"][0]
+    whole = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    again = server.complete(prompt=whole, max_tokens=1, prompt_logprobs=2)["choices"][0]
+    told = [
+        entry[str(i)]["logprob"] for i, entry in zip(whole[-20:], again["prompt_logprobs"][-20:], strict=True)
+    ]
+    assert told == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_prompt_logprobs_as_vllm_has_them(server: ServerProcess, count: int) -> None:
+    answer = server.complete(
+        prompt=[PROMPT, "x"], prompt_logprobs=count, return_token_ids=True, max_tokens=2, n=2
+    )
+    for choice in answer["choices"]:
+        ids, entries = choice["prompt_token_ids"], choice["prompt_logprobs"]
+        assert len(entries) == len(ids)
+        assert entries[0] is None
+        for token_id, entry in zip(ids[1:], entries[1:], strict=True):
+            assert max(1, count) <= len(entry) <= count + 1
+            assert entry[str(token_id)]["logprob"] <= 0
+            assert all(set(each) == {"logprob", "decoded_token"} for each in entry.values())
+    chunks = plain_chunks(
+        server, prompt=PROMPT, prompt_logprobs=count, return_token_ids=True, max_tokens=3, ignore_eos=True
+    )
+    assert ["prompt_logprobs" in chunk["choices"][0] for chunk in chunks] == [True, False, False]
+    assert chunks[0]["choices"][0]["prompt_logprobs"] == answer["choices"][0]["prompt_logprobs"]
+    assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks] == [1, 1, 1]
+    assert set(server.complete()["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
+
+
+def test_two_counts_do_not_mix(server: ServerProcess) -> None:
+    choice = server.complete(prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=4, max_tokens=1)[
+        "choices"
+    ][0]
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:-1]} <= {1, 2}
+    assert {len(entry) for entry in choice["prompt_logprobs"][1:]} <= {4, 5}
+
+
+def test_biases(server: ServerProcess) -> None:
+    fields = {"max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    (first, *_), wanted = server.complete(**fields)["choices"][0]["token_ids"], 77
+    assert server.complete(**fields, logit_bias={str(wanted): 100})["choices"][0]["token_ids"] == [wanted] * 5
+    assert server.complete(**fields, logit_bias={str(first): -100})["choices"][0]["token_ids"][0] != first
+    drawn = server.complete(**fields, temperature=1, seed=3, logit_bias={"77": 100, "78": 100.0})
+    assert set(drawn["choices"][0]["token_ids"]) <= {77, 78}
+    assert server.complete(**fields, logit_bias={})["choices"][0]["token_ids"][0] == first
+
+
+def test_a_refused_bias_leaves_the_next_request_as_it_was(server: ServerProcess) -> None:
+    before = server.complete()["choices"]
+    assert_error(server.post(logit_bias={"1000000": 1}), 422, "logit_bias")
+    assert_error(server.post(prompt_logprobs=21), 422, "prompt_logprobs")
+    assert server.complete()["choices"] == before
