@@ -6,6 +6,7 @@
 A batch of prompts is generated from, greedily. Prefill is the time until every sequence has its first token; a
 decode step is the mean of those that bring each of them one more. All processes are up with the weights loaded, and
 take turns, so that a machine that slows down slows all. Every turn has prompts of its own: no cache has seen them.
+Nobody decodes beside a prompt, so all may compute 2048 tokens at once: chunks only spare others' gaps.
 
 The floor of a decode step is measured beside them: every weight must be read once.
 """
@@ -236,7 +237,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         contenders = []
         for phase in arguments.phase:
             console.print(f"starting phase {phase}")
-            worker = WorkerProcess("ours", options._replace(phase=phase))
+            ours = options._replace(phase=phase, max_pass_tokens=LONG_PROMPT_TOKENS)
+            worker = WorkerProcess("ours", ours)
             contenders.append(Contender(stack.enter_context(worker), ours=True))
         for peer, environment in peers:
             console.print(f"starting {peer}")

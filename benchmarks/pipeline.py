@@ -7,8 +7,8 @@ that a machine that slows down slows all.
 A step is what `Engine.step` does, text and stop decisions included, while all sequences decode.
 
 ```text
-called     operators are called from Python, by a thread of the stream's own
-played     a recording is played in C++ (`kernels.tape`)
+called     operators are called from Python, by a thread of the stream's own; on a GPU by the engine's
+played     a recording is played in C++ (`kernels.tape`); on a GPU a graph is launched
 ```
 
 A second table is of the same steps beside a thread that is busy in Python and takes the interpreter's lock whenever
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -38,6 +38,7 @@ from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
 from common.phases import find_phase
 from common.request import SamplingParams
+from common.streams import CudaStream, TapeStream
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
 BUSY_TOKENS = 16  # beside a busy thread a step may take a second
@@ -117,8 +118,17 @@ def busy_in_python() -> Iterator[None]:
 # ---------------------------------------------------------------------- a trace
 
 
-def trace(sequences: int, steps: int) -> list[list[Cell]]:
-    """When the host and the stream did what in some steps in the middle: [lane, what, from ms, to ms]."""
+class Traced(NamedTuple):
+    """Something that the host or the stream did."""
+
+    lane: str
+    what: str
+    from_ms: float
+    to_ms: float
+
+
+def trace(sequences: int, steps: int) -> list[Traced]:
+    """When the host and the stream did what in some steps in the middle."""
     runner: Any = _engine.runner  # whose parts are about to be watched
     spans: list[tuple[str, str, float, float]] = []
     kinds: dict[int, str] = {}
@@ -140,26 +150,58 @@ def trace(sequences: int, steps: int) -> list[list[Cell]]:
     watch(runner, "finalize_sampling", "launch")
     watch(runner, "commit", "commit")
     submit = runner.stream.submit
+    launched: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU
 
     def named(key: Any, *args: Any, **kwargs: Any) -> Any:
-        pending = submit(key, *args, **kwargs)
-        if hasattr(pending, "ticket"):
-            kinds[pending.ticket] = "forward" if key == "forward" else "sample"
-            watch(pending, "wait", "wait")
+        kind = "forward" if key in ("forward", "decode") else "sample"
+        if isinstance(runner.stream, CudaStream):
+            with runner.stream.entered():
+                began = recorded_event()
+                pending = submit(key, *args, **kwargs)
+                launched.append((kind, began, recorded_event()))
+        else:
+            pending = submit(key, *args, **kwargs)
+            if isinstance(runner.stream, TapeStream) and hasattr(pending, "ticket"):
+                kinds[pending.ticket] = kind
+        watch(pending, "wait", "wait")
         return pending
 
     runner.stream.submit = named
     ends = [time.monotonic() for _ in decode(sequences)]
     middle = len(ends) // 2
     first, last = ends[middle], ends[middle + steps]
-    spans += [
-        ("stream", kinds[ticket], *times) for ticket, *times in runner.stream.take_times() if ticket in kinds
-    ]
+    if isinstance(runner.stream, TapeStream):
+        for ticket, began_s, ended_s in runner.stream.take_times():
+            if ticket in kinds:
+                spans.append(("stream", kinds[ticket], began_s, ended_s))
+    if launched:
+        zero, zero_s = recorded_event(), time.monotonic()
+        zero.synchronize()  # the two clocks meet where nothing is in flight
+        for kind, began, ended in launched:
+            began_s, ended_s = (zero_s - event.elapsed_time(zero) / 1e3 for event in (began, ended))
+            spans.append(("stream", kind, began_s, ended_s))
     return [
-        [lane, what, (began - first) * 1e3, (ended - first) * 1e3]
+        Traced(lane, what, (max(began, first) - first) * 1e3, (min(ended, last) - first) * 1e3)
         for lane, what, began, ended in sorted(spans, key=lambda span: span[2])
-        if first <= began < last
+        if began < last and ended > first
     ]
+
+
+def recorded_event() -> torch.cuda.Event:
+    """The time at which the present stream gets here."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    event.record()
+    return event
+
+
+def busy_share(spans: Sequence[Traced]) -> float:
+    """For how much of a trace its stream had something to do, as a percentage."""
+    whole_ms = max(span.to_ms for span in spans)
+    taken_ms, until_ms = 0.0, 0.0
+    for span in sorted((span for span in spans if span.lane == "stream"), key=lambda span: span.from_ms):
+        taken_ms += max(0.0, span.to_ms - max(span.from_ms, until_ms))
+        until_ms = max(until_ms, span.to_ms)
+    return 100 * taken_ms / whole_ms
 
 
 # ---------------------------------------------------------------------- the program
@@ -184,16 +226,12 @@ def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float],
     return alone, beside
 
 
-def traced(model: str) -> list[list[Cell]]:
-    spawn = multiprocessing.get_context("spawn")
-    rows: list[list[Cell]] = []
-    for depth in (0, 2):
-        with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            process.submit(start, f"depth {depth}, played", model, TRACED_SEQUENCES).result()
-            process.submit(step_ms, TRACED_SEQUENCES, False).result()
-            spans = process.submit(trace, TRACED_SEQUENCES, TRACED_STEPS).result()
-        rows += [[model, depth, *span] for span in spans]
-    return rows
+def traced(model: str, depth: int) -> list[Traced]:
+    """Of an engine in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        process.submit(start, f"depth {depth}, played", model, TRACED_SEQUENCES).result()
+        process.submit(step_ms, TRACED_SEQUENCES, False).result()
+        return process.submit(trace, TRACED_SEQUENCES, TRACED_STEPS).result()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -213,9 +251,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setup = {"threads": str(torch.get_num_threads())}
     tables = []
     if options.trace:
-        rows = [row for model in options.models for row in traced(model)]
+        rows: list[list[Cell]] = []
         columns = ["model", "depth", "lane", "what", "from, ms", "to, ms"]
         setup |= {"sequences": str(TRACED_SEQUENCES)}
+        for model, depth in itertools.product(options.models, (0, 2)):
+            spans = traced(model, depth)
+            rows += [[model, depth, *span] for span in spans]
+            setup[f"{model}, depth {depth}, stream busy"] = f"{busy_share(spans):.0f} %"
         tables.append(
             MeasuredTable(
                 name="pipeline_trace", title="where the time goes", setup=setup, columns=columns, rows=rows

@@ -231,6 +231,11 @@ class RunningServer:
         self.stop()
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll() if self._process else None

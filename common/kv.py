@@ -201,7 +201,19 @@ class KVPool(ABC):
             KVCapacityError: a span lies outside its slot's capacity, leaves a gap after the columns already
                 held, or a slot appears twice. In a flat store an overflow would write into a neighbour.
         """
-        return KVView(self, spans)
+        return KVView.of_spans(self, spans)
+
+    def decode_view(self, tables: Tensor, lengths: Tensor) -> KVView:
+        """The addresses of a pass over one token of each sequence, as tensors that may hold others next time.
+
+        Nothing is checked: `view` has checked the same pass.
+
+        Args:
+            tables: [B, N] int64, on the pool's device: rows of the block tables.
+            lengths: [B] int64, likewise: each sequence's columns once this pass has written its own.
+        """
+        heads_kv = self.shape.num_kv_heads
+        return KVView(self, AttentionLayout.of_decode(tables, lengths, self.block_size, heads_kv))
 
     def advance(self, spans: Iterable[Span]) -> None:
         for span in spans:
@@ -212,15 +224,19 @@ class KVView:
     """One pass's window on a pool: index tensors computed once, read by every layer.
 
     Attributes:
-        positions: [T] int64, each token's column in its own sequence.
         layout: where every query finds its keys, and every new key its place.
     """
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, layout: AttentionLayout, spans: Sequence[Span] = ()) -> None:
+        self.layout = layout
         self._pool = pool
         self._spans = tuple(spans)
-        self._check()
-        self.layout = AttentionLayout(
+
+    @classmethod
+    def of_spans(cls, pool: KVPool, spans: Sequence[Span]) -> KVView:
+        """See `KVPool.view`."""
+        _check(pool, spans)
+        layout = AttentionLayout(
             block_tables=pool.block_tables,
             rows=torch.tensor([pool.seat(span.slot) for span in spans]),
             block_size=pool.block_size,
@@ -230,23 +246,12 @@ class KVView:
             device=pool.device,
             workspace=pool.workspace,
         )
-        self.positions = self.layout.positions
+        return cls(pool, layout, spans)
 
-    def _check(self) -> None:
-        seen: set[int] = set()
-        for span in self._spans:
-            capacity, held = self._pool.capacity(span.slot), self._pool.get_seq_len(span.slot)
-            if not 0 <= span.start < span.end <= capacity:
-                raise KVCapacityError(
-                    f"slot {span.slot}: columns {span.start} to {span.end} are not within its {capacity}"
-                )
-            if span.start > held:
-                raise KVCapacityError(
-                    f"slot {span.slot}: writing from column {span.start} leaves a gap after the {held} held"
-                )
-            if span.slot in seen:
-                raise KVCapacityError(f"slot {span.slot} appears twice in one pass")
-            seen.add(span.slot)
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64, each token's column in its own sequence."""
+        return self.layout.positions
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
@@ -271,3 +276,20 @@ class KVView:
         beyond every length, so a failed pass leaves the pool as it was. (Phase 4's rows that are done, and go
         along idle, write over their own last column; what they compute is dropped.)"""
         self._pool.advance(self._spans)
+
+
+def _check(pool: KVPool, spans: Sequence[Span]) -> None:
+    seen: set[int] = set()
+    for span in spans:
+        capacity, held = pool.capacity(span.slot), pool.get_seq_len(span.slot)
+        if not 0 <= span.start < span.end <= capacity:
+            raise KVCapacityError(
+                f"slot {span.slot}: columns {span.start} to {span.end} are not within its {capacity}"
+            )
+        if span.start > held:
+            raise KVCapacityError(
+                f"slot {span.slot}: writing from column {span.start} leaves a gap after the {held} held"
+            )
+        if span.slot in seen:
+            raise KVCapacityError(f"slot {span.slot} appears twice in one pass")
+        seen.add(span.slot)

@@ -45,6 +45,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, but for the first
     ignore_eos: bool = False
     min_tokens: int = 0  # neither EOS nor a stop token can be sampled before this many tokens
     grammar: Grammar | None = None  # what the answer must look like; it ends when it is complete
@@ -64,6 +65,7 @@ class SamplingParams:
             "stop": all(self.stop),
             "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
+            "prompt_logprobs": self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
             "min_tokens": 0 <= self.min_tokens <= self.max_new_tokens,
         }
         for name, ok in in_range.items():
@@ -131,6 +133,7 @@ class Request:
     prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
     prefill_start: int = field(default=0, init=False)  # how many of them it held before any was computed
     cached_tokens: int = field(default=0, init=False)  # the same, when this request was first admitted
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from its second token on
     preempted: bool = field(default=False, init=False)
     inflight_refs: int = field(default=0, init=False)  # steps launched with it and not committed
     pending_tokens: int = field(
@@ -292,3 +295,4 @@ class StepOutput:
     completion_tokens: int
     cached_tokens: int = 0  # of the prompt: found in memory, and not computed
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token, if asked for

@@ -18,6 +18,7 @@ import torch
 from common.errors import EngineDeadError, NaNLogitsError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
+from common.prompt_scores import PromptScores, scored_columns
 from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import NOT_A_TOKEN, Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import StepPlan
@@ -184,11 +185,23 @@ class Runner(ABC):
             The requests that a token is to be sampled for, and their logits [S, vocab].
         """
         requests, batch, view = self.prepare(forward_pass)
-        logits = self.model(batch, view)
+        scores = self.prompt_scores(forward_pass)
+        logits = scores.forward(self.model, batch, view) if scores.asked else self.model(batch, view)
         self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
         return requests, logits[: len(requests)]
+
+    @staticmethod
+    def prompt_scores(forward_pass: ForwardPass) -> PromptScores:
+        """What the pass is to tell of its prompts, beside its logits."""
+        scores, first_row = PromptScores([], []), 0
+        for request, span, token_ids, _ in forward_pass.shares:
+            if columns := scored_columns(request, span):
+                scores.rows.extend(first_row + column - span.start for column in columns)
+                scores.asked.append((request, columns))
+            first_row += len(token_ids)
+        return scores
 
     @staticmethod
     def count_as_computed(forward_pass: ForwardPass) -> None:
@@ -273,7 +286,14 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
         completion_tokens=request.num_generated_tokens,
         cached_tokens=request.cached_tokens,
         logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(request),
     )
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
+    if request.params.prompt_logprobs is None or request.num_generated_tokens > 1:
+        return None
+    return tuple(request.prompt_logprobs)
 
 
 def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:

@@ -12,11 +12,12 @@ reads and writes (weights, KV memory, the latest tokens) stays where it is.
 | --- | --- | --- |
 | `TapeStream` | a thread of C++ that plays recordings (`kernels.tape`) | nothing: it never asks for the lock |
 | `ThreadStream` | a thread of Python | a wait for the interpreter's lock between any two operators |
-| `CudaStream` | the GPU | nothing, as long as it has work |
+| `CudaStream` | the GPU | nothing, as long as it has work; launching is cheap where a graph is |
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,8 @@ import torch
 from torch import Tensor
 
 from kernels.tape import Function, Tape, record
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -62,6 +65,7 @@ class Stream(ABC):
         after: Pending | None = None,
         *,
         fetch: bool = True,
+        by_row: bool = False,
     ) -> Pending:
         """Hand in `function(*inputs)`.
 
@@ -71,6 +75,8 @@ class Stream(ABC):
             inputs: not to be changed until the work is done.
             after: earlier work that nobody waits for: what it returns comes before `inputs`.
             fetch: whether the host will read what it returns.
+            by_row: row i of what it returns comes of row i of its inputs, which lie on the host: a recording that
+                holds for one number of rows may be given more than are wanted.
         """
 
     def entered(self) -> AbstractContextManager[object]:
@@ -87,9 +93,9 @@ class Stream(ABC):
 
 
 def open_stream(device: torch.device, *, recorded: bool) -> Stream:
-    """A stream for work on `device`; `recorded`: on a CPU, the work can be recorded, and is to be."""
+    """A stream for work on `device`; `recorded`: the work can be recorded, and is to be."""
     if device.type == "cuda":
-        return CudaStream(device)
+        return CudaStream(device, recorded=recorded)
     return TapeStream() if recorded else ThreadStream()
 
 
@@ -140,13 +146,13 @@ class Done(Pending):
     """Work that was done while it was handed in."""
 
     def __init__(self, outputs: tuple[Tensor, ...]) -> None:
-        self._outputs = outputs
+        self.outputs = outputs
 
     def done(self, within_s: float = 0.0) -> bool:  # noqa: ARG002 - it is
         return True
 
     def wait(self) -> tuple[Tensor, ...]:
-        return self._outputs
+        return self.outputs
 
 
 class TapeStream(Stream):
@@ -164,6 +170,7 @@ class TapeStream(Stream):
         after: Pending | None = None,
         *,
         fetch: bool = True,  # noqa: ARG002 - it is on the host
+        by_row: bool = False,  # noqa: ARG002 - any number of rows will do
     ) -> Pending:
         if after is not None and not isinstance(after, _Played):
             inputs, after = [*after.wait(), *inputs], None
@@ -225,6 +232,7 @@ class ThreadStream(Stream):
         after: Pending | None = None,
         *,
         fetch: bool = True,  # noqa: ARG002 - it is on the host
+        by_row: bool = False,  # noqa: ARG002 - any number of rows will do
     ) -> Pending:
         def run() -> tuple[Tensor, ...]:
             with torch.inference_mode():
@@ -272,26 +280,92 @@ class _Launched(Pending):
         return self.outputs
 
 
-class CudaStream(Stream):
-    """One stream for all kernels, one for copies to the host. Kernels are launched from Python."""
+#: Rows of a captured graph. A graph holds for one number of them; missing ones are copies of the first.
+CAPTURED_ROWS = (1, 2, 4, 8, *range(16, 257, 16))
 
-    def __init__(self, device: torch.device) -> None:
+
+class _Graph:
+    """A function's kernels, captured with where their inputs lie: launched as one.
+
+    Args:
+        memory: which graphs share, since one runs at a time: what they return stays held, and apart.
+    """
+
+    def __init__(self, function: Function, inputs: Sequence[Tensor], memory: Any) -> None:
+        self._inputs = [each.clone() for each in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        # Other threads may go on using the device meanwhile.
+        with torch.cuda.graph(self._graph, memory, stream, capture_error_mode="thread_local"):
+            self._outputs = function(*self._inputs)
+
+    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the function returns, good until the next replay."""
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._outputs
+
+
+class CudaStream(Stream):
+    """One stream for all kernels, one for copies to the host.
+
+    Kernels are launched from Python, some hundred a pass; those of work by rows, where that is wanted, as a graph.
+    What builds on such work must be handed in before more of it: a graph returns its results in one place.
+    """
+
+    def __init__(self, device: torch.device, *, recorded: bool) -> None:
+        self.captures = recorded
+        self._device = device
         self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._compute.wait_stream(torch.cuda.default_stream(device))  # which has loaded the weights
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._memory: Any = None
 
     def submit(
         self,
-        key: Hashable,  # noqa: ARG002 - nothing is recorded
+        key: Hashable,
         function: Function,
         inputs: Sequence[Tensor],
         after: Pending | None = None,
         *,
         fetch: bool = True,
+        by_row: bool = False,
     ) -> Pending:
         with self.entered(), torch.inference_mode():
-            before = after.outputs if isinstance(after, _Launched) else ()
-            return _Launched(function(*before, *inputs), self._copies if fetch else None)
+            if by_row:
+                outputs = self._by_row(key, function, inputs)
+            else:
+                before = after.outputs if isinstance(after, _Launched | Done) else ()
+                outputs = function(*before, *inputs)
+            return _Launched(outputs, self._copies if fetch else None)
+
+    def _by_row(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        count = len(inputs[0])
+        size = next((size for size in CAPTURED_ROWS if size >= count), None)
+        if size is None or not self.captures:
+            return function(*self._moved(inputs))
+        filled = self._moved(
+            [torch.cat([each, each[:1].expand(size - count, *each.shape[1:])]) for each in inputs]
+        )
+        graph = self._graphs.get((key, size))
+        outputs = function(*filled) if graph is None else graph.replay(filled)
+        if graph is None:  # the call has compiled and opened all that a capture must find done
+            self._capture(key, size, function, filled)
+        return tuple(output[:count] for output in outputs)
+
+    def _capture(self, key: Hashable, size: int, function: Function, inputs: Sequence[Tensor]) -> None:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        try:
+            self._graphs[key, size] = _Graph(function, inputs, self._memory)
+        except RuntimeError as error:
+            self.captures = False
+            logger.warning("steps cannot be captured here, their kernels are launched one by one: %s", error)
+
+    def _moved(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [each.pin_memory().to(self._device, non_blocking=True) for each in inputs]
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._compute)

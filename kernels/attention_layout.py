@@ -141,9 +141,9 @@ class PagedIndices:
 
     Attributes:
         block_table: [B, N] int64.
-        lengths: [B] int32, columns of each sequence.
-        max_length: the largest of them, on the host.
-        total_length: their sum, on the host.
+        lengths: [B] int32 or int64, columns of each sequence.
+        max_length: the largest of them, on the host, or more.
+        total_length: their sum, on the host, or more.
     """
 
     block_table: Tensor
@@ -194,6 +194,34 @@ class AttentionLayout:
     _decode_groups: dict[int | None, list[DecodeGroup]] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
     _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of_decode(cls, tables: Tensor, lengths: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
+        """One query of each sequence, from tensors on the device: in them a captured pass finds what holds then.
+
+        The host does not know the lengths; it counts on the longest there can be.
+
+        Args:
+            tables: [B, N] int64, each sequence's own blocks; past them, any valid ones.
+            lengths: [B] int64, columns of each sequence once this pass has written its own.
+        """
+        count, width = tables.shape
+        longest = width * block_size
+        layout = cls(
+            block_tables=tables,
+            rows=torch.arange(count),
+            block_size=block_size,
+            query_lengths=(1,) * count,
+            kv_lengths=(longest,) * count,
+            heads_kv=heads_kv,
+            device=tables.device,
+        )
+        layout.positions = lengths - 1
+        layout.block_table = tables
+        layout.paged = PagedIndices(tables, lengths, longest, count * longest)
+        blocks = tables.gather(1, (layout.positions // block_size).unsqueeze(1)).squeeze(1)
+        layout.write_addresses = blocks * block_size + layout.positions % block_size
+        return layout
 
     @cached_property
     def host(self) -> HostIndices:

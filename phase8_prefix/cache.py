@@ -83,6 +83,8 @@ class PrefixCachingPool(PagedKVCachePool):
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
         """Hits after `held`. The last token is always computed, and in a block of the sequence's own."""
+        if request.params.prompt_logprobs is not None:
+            return []  # what is asked of each token is not in memory
         limit = (len(request.token_ids) - 1) // self.block_size
         return self.tree.match(request.token_ids, request.cache_salt, held)[: limit - len(held)]
 

@@ -24,7 +24,8 @@ class Config(PrefixConfig):
     )
     captured_steps: bool = Field(
         default=True,
-        description="play recorded passes where there are native kernels; else call them from Python",
+        description="play recorded passes where there are native kernels, launch graphs of decode steps on a GPU; "
+        "else call them from Python",
     )
     pass_threads: int | None = Field(
         default=None,

@@ -25,6 +25,7 @@ A step that fails is computed again a sequence at a time, and so is the one laun
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,18 +35,20 @@ import torch
 from torch import Tensor
 
 from common.kv import KVPool
-from common.models.layers import CausalLM, TokenBatch
+from common.models.layers import CausalLM
+from common.prompt_scores import scored_columns
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.sampling import Sampled, SamplingInputs, TokenMasks, choose
 from common.scheduling import StepPlan
-from common.streams import Pending, TapeStream, open_stream
+from common.streams import CudaStream, Done, Pending, TapeStream, open_stream
 from common.telemetry import Telemetry
 from phase6_paged import Runner as PagedRunner
 from phase7_chunked import Runner as ChunkedRunner
+from phase9_pipelined.forward import Forwards
 from phase9_pipelined.slots import DecodeSlot, LaunchedPass
 from phase9_pipelined.state import SLOTS, PipelineState
-from phase9_pipelined.warm_up import warm_up
+from phase9_pipelined.warm_up import capture, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class PipelinedRunner(ChunkedRunner):
     Args:
         depth: 2; or 1, which always reads a step's tokens before it chooses the next; or 0, one step at a time.
         mixed: whether chunks and decode tokens share a pass.
-        captured: whether passes may be played from a recording.
+        captured: whether passes may be played from a recording, or launched as a graph.
         threads: how many threads share a recorded pass; None: all there are, or one less where that is better.
     """
 
@@ -76,12 +79,14 @@ class PipelinedRunner(ChunkedRunner):
         self.depth = depth
         self.mixed = mixed
         self.threads = threads
-        self.stream = open_stream(model.device, recorded=captured and model.is_packed)
+        recorded = captured and (model.is_packed or model.device.type == "cuda")
+        self.stream = open_stream(model.device, recorded=recorded)
         self.state = PipelineState()
         self.slots = [DecodeSlot() for _ in range(SLOTS)]
         self._has_read = False  # whether the present step of the engine has committed one already
         # [seats] int64: the latest token of each seat's sequence, written and read by the stream.
         self.latest = torch.zeros(len(pool.block_tables), dtype=torch.int64, device=model.device)
+        self.forwards = Forwards(model, pool, self.latest)
 
     # ------------------------------------------------------------------ the loop
 
@@ -124,6 +129,8 @@ class PipelinedRunner(ChunkedRunner):
     def warm_up(self) -> None:
         if isinstance(self.stream, TapeStream):
             warm_up(self, self.stream, self.threads)
+        elif isinstance(self.stream, CudaStream) and self.stream.captures:
+            capture(self)
 
     # ------------------------------------------------------------------ launch
 
@@ -135,50 +142,33 @@ class PipelinedRunner(ChunkedRunner):
         for forward_pass in slot.passes:
             with self.stream.entered():
                 slot.launched.append(self._launch_one(forward_pass))
-            self.telemetry.current.passes += 1
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        return super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+        passes = super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+        return itertools.chain.from_iterable(map(self._apart, passes))
+
+    def _apart(self, forward_pass: ForwardPass) -> Iterable[ForwardPass]:
+        """Shares that tell of their prompts in a pass of their own: those are read while they are computed."""
+        told: list[PassShare] = []
+        others: list[PassShare] = []
+        for share in forward_pass.shares:
+            (told if scored_columns(share.request, share.span) else others).append(share)
+        return (ForwardPass(tuple(shares)) for shares in (others, told) if shares)
 
     def decode_share(self, request: Request) -> PassShare:
         """Its token is where the step before has left it."""
         return super().decode_share(request)._replace(token_ids=())
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
-        """Those who decode come first, and read their tokens from `latest`."""
+        if self.prompt_scores(forward_pass).asked:
+            requests, logits = self.stream.call(functools.partial(self.forward, forward_pass))
+            return LaunchedPass(requests, Done((logits,)))
         view = self.pool.view([share.span for share in forward_pass.shares])
-        requests: list[Request] = []
-        seats: list[int] = []
-        token_ids: list[int] = []
-        logit_rows: list[int] = []
-        for share in forward_pass.shares:
-            first_row = len(seats) + len(token_ids)
-            if share.sample_at is not None:
-                requests.append(share.request)
-                logit_rows.append(first_row + share.sample_at)
-            if share.token_ids:
-                token_ids += share.token_ids
-            else:
-                seats.append(self.pool.seat(share.span.slot))
-
-        def forward(
-            seats: Tensor, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, *_: Tensor
-        ) -> tuple[Tensor]:
-            batch = TokenBatch(torch.cat([self.latest[seats], token_ids]), positions, logit_rows)
-            return (self.model(batch, view),)
-
-        layout = view.layout
-        # A pass nobody samples from still names a row. The last three are read by the native kernels alone.
-        inputs = [self._moved(each) for each in (seats, token_ids)]
-        inputs += [view.positions, self._moved(logit_rows or [0])]
-        inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]
-        pending = self.stream.submit("forward", forward, inputs, fetch=False)
+        launched = self.forwards.submit(self.stream, forward_pass, view)
+        self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
-        return LaunchedPass(tuple(requests), pending)
-
-    def _moved(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.model.device, non_blocking=True)
+        return launched
 
     # ------------------------------------------------------------------ sampling
 
@@ -198,7 +188,7 @@ class PipelinedRunner(ChunkedRunner):
         inputs = SamplingInputs.of(requests, TokenMasks.of(requests), vocab, device)
         given = {name: value for name, value in inputs._asdict().items() if isinstance(value, Tensor)}
         names, top = tuple(given), inputs.top
-        seats = self._moved([self.pool.seat(self.slot(request)) for request in requests])
+        seats = self.forwards.moved([self.pool.seat(self.slot(request)) for request in requests])
 
         def sample(logits: Tensor, seats: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             fields: dict[str, Any] = dict(zip(names, tensors, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
-from common.streams import TapeStream
+from common.streams import CAPTURED_ROWS, TapeStream
 
 if TYPE_CHECKING:
     from phase9_pipelined.runner import PipelinedRunner
@@ -47,6 +48,18 @@ def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) ->
         logger.debug("%d threads a pass; seconds of one: %s", threads, seconds)
     stream.set_threads(threads or most)
     runner.pool.reset_prefix_cache()
+
+
+def capture(runner: PipelinedRunner) -> None:
+    """A graph of a decode step for every number of sequences that has one, on a GPU."""
+    started_s, before = time.perf_counter(), torch.cuda.memory_reserved(runner.model.device)
+    sizes = [size for size in CAPTURED_ROWS if size <= len(runner.pool.block_tables)]
+    for size in sizes:
+        _decode(runner, [SamplingParams(temperature=0.0)] * size, 1)
+    runner.pool.reset_prefix_cache()
+    taken = torch.cuda.memory_reserved(runner.model.device) - before
+    seconds = time.perf_counter() - started_s
+    logger.info("captured decode steps of %s sequences in %.1f s: %.0f MiB", sizes, seconds, taken / 2**20)
 
 
 def _decode(runner: PipelinedRunner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:

@@ -321,7 +321,12 @@ class CausalLM(nn.Module, ABC):
 
     @torch.inference_mode()
     def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab].
+        """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab]."""
+        return self.head(self.states(batch, view))
+
+    @torch.inference_mode()
+    def states(self, batch: TokenBatch, view: KVView) -> Tensor:
+        """The same up to the head: [S, hidden].
 
         No line here depends on what is in a tensor, so that a pass can be captured whole.
         """
@@ -334,7 +339,7 @@ class CausalLM(nn.Module, ABC):
         # The rows that need logits are picked before the head: full-prompt logits are never computed.
         rows = batch.logit_rows
         hidden, _ = self.norm.add_and_norm(hidden[rows], residual[rows])
-        return self.head(hidden)
+        return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> logits [S, vocab]."""

@@ -36,6 +36,7 @@ def pipeline_timeline(model: str, results: Path = RESULTS) -> str:
     y = 0
     for depth in sorted({each[0] for each in spans}):
         title = f"{depth} in flight" if depth else "one step at a time"
+        title += f", the stream busy for {found[0].setup[f'{model}, depth {depth}, stream busy']}"
         shapes.append(text(LABEL, y + 14, title, "label"))
         y += 20
         for lane in LANES:

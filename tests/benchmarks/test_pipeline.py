@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pipeline
-from benchmarks.pipeline import BUSY, WAYS
+from benchmarks.pipeline import BUSY, WAYS, Traced, busy_share
 from common.streams import TapeStream, ThreadStream
 from docs.building.pipeline import pipeline_timeline
 from kernels import native
@@ -65,18 +65,24 @@ def test_a_trace_has_the_hosts_parts_and_the_streams(depth: int) -> None:
         assert not any(began < commit < ended for began, ended in forwards for commit in commits)
 
 
+def test_a_stream_that_does_two_things_at_once_is_busy_once() -> None:
+    times = [(1.0, 3.0), (2.0, 4.0), (2.5, 2.6), (6.0, 9.0)]
+    spans = [Traced("stream", "forward", *each) for each in times]
+    assert busy_share([*spans, Traced("host", "wait", 0.0, 10.0)]) == pytest.approx(60)
+
+
 @pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 def test_the_trace_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Not drawn yet" in pipeline_timeline(MODEL, tmp_path)
-    spans = [["host", "plan", 0.0, 1.0], ["stream", "forward", 0.5, 2.0]]
+    spans = [Traced("host", "plan", 0.0, 1.0), Traced("stream", "forward", 0.5, 2.0)]
     rows = [[MODEL, depth, *span] for depth in (0, 2) for span in spans]
-    monkeypatch.setattr(pipeline, "traced", lambda model: rows if model == MODEL else [])
+    monkeypatch.setattr(pipeline, "traced", lambda model, depth: spans)
     pipeline.main(["--trace", "--models", MODEL, "--out", str(tmp_path)])
     table = json.loads((tmp_path / "tables" / "pipeline_trace.json").read_text())
     assert table["rows"] == rows
     drawn = pipeline_timeline(MODEL, tmp_path)
     assert drawn.count("<rect") == len(rows)
-    assert "2 in flight" in drawn
+    assert "2 in flight, the stream busy for 75 %" in drawn
     assert "forward, 1.50 ms" in drawn
     assert "Not drawn yet" in pipeline_timeline("dummy:llama-60m", tmp_path)
 

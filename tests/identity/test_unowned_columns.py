@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,7 @@ def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) 
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
 )
+@pytest.mark.usefixtures("torch_kernels")
 @MODELS
 @pytest.mark.parametrize(
     "variant",
@@ -132,6 +134,14 @@ def test_nor_does_the_decode_kernel_read_them(
     subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Triton kernel, interpreted."""
+    launch, launched = kernels.attention.paged_attention_triton, []
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        launched.append(len(arguments[0]))
+        return launch(*arguments, **options)
+
     monkeypatch.setattr(kernels.attention, "use_triton", lambda _: True)
+    monkeypatch.setattr(kernels.attention, "paged_attention_triton", counted)
     arrivals = arrivals_of(subject, (3, 21, 1), (5, 2, 3))
     assert_unchanged(subject, variant, arrivals, max_batch_size=2, max_seq_len=32)
+    assert max(launched) == 2

@@ -73,6 +73,7 @@ class ManualStream(Stream):
         after: Pending | None = None,
         *,
         fetch: bool = True,
+        by_row: bool = False,
     ) -> Pending:
         kind = key if isinstance(key, str) else str(key[0])  # type: ignore[index]
         self._counts[kind] = self._counts.get(kind, -1) + 1

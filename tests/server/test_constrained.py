@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,8 @@ import openai
 import psutil
 import pytest
 
+from tests.grammars import FORMS as GRAMMAR_FORMS
+from tests.grammars import Form
 from tests.server.support import ServerProcess, assert_error, eventually, texts
 
 PROMPT = "Once upon a time"
@@ -215,3 +218,43 @@ def test_the_compilers_process_ends_with_the_server(phase: str) -> None:
     process.wait()
     eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     process.read_the_rest()
+
+
+@pytest.mark.slow
+def test_the_same_answers_at_every_depth() -> None:
+    """More than twenty schemas as `response_format`, a few at a time, beside others that ask for nothing."""
+    schemas = [form for form in GRAMMAR_FORMS if form.grammar.kind == "json_schema"]
+    assert len(schemas) >= 20
+
+    def ask(server: ServerProcess, form: Form) -> str:
+        schema = {"name": "form", "schema": json.loads(form.grammar.text), "strict": True}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            plain = client.completions.create(model=server.model, prompt=PROMPT, max_tokens=5, stream=False)
+            assert plain.usage is not None
+            assert plain.usage.completion_tokens == 5
+            chunks = client.completions.create(
+                model=server.model,
+                prompt=PROMPT,
+                max_tokens=160,
+                temperature=0,
+                stream=True,
+                extra_body={"response_format": {"type": "json_schema", "json_schema": schema}},
+            )
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+        text = "".join(choice.text for choice in choices)
+        if choices[-1].finish_reason == "stop":
+            assert form.matches(text), (form.name, text)
+        return text + f" {choices[-1].finish_reason}"
+
+    answers = []
+    for phase, *options in [
+        ("phase8_prefix",),
+        *(("phase9_pipelined", "--pipeline-depth", str(depth)) for depth in range(3)),
+        ("phase9_pipelined", "--no-captured-steps", "--prefill-mode", "drained"),
+    ]:
+        server = ServerProcess(phase, "--max-seq-len", "512", *options)
+        with ThreadPoolExecutor(4) as pool:
+            answers.append(list(pool.map(lambda form, server=server: ask(server, form), schemas)))
+        server.close()
+    assert all(each == answers[0] for each in answers[1:])
+    assert sum(answer.endswith(" stop") for answer in answers[0]) >= 0.8 * len(schemas)

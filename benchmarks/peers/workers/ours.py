@@ -17,12 +17,16 @@ class Ours(SteppingWorker):
     def __init__(self, options: Options) -> None:
         torch.set_num_threads(options.threads)
         package = find_phase(options.phase)
+        passes = {}
+        if options.max_pass_tokens and "prefill_chunk_size" in package.Config.model_fields:
+            passes["prefill_chunk_size"] = options.max_pass_tokens
         config = package.Config(
             model=options.model,
             device="cpu",
             dtype=options.dtype,
             max_batch_size=options.max_sequences,
             max_seq_len=options.max_seq_len,
+            **passes,
         )
         self._engine = package.build_engine(config)
         self.name = f"phase {package.PHASE.number}"

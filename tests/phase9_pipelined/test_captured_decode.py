@@ -1,0 +1,153 @@
+"""Decode steps as a graph on a GPU takes them: indices in one tensor, rows filled up, memory that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.attention
+import phase9_pipelined
+import phase9_pipelined.forward
+from common.request import SamplingParams
+from common.streams import CAPTURED_ROWS, CudaStream, Pending, ThreadStream
+from kernels.dispatch import HAS_TRITON
+from kernels.tape import Function
+from tests.engine_helpers import add, assert_all_free, build, greedy, run, solo, tiny_model, tokens_of
+from tests.phase9_pipelined.support import runner_of
+
+
+class RowStream(ThreadStream):
+    """Does with work by rows what a graph does: what was handed in first is called for all, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled_up = 0
+        self._captured: dict[Hashable, tuple[Function, list[Tensor]]] = {}
+
+    def submit(
+        self,
+        key: Hashable,
+        function: Function,
+        inputs: Sequence[Tensor],
+        after: Pending | None = None,
+        *,
+        fetch: bool = True,
+        by_row: bool = False,
+    ) -> Pending:
+        if not by_row:
+            return super().submit(key, function, inputs, after, fetch=fetch)
+        count = len(inputs[0])
+        size = next(size for size in CAPTURED_ROWS if size >= count)
+        self.filled_up += size > count
+        first = self._captured.setdefault((key, size), (function, []))
+
+        def replay(*given: Tensor) -> tuple[Tensor, ...]:
+            filled = [torch.cat([each, each[:1].expand(size - count, -1)]) for each in given]
+            first[1].extend(each.clone() for each in filled[len(first[1]) :])
+            for kept, new in zip(first[1], filled, strict=True):
+                kept.copy_(new)
+            return tuple(output[:count] for output in first[0](*first[1]))
+
+        return super().submit(key, replay, inputs, after, fetch=fetch)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
+    """Triton's kernel, interpreted, decodes on a CPU."""
+    for module in (kernels.attention, phase9_pipelined.forward):
+        monkeypatch.setattr(module, "use_triton", lambda _: True)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+)
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_rows_that_fill_up_change_nothing(depth: int) -> None:
+    """Sequences come and go, blocks change hands, and five rows are computed as eight."""
+    model = tiny_model()
+    options = {"pipeline_depth": depth, "max_batch_size": 6, "block_size": 4, "num_blocks": 24}
+    engine = build("phase9_pipelined", model, **options)
+    stream = runner_of(engine).stream = RowStream()
+    lengths = (3, 9, 14, 6, 11, 4, 7)
+    requests = [
+        add(engine, [(5 * i + j) % 250 for j in range(3 + i)], greedy(length, ignore_eos=True))
+        for i, length in enumerate(lengths)
+    ]
+    outputs = run(engine)
+    for request in requests:
+        assert tokens_of(outputs, request) == solo(model, request.prompt_token_ids, request.params)
+    assert stream.filled_up > 3
+    assert_all_free(engine)
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
+    stream = CudaStream(torch.device("cuda"), recorded=True)
+    kept = torch.arange(10.0, device="cuda")
+    called: list[int] = []
+
+    def look_up(rows: Tensor) -> tuple[Tensor]:
+        called.append(len(rows))
+        return (kept[rows[:, 0]] * rows[:, 1],)
+
+    for count in (3, 4, 1, 3, 20, 300, 2):
+        rows = torch.stack([torch.arange(count) % 10, torch.arange(count) + 1], dim=1)
+        first = stream.submit("look up", look_up, [rows], fetch=False, by_row=True)
+        behind = stream.submit("double", lambda x: (x * 2,), [], first)
+        assert behind.wait()[0].tolist() == [2 * (i % 10) * (i + 1) for i in range(count)]
+    kept.zero_()
+    assert not stream.submit("look up", look_up, [rows], by_row=True).wait()[0].any(), "read when replayed"
+    # A call and a capture for each size; over the largest there is none.
+    assert called == [4, 4, 1, 1, 32, 32, 300, 2, 2]
+    assert stream.captures
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_called() -> None:
+    stream = CudaStream(torch.device("cuda"), recorded=True)
+
+    def read(rows: Tensor) -> tuple[Tensor]:
+        return (rows * rows.sum().item(),)  # a capture may not wait for the device
+
+    for _ in range(2):
+        assert stream.submit("read", read, [torch.tensor([[2], [3]])], by_row=True).wait()[0].tolist() == [
+            [10],
+            [15],
+        ]
+    assert not stream.captures
+    double = stream.submit("double", lambda rows: (rows * 2,), [torch.tensor([[2], [3]])], by_row=True)
+    assert double.wait()[0].tolist() == [[4], [6]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_captured_or_called_the_tokens_are_the_same(depth: int) -> None:
+    def tokens(**options: Any) -> list[list[int]]:
+        config = phase9_pipelined.Config(
+            model="zoo:llama-tiny",
+            device="cuda",
+            dtype="float32",
+            max_seq_len=128,
+            max_batch_size=6,
+            pipeline_depth=depth,
+            **options,
+        )
+        engine = phase9_pipelined.build_engine(config)
+        stream = runner_of(engine).stream
+        assert isinstance(stream, CudaStream)
+        params = [
+            SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=20 + i) for i in range(9)
+        ]
+        requests = [add(engine, [7 + i, 8, 9 + i], each) for i, each in enumerate(params)]
+        outputs = run(engine)
+        assert stream.captures == options.get("captured_steps", True)
+        assert_all_free(engine)
+        return [tokens_of(outputs, request) for request in requests]
+
+    assert tokens() == tokens(captured_steps=False)
