@@ -1,10 +1,14 @@
-"""What the engine did: a ring buffer of steps, and counters over its whole life."""
+"""What the engine did: a ring buffer of steps, counters over its whole life, and how long its requests took."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import deque
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
+
+from common.request import FinishReason
 
 PAGE_STEPS = 256  # of one answer: while it is made, no other thread of the process runs
 
@@ -78,6 +82,11 @@ class Telemetry:
             setattr(counters, name, getattr(counters, name) + getattr(record, name))
         self.records.append(record)
 
+    @property
+    def latest(self) -> StepRecord:
+        """The latest step that has ended; before the first, one of nothing."""
+        return self.records[-1] if self.records else self.current
+
     def snapshot(self, *, since_step: int | None = None) -> dict[str, Any]:
         """The counters and a page of the kept steps, as plain values. Safe from any thread, and soon done.
 
@@ -98,6 +107,61 @@ class Telemetry:
             "steps": [_values(record, _COLUMNS) for record in page],
             "next_step": first + len(page),
         }
+
+
+# ---------------------------------------------------------------------- requests, as their clients see them
+
+
+class Histogram:
+    """How many durations there were, by how long they took.
+
+    Attributes:
+        total: of all of them, in seconds.
+    """
+
+    #: Seconds; what is not above a bound counts there. From less than a step to more than anybody waits.
+    BOUNDS: ClassVar[tuple[float, ...]] = (
+        *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+        *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
+    )
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(self.BOUNDS) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def cumulative(self) -> list[int]:
+        """For each bound, how many were not above it; last, how many there were."""
+        return list(itertools.accumulate(self._counts))
+
+
+#: Why a request ended, by a name for whoever counts them.
+ENDINGS: dict[FinishReason | None, str] = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    None: "error",
+}
+
+
+@dataclass(slots=True)
+class RequestTelemetry:
+    """What became of requests. Written by the thread that hands their outputs to clients, and by no other."""
+
+    generation_tokens: int = 0
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDINGS.values(), 0))
+    time_to_first_token_s: Histogram = field(default_factory=Histogram)
+    inter_token_latency_s: Histogram = field(default_factory=Histogram)
+    end_to_end_s: Histogram = field(default_factory=Histogram)
+
+    def end(self, reason: FinishReason | None, seconds: float) -> None:
+        """A request has ended, so long after it was submitted; without a reason, by an error."""
+        self.ended[ENDINGS[reason]] += 1
+        self.end_to_end_s.observe(seconds)
 
 
 _SUMMED = (

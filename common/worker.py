@@ -31,6 +31,7 @@ from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput
 from common.runner import fail
+from common.telemetry import RequestTelemetry
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class RequestStream:
         self._worker = worker
         self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._ended = False
+        self._submitted_s = time.monotonic()
         self.received_tokens = 0
         self.first_token_s: float | None = None
         self.longest_gap_s = 0.0
@@ -71,16 +73,21 @@ class RequestStream:
         return output
 
     def put(self, output: StepOutput) -> None:
+        now, telemetry = time.monotonic(), self._worker.requests
         if output.token_id is not None:
-            now = time.monotonic()
+            telemetry.generation_tokens += 1
             if self.first_token_s is None:
                 self.first_token_s = now
+                telemetry.time_to_first_token_s.observe(now - self._submitted_s)
             else:
-                self.longest_gap_s = max(self.longest_gap_s, now - self._latest_token_s)
+                gap = now - self._latest_token_s
+                self.longest_gap_s = max(self.longest_gap_s, gap)
+                telemetry.inter_token_latency_s.observe(gap)
             self._latest_token_s = now
         self.received_tokens = output.completion_tokens
         if output.finished:
             self.last = output
+            telemetry.end(output.finish_reason, now - self._submitted_s)
         self._outputs.put_nowait(output)
 
     def put_error(self, error: Exception) -> None:
@@ -136,10 +143,14 @@ class EngineWorker:
 
     Args:
         make_engine: called in the engine's thread.
+
+    Attributes:
+        requests: what became of those that were submitted.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self._make_engine = make_engine
+        self.requests = RequestTelemetry()
         self._built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -212,6 +223,11 @@ class EngineWorker:
         """How many more requests would be taken now."""
         with self._wakeup:
             return self._queue_room()
+
+    def num_waiting(self) -> int:
+        """How many requests wait to be computed, those included that are still being tokenized."""
+        with self._wakeup:
+            return self.engine.scheduler.num_waiting + self._held
 
     def _queue_room(self) -> int:
         """Places neither taken nor held. The lock is held."""

@@ -59,7 +59,7 @@ def test_each_of_the_keys_opens(named: ServerProcess) -> None:
             assert ask(named, "/v1/models", Authorization=f"{scheme} {key}").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version"])
 def test_whoever_watches_over_servers_needs_none(named: ServerProcess, path: str) -> None:
     assert ask(named, path).status_code == 200
 

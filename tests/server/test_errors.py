@@ -285,7 +285,9 @@ def test_wrong_methods_on_completions(server: ServerProcess, method: str) -> Non
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/ready", "/version", "/telemetry"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/models", "/health", "/ready", "/version", "/metrics", "/telemetry"]
+)
 def test_wrong_methods_on_the_small_routes(server: ServerProcess, path: str) -> None:
     for method in ("POST", "OPTIONS", "DELETE"):
         assert_error(server.client.request(method, path), 405, None, "method_not_allowed")

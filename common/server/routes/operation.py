@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from common.errors import EngineDeadError, ShuttingDownError
 from common.server.errors import from_exception
+from common.server.metrics import Metrics
 from common.server.page import PAGE_HEADERS
 from common.server.service import Service, service_of
 from common.server.transport import json_response
@@ -74,6 +75,13 @@ async def reset_prefix_cache(request: Request) -> Response:
     except (EngineDeadError, ShuttingDownError) as error:
         raise from_exception(error) from None
     return json_response({"dropped_blocks": dropped})
+
+
+@router.get("/metrics", include_in_schema=False)  # Prometheus knows its own format
+async def metrics(request: Request) -> Response:
+    """What has been counted, for Prometheus."""
+    page, content_type = Metrics(service_of(request)).render(request.headers.get("accept", ""))
+    return Response(page, headers={"Content-Type": content_type})
 
 
 @router.get("/telemetry")
