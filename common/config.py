@@ -45,6 +45,11 @@ class EngineConfig(BaseModel):
     max_waiting_requests: int = Field(
         default=64, ge=1, description="requests that may queue before new ones are answered 503"
     )
+    request_timeout: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds from arrival to a request's last token; default: as long as it takes",
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="what requests without a seed of their own draw from"
     )

@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.config import EngineConfig
-from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
+from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, RequestTimeoutError
 from common.grammar import GrammarCompiler
 from common.request import Request, SamplingParams, StepOutput
 from common.runner import Runner, fail, terminal_output
@@ -75,6 +76,9 @@ class Engine:
         self.dead: EngineDeadError | None = None
         self.paused = False
         self._requests: dict[str, Request] = {}  # all that have not had their terminal output
+        self._deadlines: deque[tuple[float, Request]] = (
+            deque()
+        )  # when each is given up, on the engine's clock
         self._notices: list[StepOutput] = []  # terminal outputs that the next step delivers
         self._arrivals = itertools.count()
         self._ids = itertools.count()
@@ -189,6 +193,8 @@ class Engine:
             draw = random.Random(f"{self.config.seed}:{request.arrival}")
             request.seed_generator(draw.getrandbits(63))
         self._requests[request.request_id] = request
+        if self.config.request_timeout is not None:
+            self._deadlines.append((self.clock() + self.config.request_timeout, request))
         self.telemetry.counters.requests_added += 1
         return True
 
@@ -244,6 +250,7 @@ class Engine:
         failed_passes = telemetry.counters.failed_passes
 
         try:
+            self._give_up_late()
             outputs = self._notices + runner.settle()
             outputs += runner.execute(self._plan(record))
             self._notices = []
@@ -256,6 +263,18 @@ class Engine:
         telemetry.end_step(self.clock())
         self._settle(outputs)
         return outputs
+
+    def _give_up_late(self) -> None:
+        """Fail those whose time is over. All have as much of it, so they are due in the order they came."""
+        now = self.clock()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1].is_terminal):
+            _, request = self._deadlines.popleft()
+            if not request.is_terminal:
+                timeout_s = self.config.request_timeout
+                error = RequestTimeoutError(
+                    f"not done within {timeout_s:g} s, the most this server gives a request"
+                )
+                self._notices.append(fail(request, error))
 
     def _plan(self, record: StepRecord) -> StepPlan:
         """Who leaves, who comes, and what is computed."""

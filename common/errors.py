@@ -31,6 +31,10 @@ class QueueFullError(RuntimeError):
     """Too many requests wait already; try again later."""
 
 
+class RequestTimeoutError(RuntimeError):
+    """This request was not done in the time that a request may take."""
+
+
 class EngineDeadError(RuntimeError):
     """The device failed in a way that leaves its state unknown: the process must be restarted."""
 

@@ -23,6 +23,7 @@ from common.errors import (
     InvalidRequestError,
     NaNLogitsError,
     QueueFullError,
+    RequestTimeoutError,
     ShuttingDownError,
 )
 from common.server.transport import json_response
@@ -109,6 +110,8 @@ def from_exception(error: Exception) -> ApiError:
             return unavailable(str(error), code="queue_full", retry_after_s=1, type=OVERLOADED)
         case ShuttingDownError():
             return unavailable(str(error), code="shutting_down", retry_after_s=5)
+        case RequestTimeoutError():
+            return ApiError(504, str(error), type=UNAVAILABLE, code="request_timeout")
         case EngineDeadError():
             return unavailable(str(error), code="engine_dead", retry_after_s=30)
         case GrammarFailedError():

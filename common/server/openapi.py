@@ -77,7 +77,13 @@ _REFUSED = (
 )
 _BUSY = "The queue is full, the server is shutting down, or its engine is dead"
 _ENDING = "The server is shutting down, or its engine is dead"
-_FAILURES = {413: f"The body is over {MAX_BODY_BYTES} bytes", 500: "A failure of the server", 503: _BUSY}
+_LATE = "The request took longer than the server gives one"
+_FAILURES = {
+    413: f"The body is over {MAX_BODY_BYTES} bytes",
+    500: "A failure of the server",
+    503: _BUSY,
+    504: _LATE,
+}
 _NATIVE = {400: _MALFORMED, 422: _REFUSED, **_FAILURES}
 _STRICT = {400: f"{_MALFORMED}; {_REFUSED}", 404: "Another model's name", **_FAILURES}
 _CHOICES = "The choices, complete, or an event stream of their tokens"

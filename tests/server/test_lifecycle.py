@@ -351,3 +351,20 @@ def test_a_signal_while_a_stalled_reader_is_connected(mortal: ServerProcess) -> 
         eventually(lambda: mortal.counters()["decode_tokens"] > 10)
         mortal.signal()
         assert mortal.wait() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_takes_too_long_is_given_up(phase: str, stream: bool) -> None:
+    """In a stream after what it had, else as a status; the next one is served."""
+    server = ServerProcess(phase, "--max-seq-len", "1024", "--request-timeout", "0.2")
+    slow = {"max_tokens": 1000, "ignore_eos": True, "n": 4}
+    if stream:
+        events = server.events(**slow)
+        assert {name for name, _ in events} == {"token", "error"}
+        failures = [data for name, data in events if name == "error"]
+        assert [each["error"]["code"] for each in failures] == ["request_timeout"] * 4
+    else:
+        assert_error(server.post(**slow), 504, None, "request_timeout")
+    assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert server.client.get("/telemetry").json()["counters"]["requests_failed"] == 4
+    server.close()
