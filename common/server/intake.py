@@ -104,7 +104,10 @@ class Intake:
 
     def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return wanted.truncated(prompt)
+        if wanted.truncate_prompt_tokens is not None:  # however long it is, what is taken of it may fit
+            tokenizer = self._engine.tokenizer
+            return wanted.truncated(tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens))
         at_least = 1 if wanted.max_new_tokens is None else wanted.max_new_tokens
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 

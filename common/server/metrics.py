@@ -73,7 +73,7 @@ class Metrics(Collector):
         yield ended
         for field in dataclasses.fields(Counters):
             name, text = _VLLM_COUNTERS.get(
-                field.name, (f"infer:{field.name.removesuffix('_s')}", f"`{field.name}` of /telemetry")
+                field.name, (f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry")
             )
             yield self._counter(name, text, getattr(counters, field.name))
 
@@ -103,6 +103,11 @@ class Metrics(Collector):
             family = HistogramMetricFamily(name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.total)
             yield family
+
+
+def _with_unit(name: str) -> str:
+    """A counter's name as Prometheus writes one: `busy_s` is `busy_seconds`."""
+    return name.removesuffix("_s") + "_seconds" if name.endswith("_s") else name
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

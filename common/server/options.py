@@ -11,18 +11,23 @@ from pydantic_settings import NoDecode
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
+def none() -> list[str]:
+    """The default of such an option; `--help` shows the name of this function."""
+    return []
+
+
 class ServerOptions(BaseModel):
     """Options of the server, beside those of the engine."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     served_model_name: Names = Field(
-        default_factory=list,
+        default_factory=none,
         description="what clients call the model, instead of the name it is loaded by; the first of several is "
         "what answers call it",
     )
     api_key: Names = Field(
-        default_factory=list,
+        default_factory=none,
         description="what clients must send as a bearer token, one of several; better set in the environment, "
         "which other users of the machine do not see; without one, everybody is answered",
     )

@@ -289,6 +289,8 @@ def test_stop_strings(client: openai.OpenAI, server: ServerProcess) -> None:
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
+        ({"messages": MESSAGES * 1025}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),

@@ -474,3 +474,39 @@ def test_connections_are_kept_alive(server: ServerProcess) -> None:
             with client.stream("POST", "/v1/completions", json=server.body(stream=stream)) as response:
                 assert "close" not in response.headers.get("connection", "")
                 list(read_events(response)) if stream else response.read()
+
+
+# ---------------------------------------------------------------------- prompts that are cut
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [(None, slice(-20, None)), ("left", slice(-20, None)), ("right", slice(20))]
+)
+def test_of_a_prompt_only_so_much_is_taken(server: ServerProcess, side: str | None, kept: slice) -> None:
+    cut = {"truncate_prompt_tokens": 20, "truncation_side": side, "return_token_ids": True, "max_tokens": 4}
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    text = "Once upon a time there was a fox. " * 300  # more than the server takes whole
+    for prompt, tokens in ((text, tokenizer.encode(text)), (list(range(50, 90)), list(range(50, 90)))):
+        (choice,) = server.complete(prompt=prompt, echo=True, **cut)["choices"]
+        assert choice["prompt_token_ids"] == tokens[kept]
+        whole = server.complete(prompt=tokens[kept], echo=True, max_tokens=4)["choices"][0]
+        assert choice["text"] == whole["text"]
+    short = server.complete(prompt=[5, 6, 7], **cut)["choices"][0]
+    assert short["prompt_token_ids"] == [5, 6, 7]
+
+
+def test_a_cut_that_leaves_too_much_is_refused(server: ServerProcess) -> None:
+    prompt = [5] * 1500
+    for fields in ({"truncate_prompt_tokens": 1024}, {"truncate_prompt_tokens": 1020, "max_tokens": 5}):
+        assert_error(
+            server.post(prompt=prompt, **fields), 422, "prompt" if len(fields) == 1 else "max_tokens"
+        )
+    for fields in (
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -1},
+        {"truncation_side": "both"},
+    ):
+        assert_error(server.post(**fields), 422, next(iter(fields)))
+    body = {"model": server.model, "messages": [{"role": "user", "content": "word " * 3000}], "max_tokens": 1}
+    chat = server.client.post("/v1/chat/completions", json=body | {"truncate_prompt_tokens": 30})
+    assert chat.json()["usage"]["prompt_tokens"] == 30

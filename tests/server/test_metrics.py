@@ -55,7 +55,7 @@ def test_what_a_request_adds(server: ServerProcess, phase: str) -> None:
     assert added["vllm:generation_tokens_total"] == 11
     assert added["vllm:request_success_total finished_reason=length"] == 3
     assert added["infer:requests_finished_total"] == 3
-    assert added["infer:busy_total"] > 0
+    assert added["infer:busy_seconds_total"] > 0
     counts = [added[f"{name}_count"] for name in HISTOGRAMS]
     assert counts == [3, 8, 8, 3]
     assert added["vllm:time_to_first_token_seconds_sum"] > 0

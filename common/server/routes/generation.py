@@ -168,14 +168,17 @@ def new_answer(service: Service, wanted: GenerationRequest, answer_id: str) -> A
 
 
 def tell_prompts(answer: Answer, wanted: GenerationRequest, streams: Sequence[RequestStream]) -> None:
-    """What is shown of prompts, where anything is: their tokens, and their text as it was sent."""
+    """What is shown of prompts, where anything is: their tokens, and their text, as it was sent unless cut."""
     if answer.shown == Shown():
         return
     for choice, stream in zip(answer.choices, streams, strict=True):
         choice.prompt_ids = stream.request.prompt_token_ids
         if answer.shown.echo:
             sent = wanted.prompts(None)[choice.prompt_index]
-            choice.echo = sent if isinstance(sent, str) else answer.tokenizer.decode(sent)
+            if isinstance(sent, str) and wanted.truncate_prompt_tokens is None:
+                choice.echo = sent
+            else:
+                choice.echo = answer.tokenizer.decode(choice.prompt_ids)
 
 
 def cancel(streams: Iterable[RequestStream]) -> None:

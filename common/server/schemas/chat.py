@@ -32,7 +32,7 @@ class TextPart(BaseModel):
 
 Content = Annotated[
     Annotated[str, Tag("as text")]
-    | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("as parts")],
+    | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
     Discriminator(
         _content_form,
         custom_error_type="content_type",
@@ -73,7 +73,8 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+# At most so many, and parts of each: two megabytes of empty ones would hold up the event loop for half a second.
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
 class TemplateOptions(BaseModel):

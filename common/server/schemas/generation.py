@@ -145,6 +145,13 @@ class GenerationRequest(Body):
     n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
     ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
     min_tokens: int | None = Field(default=0, ge=0, description="no EOS and no stop token before so many")
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="of a longer prompt only so many tokens are taken"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default="left",
+        description="where a prompt that is too long is cut: the last tokens are taken, or the first",
+    )
     cache_salt: str | None = Field(
         default=None,
         min_length=1,
@@ -207,6 +214,13 @@ class GenerationRequest(Body):
     @property
     def choices_per_prompt(self) -> int:
         return 1 if self.n is None else self.n
+
+    def truncated(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """What is taken of a prompt."""
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
