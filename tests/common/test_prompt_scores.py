@@ -22,6 +22,8 @@ PROMPTS = [
 
 def engine_of(phase: str, model: str = "llama", **options: Any) -> Engine:
     package = find_phase(phase)
+    if phase == "phase4_static":
+        options["batch_wait_timeout_s"] = 0.0
     config = package.Config(
         model=f"zoo:{model}-tiny", device="cpu", dtype="float32", max_seq_len=256, max_batch_size=4, **options
     )
