@@ -121,7 +121,8 @@ class Intake:
                 f"min_tokens: {wanted.min_tokens} do not fit behind a prompt of {prompt_tokens} tokens",
                 param="min_tokens",
             )
-        return max(room, 1)  # a prompt that leaves no room is refused for its length
+        # A prompt that leaves no room is refused for its length, and its parameters are to make sense until then.
+        return max(room, wanted.min_tokens or 1)
 
 
 # ---------------------------------------------------------------------- bodies

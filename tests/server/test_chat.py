@@ -307,6 +307,10 @@ def test_stop_strings(client: openai.OpenAI, server: ServerProcess) -> None:
         ({"max_tokens": None, "min_tokens": 1020}, "min_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"messages": [{"role": "user", "content": "w o r d " * 600}], "max_tokens": None}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": "é\u0081" * 900}], "max_tokens": None, "min_tokens": 9},
+            "messages",
+        ),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
