@@ -29,9 +29,13 @@ class Metrics(Collector):
         self._service = service
         self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page in a format that a scraper accepts, and that format's name."""
-        encode, content_type = choose_encoder(accept)
+    def render(self) -> tuple[bytes, str]:
+        """The page, and the name of its format: the one that every scraper reads.
+
+        Whatever a scraper would like better: in OpenMetrics, the library writes `vllm_` for `vllm:`, and dashboards
+        made for vLLM's names find nothing.
+        """
+        encode, content_type = choose_encoder("text/plain; version=0.0.4")
         return encode(self), content_type
 
     def collect(self) -> Iterator[Metric]:

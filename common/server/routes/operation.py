@@ -80,7 +80,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 @router.get("/metrics", include_in_schema=False)  # Prometheus knows its own format
 async def metrics(request: Request) -> Response:
     """What has been counted, for Prometheus."""
-    page, content_type = Metrics(service_of(request)).render(request.headers.get("accept", ""))
+    page, content_type = Metrics(service_of(request)).render()
     return Response(page, headers={"Content-Type": content_type})
 
 
