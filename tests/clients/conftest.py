@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tables import MeasuredTable
-from common.models.registry import open_checkpoint
+from common.models.registry import ZOO, open_checkpoint
 from tests.clients.environments import NotInstalledError, Tool, run_script
 from tests.server.support import ServerProcess
 
@@ -85,6 +85,7 @@ def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     url=server.url,
                     base_url=server.url + prefix,
                     model=server.model,
+                    tokenizer=str(ZOO / MODEL.removeprefix("zoo:")),
                     prompt=PROMPT,
                     messages=MESSAGES,
                     max_tokens=MAX_TOKENS,

