@@ -8,7 +8,7 @@
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/
-#   make clean           remove what was built; `make distclean` the environment, too; measurements stay
+#   make clean           remove what was built; `make distclean` the environments, too; measurements stay
 # PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
 
 PYTHON ?= python3
@@ -88,4 +88,4 @@ clean:
 	find . -name .venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .clients
