@@ -2,8 +2,8 @@
 #   make demo            a few clients read stories from a server, then every phase gets the same work: one table
 #   make test            the ordinary test suite
 #   make test-slow       the suites that take longer
-#   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
+#   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make lint            style, types, and the one-way dependency rule
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results

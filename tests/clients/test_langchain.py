@@ -40,8 +40,9 @@ def test_structured_output(report: dict[str, Any]) -> None:
 
 
 def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:
-    """Refusals (a value, a model, tools) as exceptions, and the next request."""
+    """Refusals (a key, a value, a model, tools) as exceptions, and the next request."""
     said = part(report, "refusals")
+    assert "AuthenticationError" in said["key"]["types"]
     assert "BadRequestError" in said["value"]["types"]
     assert "NotFoundError" in said["model"]["types"]
     assert "BadRequestError" in said["tools"]["types"]

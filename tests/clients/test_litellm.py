@@ -32,8 +32,9 @@ def test_text(report: dict[str, Any], server: ServerProcess) -> None:
 
 
 def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:
-    """Refusals (a value, a model, a stream's) as exceptions, and the next request."""
+    """Refusals (a key, a value, a model, a stream's) as exceptions, and the next request."""
     said = part(report, "refusals")
+    assert "AuthenticationError" in said["key"]["types"]
     assert "BadRequestError" in said["value"]["types"]
     assert "top_p" in said["value"]["message"]
     assert "NotFoundError" in said["model"]["types"]

@@ -60,6 +60,7 @@ def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:
     """Refusals as exceptions and as the command's errors, and the next request."""
     said = part(report, "refusals")
     assert "BadRequestError" in said["value"]["types"]
-    assert said["model"]["status"] == 1
+    assert said["key"]["status"] == said["model"]["status"] == 1
+    assert "key" in said["key"]["log"]
     assert "another" in said["model"]["log"]
     assert_same(said["next"], chatted(server))

@@ -46,6 +46,7 @@ def test_refusals(report: dict[str, Any], server: ServerProcess, prefix: str) ->
     said = part(report, "refusals")
     strict = prefix == "/openai/v1"
     value, model = ("BadRequestError", "NotFoundError") if strict else ("UnprocessableEntityError",) * 2
+    assert said["key"]["types"] == ["AuthenticationError"]
     assert said["value"]["types"] == [value]
     assert "top_p" in said["value"]["message"]
     assert said["model"]["types"] == [model]

@@ -82,6 +82,7 @@ def test_refusals(report: dict[str, Any], server: ServerProcess, prefix: str) ->
     strict = prefix == "/openai/v1"
     value, model = ("BadRequestError", "NotFoundError") if strict else ("UnprocessableEntityError",) * 2
     for name, kind, field in (
+        ("key", "AuthenticationError", "key"),
         ("value", value, "top_p"),
         ("model", model, "another"),
         ("prompt", "BadRequestError", "prompt"),

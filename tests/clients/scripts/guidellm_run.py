@@ -13,7 +13,12 @@ REQUESTS = 6
 
 def guidellm(name: str, backend: dict[str, Any], body: dict[str, Any]) -> Any:
     """Send requests, two at a time, and return what the tool keeps of each."""
-    served = {"kind": "openai_http", "model": GIVEN["model"], "extras": {"body": body}}
+    served = {
+        "kind": "openai_http",
+        "model": GIVEN["model"],
+        "api_key": GIVEN["key"],
+        "extras": {"body": body},
+    }
     result = pathlib.Path(f"{name}.json").absolute()
     command = [pathlib.Path(sys.executable).parent / "guidellm", "run", "--disable-console"]
     command += ["--backend", json.dumps(served | backend)]

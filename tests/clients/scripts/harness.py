@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-#: What the test says: `base_url`, `url`, `model`, `prompt`, `messages`, `max_tokens`.
+#: What the test says: `base_url`, `url`, `key`, `model`, `tokenizer`, `prompt`, `messages`, `max_tokens`.
 GIVEN: dict[str, Any] = json.loads(sys.argv[1])
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")

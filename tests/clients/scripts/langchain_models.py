@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 OPTIONS: dict[str, Any] = {
     "base_url": GIVEN["base_url"],
-    "api_key": "none",
+    "api_key": GIVEN["key"],
     "model": GIVEN["model"],
     "temperature": 0,
     "max_tokens": GIVEN["max_tokens"],
@@ -84,6 +84,7 @@ def structured() -> Any:
 
 def refusals() -> Any:
     return {
+        "key": caught(lambda: ChatOpenAI(**OPTIONS | {"api_key": "wrong"}).invoke(MESSAGES)),
         "value": caught(lambda: ChatOpenAI(**OPTIONS, top_p=2).invoke(MESSAGES)),
         "model": caught(lambda: ChatOpenAI(**OPTIONS | {"model": "another"}).invoke(MESSAGES)),
         "tools": caught(lambda: chat_model.bind_tools([Fox]).invoke(MESSAGES)),

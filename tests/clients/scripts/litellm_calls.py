@@ -8,7 +8,7 @@ from harness import GIVEN, caught, report, usage_of
 
 OPTIONS: dict[str, Any] = {
     "api_base": GIVEN["base_url"],
-    "api_key": "none",
+    "api_key": GIVEN["key"],
     "temperature": 0,
     "max_tokens": GIVEN["max_tokens"],
     "num_retries": 0,
@@ -60,6 +60,7 @@ def text_stream() -> Any:
 
 def refusals() -> Any:
     return {
+        "key": caught(lambda: litellm.completion(**CHAT | {"api_key": "wrong"})),
         "value": caught(lambda: litellm.completion(**CHAT, top_p=2)),
         "model": caught(lambda: litellm.completion(**CHAT | {"model": "openai/another"})),
         "in a stream": caught(lambda: list(litellm.completion(**CHAT, top_p=2, stream=True))),

@@ -1,5 +1,6 @@
 """The command `llm`, and the library that it is made of."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -23,7 +24,7 @@ USER.joinpath("extra-openai-models.yaml").write_text(
         ]
     )
 )
-USER.joinpath("keys.json").write_text('{"served": "none"}')
+USER.joinpath("keys.json").write_text(json.dumps({"served": GIVEN["key"]}))
 
 
 def llm(*arguments: str) -> dict[str, Any]:
@@ -80,6 +81,7 @@ def refusals() -> Any:
     return {
         "value": caught(lambda: value.prompt(QUESTION, top_p=1, max_tokens=0).text()),
         "model": llm("-m", "absent", QUESTION),
+        "key": llm("-m", "served", "--key", "wrong", QUESTION),
         "next": chat(),
     }
 

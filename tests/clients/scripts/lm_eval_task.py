@@ -1,6 +1,7 @@
 """`lm-eval`: one small task, through the server and through `transformers`."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from harness import GIVEN, report
 from lm_eval.tasks import TaskManager
 
+os.environ["OPENAI_API_KEY"] = GIVEN["key"]
 QUESTIONS = [
     ("Once upon a time there was a", [" rabbit", " quiet fox", " house of green stone"], 0),
     ("Ivy was tired and lay down under a", [" tree", " bridge to sleep", " carrot"], 0),

@@ -3,7 +3,7 @@
 import OpenAI from "openai";
 
 const given = JSON.parse(process.argv[2]);
-const client = new OpenAI({ baseURL: given.base_url, apiKey: "none", maxRetries: 0 });
+const client = new OpenAI({ baseURL: given.base_url, apiKey: given.key, maxRetries: 0 });
 const greedy = { model: given.model, temperature: 0, max_tokens: given.max_tokens };
 const text = { ...greedy, prompt: given.prompt };
 const chat = { ...greedy, messages: given.messages };
@@ -57,6 +57,7 @@ const parts = {
   },
   async refusals() {
     return {
+      key: await caught(() => client.withOptions({ apiKey: "wrong" }).models.list()),
       value: await caught(() => client.completions.create({ ...text, top_p: 2 })),
       model: await caught(() => client.chat.completions.create({ ...chat, model: "another" })),
       next: await parts.completion(),

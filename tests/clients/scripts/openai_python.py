@@ -7,7 +7,7 @@ import openai
 from harness import GIVEN, caught, described, report, usage_of
 from pydantic import BaseModel, ConfigDict
 
-OPTIONS: dict[str, Any] = {"base_url": GIVEN["base_url"], "api_key": "none", "max_retries": 0}
+OPTIONS: dict[str, Any] = {"base_url": GIVEN["base_url"], "api_key": GIVEN["key"], "max_retries": 0}
 MODEL: dict[str, Any] = {"model": GIVEN["model"]}
 GREEDY: dict[str, Any] = MODEL | {"temperature": 0, "max_tokens": GIVEN["max_tokens"]}
 TEXT: dict[str, Any] = GREEDY | {"prompt": GIVEN["prompt"]}
@@ -106,6 +106,7 @@ def models() -> Any:
 
 def refusals() -> Any:
     return {
+        "key": caught(lambda: client.with_options(api_key="wrong").completions.create(**TEXT)),
         "value": caught(lambda: client.completions.create(**TEXT | {"top_p": 2})),
         "model": caught(lambda: client.chat.completions.create(**CHAT | {"model": "another"})),
         "prompt": caught(lambda: client.completions.create(**TEXT | {"prompt": ""})),

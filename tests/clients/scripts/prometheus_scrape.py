@@ -47,9 +47,8 @@ def scrape(accept: str) -> tuple[str, dict[str, float]]:
 def complete(**fields: Any) -> int:
     """Ask for a completion, and return the answer's status."""
     body = {name: GIVEN[name] for name in ("model", "prompt", "max_tokens")} | fields
-    asked = urllib.request.Request(
-        GIVEN["base_url"] + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {GIVEN['key']}"}
+    asked = urllib.request.Request(GIVEN["base_url"] + "/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(asked) as response:
             response.read()

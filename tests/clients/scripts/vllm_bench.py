@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from harness import GIVEN, report
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+os.environ["OPENAI_API_KEY"] = GIVEN["key"]
 PROMPTS = [GIVEN["prompt"], "The fox", "In the morning", "Ivy said", "A rabbit", "It was late"]
 
 
