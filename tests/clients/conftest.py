@@ -139,7 +139,7 @@ class Results:
         if hasattr(report, "wasxfail"):
             result = f"not yet: {report.wasxfail}"
         elif report.skipped and isinstance(report.longrepr, tuple):
-            result = report.longrepr[2].removeprefix("Skipped: ")
+            result = report.longrepr[2].replace("Skipped", "skipped", 1)
         self.rows.setdefault((title, version, what), {}).setdefault(phase, set()).add(result)
 
     def table(self) -> MeasuredTable:

@@ -143,8 +143,9 @@ def _run(tool: Tool, command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise NotInstalledError(f"{tool.packages[0]} was not installed within {INSTALL_S:.0f} s") from None
     if ran.returncode != 0:
-        said = [line for line in ran.stderr.splitlines() if "error" in line.lower()]
-        raise NotInstalledError(f"{tool.packages[0]} cannot be installed: {said[-1][:200] if said else '?'}")
+        errors = (line for line in ran.stderr.splitlines() if line.startswith(("ERROR", "npm error")))
+        reason = next(errors, f"{Path(command[0]).name} ended with {ran.returncode}")
+        raise NotInstalledError(f"{tool.packages[0]} cannot be installed: {reason[:200]}")
 
 
 def clean_environment(**more: str) -> dict[str, str]:
