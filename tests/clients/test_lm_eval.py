@@ -23,9 +23,10 @@ def report(run: Run) -> dict[str, Any]:
 def test_likelihoods(report: dict[str, Any], server: ServerProcess) -> None:
     """A multiple-choice task by `local-completions`: log-likelihoods within 1e-4 of `transformers`."""
     served, computed = part(report, "served"), part(report, "computed")
-    assert len(served["likelihoods"]) == 5
+    assert len(served["likelihoods"]) == 6
     for ours, theirs in zip(served["likelihoods"], computed["likelihoods"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
     assert served["greedy"] == computed["greedy"]
+    assert served["greedy"][0] == [True, False]
     assert served["accuracy"] == computed["accuracy"]
     assert completed(server)["text"]
