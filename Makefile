@@ -2,12 +2,13 @@
 #   make demo            a few clients read stories from a server, then every phase gets the same work: one table
 #   make test            the ordinary test suite
 #   make test-slow       the suites that take longer
+#   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
 #   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make lint            style, types, and the one-way dependency rule
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/
-#   make clean           remove what was built; `make distclean` the environment, too; measurements stay
+#   make clean           remove what was built; `make distclean` the environments, too; measurements stay
 # PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: demo serve test test-slow test-browser lint format bench plots docs docs-serve clean distclean
+.PHONY: demo serve test test-slow test-browser test-clients lint format bench plots docs docs-serve clean distclean
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
@@ -51,6 +52,10 @@ test-slow: .venv/full
 # Needs chromium on the machine.
 test-browser: .venv/full
 	$(BIN)/pytest -m browser
+
+# A client that cannot be installed is skipped. TABLE=benchmarks/results writes what the site shows.
+test-clients: .venv/full
+	OMP_NUM_THREADS=1 PIP_ARGS='$(PIP_ARGS)' $(BIN)/pytest tests/clients -m clients -rs $(if $(TABLE),--clients-table=$(TABLE))
 
 bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching
@@ -83,4 +88,4 @@ clean:
 	find . -name .venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .clients

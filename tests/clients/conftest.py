@@ -1,0 +1,174 @@
+"""Real clients against our servers: phases, what a client says of them, and the table of results.
+
+Every test's docstring says in its first line what was run: that is its row of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tables import MeasuredTable
+from common.models.registry import ZOO, open_checkpoint
+from tests.clients.environments import NotInstalledError, Tool, run_script
+from tests.server.support import ServerProcess
+
+MODEL = "zoo:llama-tiny"
+KEY = "a-key-of-the-suite"
+PHASES = {
+    5: "phase5_continuous",
+    6: "phase6_paged",
+    7: "phase7_chunked",
+    8: "phase8_prefix",
+    9: "phase9_pipelined",
+}
+PROMPT = "Once upon a time"
+MESSAGES = [
+    {"role": "system", "content": "You tell short stories."},
+    {"role": "user", "content": "Tell me a story about a brave fox."},
+]
+MAX_TOKENS = 12
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--clients-table", metavar="FOLDER", type=Path, help="results: write the table there")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:  # others are handed in, too
+            item.add_marker(pytest.mark.clients)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "phase" in metafunc.fixturenames:
+        numbers = getattr(metafunc.module, "ON_PHASES", tuple(PHASES))
+        metafunc.parametrize("phase", numbers, indirect=True, scope="session")
+
+
+# ---------------------------------------------------------------------- servers and clients
+
+
+@pytest.fixture(scope="session")
+def phase(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="session")
+def server(phase: int) -> Iterator[ServerProcess]:
+    """A server that wants a key, so every tool's way to send one is tried."""
+    process = ServerProcess(
+        PHASES[phase],
+        *("--model", MODEL, "--max-seq-len", "1024"),
+        env={"INFER_API_KEY": KEY},
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    yield process
+    assert process.process.poll() is None, f"the server did not outlive its clients:\n{process.log_text}"
+    assert "Traceback" not in process.log_text
+    process.close()
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a tool's script against the server, once for each prefix; a tool that is not to be had is a skip."""
+    done: dict[tuple[Tool, str, str], dict[str, Any]] = {}
+
+    def run_once(tool: Tool, script: str, prefix: str = "/openai/v1") -> dict[str, Any]:
+        key = (tool, script, prefix)
+        if key not in done:
+            try:
+                done[key] = run_script(
+                    tool,
+                    script,
+                    tmp_path_factory.mktemp("home"),
+                    url=server.url,
+                    base_url=server.url + prefix,
+                    key=KEY,
+                    model=server.model,
+                    tokenizer=str(ZOO / MODEL.removeprefix("zoo:")),
+                    prompt=PROMPT,
+                    messages=MESSAGES,
+                    max_tokens=MAX_TOKENS,
+                )
+            except NotInstalledError as error:
+                pytest.skip(str(error))
+        return done[key]
+
+    return run_once
+
+
+def rendered(messages: list[dict[str, Any]]) -> list[int]:
+    """The tokens of a conversation, as the model reads it."""
+    tokenizer = open_checkpoint(MODEL).tokenizer()
+    assert tokenizer.chat_template is not None
+    return tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@pytest.fixture(autouse=True)
+def _noted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """What the table says of a test, wherever it runs and however it ends."""
+    if "phase" in request.fixturenames:
+        tool = request.module.TOOL
+        what = (request.function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        record_property("client", [tool.title, tool.version, what, request.getfixturevalue("phase")])
+
+
+class Results:
+    """What became of each client's tests."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str, str], dict[int, set[str]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        noted: dict[str, Any] = dict(report.user_properties)
+        if "client" not in noted or (report.when != "call" and report.outcome == "passed"):
+            return
+        title, version, what, phase = noted["client"]
+        result: str = report.outcome
+        if hasattr(report, "wasxfail"):
+            result = f"not yet: {report.wasxfail}"
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            result = report.longrepr[2].replace("Skipped", "skipped", 1)
+        self.rows.setdefault((title, version, what), {}).setdefault(phase, set()).add(result)
+
+    def table(self) -> MeasuredTable:
+        return MeasuredTable(
+            name="clients",
+            title="Clients",
+            setup={"model": f"`{MODEL}`", "device": "cpu", "computed in": "float32", "key": "wanted"},
+            columns=["client", "version", "what was run", "phases", "result"],
+            rows=[
+                [title, version, what, ", ".join(map(str, sorted(found))), outcome(found)]
+                for (title, version, what), found in sorted(self.rows.items())
+            ],
+        )
+
+
+def outcome(found: dict[int, set[str]]) -> str:
+    """One result for all phases, or each one's own."""
+    results = {phase: "; ".join(sorted(said - {"passed"})) or "passed" for phase, said in found.items()}
+    if len(set(results.values())) == 1:
+        return next(iter(results.values()))
+    return "; ".join(f"{phase}: {result}" for phase, result in sorted(results.items()))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--clients-table", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(), "client-results")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    results = session.config.pluginmanager.get_plugin("client-results")
+    if results is not None and results.rows:
+        results.table().save(session.config.getoption("--clients-table"))

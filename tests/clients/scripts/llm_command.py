@@ -1,0 +1,89 @@
+"""The command `llm`, and the library that it is made of."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import yaml
+from harness import GIVEN, caught, report
+
+USER = pathlib.Path.cwd()
+os.environ["LLM_USER_PATH"] = str(USER)
+OPTIONS = ("-o", "temperature", "0", "-o", "max_tokens", str(GIVEN["max_tokens"]))
+SYSTEM, QUESTION = (message["content"] for message in GIVEN["messages"])
+SERVED = {"model_name": GIVEN["model"], "api_base": GIVEN["base_url"], "api_key_name": "served"}
+USER.joinpath("extra-openai-models.yaml").write_text(
+    yaml.safe_dump(
+        [
+            SERVED | {"model_id": "served", "supports_schema": True},
+            SERVED | {"model_id": "served-text", "completion": True},
+            SERVED | {"model_id": "absent", "model_name": "another"},
+        ]
+    )
+)
+USER.joinpath("keys.json").write_text(json.dumps({"served": GIVEN["key"]}))
+
+
+def llm(*arguments: str) -> dict[str, Any]:
+    """Run the command as its users do."""
+    command = pathlib.Path(sys.executable).parent / "llm"
+    ran = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+    return {"text": ran.stdout.removesuffix("\n"), "status": ran.returncode, "log": ran.stderr}
+
+
+def chat() -> Any:
+    return llm("-m", "served", *OPTIONS, "--system", SYSTEM, QUESTION)
+
+
+def chat_at_once() -> Any:
+    return llm("-m", "served", "--no-stream", *OPTIONS, "--usage", "--system", SYSTEM, QUESTION)
+
+
+def text() -> Any:
+    return llm("-m", "served-text", *OPTIONS, GIVEN["prompt"])
+
+
+def text_at_once() -> Any:
+    return llm("-m", "served-text", "--no-stream", *OPTIONS, GIVEN["prompt"])
+
+
+def continued() -> Any:
+    """A conversation that the tool keeps: the answer to the first question goes along with the second."""
+    first = llm("-m", "served", *OPTIONS, "--system", SYSTEM, QUESTION)
+    return {"first": first, "second": llm("--continue", *OPTIONS, "And then?")}
+
+
+def schema() -> Any:
+    return llm("-m", "served", "-o", "temperature", "0", "--schema", "brave bool", QUESTION)
+
+
+def library() -> Any:
+    import llm
+
+    model = llm.get_model("served")
+    answer = model.prompt(QUESTION, system=SYSTEM, temperature=0, max_tokens=GIVEN["max_tokens"])
+    pieces = [piece for piece in answer if piece]
+    usage = answer.usage()
+    return {
+        "text": "".join(pieces),
+        "pieces": pieces,
+        "usage": [usage.input, usage.output, usage.input + usage.output],
+    }
+
+
+def refusals() -> Any:
+    import llm as library
+
+    value = library.get_model("served")
+    return {
+        "value": caught(lambda: value.prompt(QUESTION, top_p=1, max_tokens=0).text()),
+        "model": llm("-m", "absent", QUESTION),
+        "key": llm("-m", "served", "--key", "wrong", QUESTION),
+        "next": chat(),
+    }
+
+
+report(chat, chat_at_once, text, text_at_once, continued, schema, library, refusals)

@@ -1,0 +1,58 @@
+"""`guidellm`, whose default is chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import MAX_TOKENS, Run, rendered
+from tests.clients.environments import GUIDELLM
+from tests.clients.judging import completed, part
+from tests.server.support import ServerProcess
+
+TOOL = GUIDELLM
+ON_PHASES = (5, 9)
+
+
+@pytest.fixture
+def report(run: Run) -> dict[str, Any]:
+    return run(TOOL, "guidellm_run.py")
+
+
+def assert_measured(said: dict[str, Any], server: ServerProcess) -> None:
+    """Every request that the tool sent has the text and the usage that the native route gives for it."""
+    assert len(said["successful"]) == said["sent"], said["errors"]
+    for each in said["successful"]:
+        body = each["body"]
+        prompt = rendered(flattened(body["messages"])) if "messages" in body else body["prompt"]
+        expected = completed(server, prompt=prompt, ignore_eos=True)
+        assert each["text"] == expected["text"]
+        assert each["tokens"] == expected["usage"][:2]
+        assert each["tokens"][1] == MAX_TOKENS
+        assert each["pieces"] > 3, "it came at once"  # a token's text may be held back, or empty
+
+
+def flattened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        message | {"content": "\n".join(piece["text"] for piece in message["content"])}
+        for message in messages
+    ]
+
+
+def test_chat(report: dict[str, Any], server: ServerProcess) -> None:
+    """Its default, chat with synthetic prompts: every text, and the tokens it counted."""
+    assert_measured(part(report, "chat"), server)
+
+
+def test_completions(report: dict[str, Any], server: ServerProcess) -> None:
+    """`/v1/completions` below `/openai`: every text, and the tokens it counted."""
+    assert_measured(part(report, "completions"), server)
+
+
+def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:
+    """Refused requests are counted as errors; and the next request."""
+    said = part(report, "refused")
+    assert said["successful"] == []
+    assert len(said["errors"]) >= 1
+    assert completed(server)["text"]
