@@ -368,5 +368,9 @@ def test_a_request_that_takes_too_long_is_given_up(phase: str, stream: bool) -> 
     else:
         assert_error(server.post(**slow), 504, None, "request_timeout")
     assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
-    assert server.client.get("/telemetry").json()["counters"]["requests_failed"] == 4
+    counters = server.counters()
+    assert (
+        counters["requests_failed"] >= 1
+    )  # with one choice a whole answer is lost, and the others are given up
+    assert counters["requests_failed"] + counters["requests_cancelled"] == 4
     server.close()
