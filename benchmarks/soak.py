@@ -23,12 +23,13 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import psutil
 from rich.console import Console
 
@@ -225,7 +226,15 @@ class Clients:
         if not held:
             self.tally.wrong.append(otherwise)
 
-    async def _answer(self, client: httpx.AsyncClient, body: dict[str, Any], *, stream: bool) -> str:
+    async def _answer(
+        self,
+        client: httpx.AsyncClient,
+        body: dict[str, Any],
+        *,
+        stream: bool,
+        pause_s: Callable[[], float] | None = None,
+    ) -> str:
+        """The text of choice 0. `pause_s`: how long to wait after each line of a stream."""
         if not stream:
             answer = await client.post("/v1/completions", json=body | {"stream": False})
             self._expect(answer.status_code == 200, answer.text)
@@ -240,8 +249,10 @@ class Clients:
                     ended += name == "done"
                     self._expect(name in ("token", "done"), f"{body}: event {name}")
                 elif line.startswith("data: ") and name == "token":
-                    choice = httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"][0]
+                    choice = orjson.loads(line.removeprefix("data: "))["choices"][0]
                     texts.append(choice["text"] if choice["index"] == 0 else "")
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s())
         self._expect(ended == body.get("n", 1), f"{body}: {ended} ends")
         return "".join(texts)
 
@@ -272,12 +283,8 @@ class Clients:
 
     async def _read_slowly(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         body, text = self._known[8]
-        pieces: list[str] = []
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            async for line in response.aiter_lines():
-                pieces.append(line)
-                await asyncio.sleep(draw.random() / 100)
-        self._expect(pieces.count("event: done") == 1, f"a slow reader got {pieces[-3:]}, not {text!r}")
+        got = await self._answer(client, body, stream=True, pause_s=lambda: draw.random() / 100)
+        self._expect(got == text, f"a slow reader got {got!r}, alone {text!r}")
         self.tally.ends["answered"] += 1
 
 

@@ -312,6 +312,9 @@ class CudaStream(Stream):
 
     Kernels are launched from Python, some hundred a pass; those of work by rows, where that is wanted, as a graph.
     What builds on such work must be handed in before more of it: a graph returns its results in one place.
+
+    Attributes:
+        captures: whether work by rows becomes graphs; not after a capture has failed.
     """
 
     def __init__(self, device: torch.device, *, recorded: bool) -> None:

@@ -145,6 +145,8 @@ class PipelinedRunner(ChunkedRunner):
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
         passes = super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+        if all(chunk.request.params.prompt_logprobs is None for chunk in plan.prefill):
+            return passes
         return itertools.chain.from_iterable(map(self._apart, passes))
 
     def _apart(self, forward_pass: ForwardPass) -> Iterable[ForwardPass]:
@@ -160,7 +162,8 @@ class PipelinedRunner(ChunkedRunner):
         return super().decode_share(request)._replace(token_ids=())
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
-        if self.prompt_scores(forward_pass).asked:
+        first = forward_pass.shares[0]
+        if scored_columns(first.request, first.span):  # then all of them are: see `_apart`
             requests, logits = self.stream.call(functools.partial(self.forward, forward_pass))
             return LaunchedPass(requests, Done((logits,)))
         view = self.pool.view([share.span for share in forward_pass.shares])

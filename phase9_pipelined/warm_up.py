@@ -1,4 +1,4 @@
-"""Before the first client comes: record what will be played, and find out how many threads are to play it."""
+"""Before the first client comes: record or capture what will be played, and choose how many threads play it."""
 
 from __future__ import annotations
 
