@@ -29,6 +29,10 @@ from common.text import IncrementalDetokenizer, Tokenizer
 
 Clock = Callable[[], float]
 
+#: Told of each step once it is over: its record, what was planned, and what it gave clients. Called by the thread
+#: that steps, which waits for it.
+StepWatcher = Callable[[StepRecord, StepPlan, Sequence[StepOutput]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -50,6 +54,7 @@ class Engine:
     Attributes:
         dead: the error that ended this engine; None while it lives.
         max_seq_len: prompt and new tokens of one request at the most.
+        watchers: who is told of each step; nobody, unless someone wants to see.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Engine:
         self.max_seq_len = config.max_seq_len
         self.dead: EngineDeadError | None = None
         self.paused = False
+        self.watchers: list[StepWatcher] = []
         self._requests: dict[str, Request] = {}  # all that have not had their terminal output
         self._deadlines: deque[tuple[float, Request]] = (
             deque()
@@ -248,11 +254,13 @@ class Engine:
         pool = runner.pool
         record = telemetry.begin_step(self.clock())
         failed_passes = telemetry.counters.failed_passes
+        plan = StepPlan()
 
         try:
             self._give_up_late()
             outputs = self._notices + runner.settle()
-            outputs += runner.execute(self._plan(record))
+            plan = self._plan(record)
+            outputs += runner.execute(plan)
             self._notices = []
         except EngineDeadError as error:
             self.dead = error
@@ -262,6 +270,8 @@ class Engine:
         record.kv_used_tokens = pool.used_tokens
         telemetry.end_step(self.clock())
         self._settle(outputs)
+        for watch in self.watchers:
+            watch(record, plan, outputs)
         return outputs
 
     def _give_up_late(self) -> None:

@@ -20,6 +20,8 @@ from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestErr
 from common.models.layers import CausalLM
 from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.sampling import Sampled, TokenMasks, sample
+from common.scheduling import StepPlan
+from common.telemetry import StepRecord
 from tests.engine_helpers import (
     EOS,
     VOCAB,
@@ -818,3 +820,34 @@ def test_a_full_queue_refuses_and_changes_nothing(phase: str) -> None:
     assert accepted == ([True, False, False, False] if phase == "static" else [True, True, False, False])
     assert engine.telemetry.counters.requests_added == sum(accepted)
     assert len(run(engine)) == sum(accepted)
+
+
+# ---------------------------------------------------------------------- who watches
+
+
+def test_watchers_see_every_step(phase: str) -> None:
+    engine = build(phase)
+    seen: list[tuple[StepRecord, StepPlan, list[StepOutput]]] = []
+    engine.watchers.append(lambda record, plan, outputs: seen.append((record, plan, list(outputs))))
+    request = add(engine, "abc", greedy(3))
+    outputs = run(engine)
+
+    assert [record for record, _, _ in seen] == list(engine.telemetry.records)
+    assert [output for _, _, told in seen for output in told] == outputs
+    planned = [chunk for _, plan, _ in seen for chunk in plan.prefill if chunk.request is request]
+    assert [(chunk.start, chunk.end) for chunk in planned] == [(0, 3)]
+    assert sum(request in plan.decode for _, plan, _ in seen) == 2
+
+
+def test_watchers_see_the_step_that_ended_an_engine(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(phase)
+    told: list[StepOutput] = []
+    engine.watchers.append(lambda _record, _plan, outputs: told.extend(outputs))
+    add(engine, "abc", greedy(3))
+
+    def die(*_: object) -> list[StepOutput]:
+        raise EngineDeadError("gone")
+
+    monkeypatch.setattr(engine.runner, "execute", die)
+    assert engine.step() == told
+    assert [output.finished for output in told] == [True]
