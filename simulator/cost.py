@@ -4,9 +4,10 @@
             one pass of 3 sequences that decode and a chunk of a prompt
 
             A  ░░░░░░░░░░░░░░░█          rows     3    sequences with one query
-            B  ░░░░░█                    columns 43    what those three see, themselves included
+            B  ░░░░░█                    columns 42    what those three see, themselves included
             C  ░░░░░░░░░░░░░░░░░░░█      tokens   4    queries of the others
             D  ░░░░░░████                pairs   34    what those four see: 7 + 8 + 9 + 10
+                                         logits   4    tokens chosen, if D's prompt ends here
 ```
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from common.kv import KVPool
 from common.models.config import ModelConfig
 from common.runner import ForwardPass
 
@@ -24,7 +26,9 @@ class Work(NamedTuple):
 
     Attributes:
         rows: sequences with one query: those that decode, and rows that go along idle.
-        columns: KV columns that they read, in all.
+        columns: KV columns that they see, in all.
+        held: how many of those there are in memory. Fewer, where sequences share them: what one of them has read
+            is in the processor's cache for the others.
         tokens: queries of all other sequences, padding included.
         pairs: query and key, over those tokens.
         logits: rows of logits that a token is chosen from.
@@ -32,12 +36,14 @@ class Work(NamedTuple):
 
     rows: int
     columns: int
+    held: int
     tokens: int
     pairs: int
     logits: int
 
     @classmethod
-    def of(cls, forward_pass: ForwardPass) -> Work:
+    def of(cls, forward_pass: ForwardPass, pool: KVPool) -> Work:
+        """The work of a pass that is about to be launched."""
         rows = columns = tokens = pairs = logits = 0
         for _, (_, start, end, _), _, sample_at in forward_pass.shares:
             if end == start + 1:
@@ -48,7 +54,7 @@ class Work(NamedTuple):
                 pairs += (end - start) * (start + end + 1) // 2
             if sample_at is not None:
                 logits += 1
-        return cls(rows, columns, tokens, pairs, logits)
+        return cls(rows, columns, min(columns, pool.used_tokens + rows), tokens, pairs, logits)
 
 
 class Cost(Protocol):
@@ -58,6 +64,7 @@ class Cost(Protocol):
         host_step_s: on the host for a step, whatever is in it.
         host_row_s: and for each token that is read.
         between_s: from a step's end to the next one's beginning, while there is work.
+        between_row_s: and for each token that the step has handed out: others write it to its client meanwhile.
         arrival_s: from a client's sending to the engine's queue.
         delivery_s: from a step's end to the client.
     """
@@ -70,6 +77,9 @@ class Cost(Protocol):
 
     @property
     def between_s(self) -> float: ...
+
+    @property
+    def between_row_s(self) -> float: ...
 
     @property
     def arrival_s(self) -> float: ...
@@ -89,21 +99,24 @@ class LinearCost:
     pass_base_s: float = 0.0
     row_s: float = 0.0
     column_s: float = 0.0
+    held_s: float = 0.0
     token_s: float = 0.0
     pair_s: float = 0.0
     logit_s: float = 0.0
     host_step_s: float = 0.0
     host_row_s: float = 0.0
     between_s: float = 0.0
+    between_row_s: float = 0.0
     arrival_s: float = 0.0
     delivery_s: float = 0.0
 
     def pass_s(self, work: Work) -> float:
-        rows, columns, tokens, pairs, logits = work
+        rows, columns, held, tokens, pairs, logits = work
         return (
             self.pass_base_s
             + self.row_s * rows
             + self.column_s * columns
+            + self.held_s * held
             + self.token_s * tokens
             + self.pair_s * pairs
             + self.logit_s * logits
@@ -149,7 +162,7 @@ class RooflineCost:
     ) -> None:
         self.host_step_s = host_step_s
         self.host_row_s = host_row_s
-        self.between_s = self.arrival_s = self.delivery_s = 0.0
+        self.between_s = self.between_row_s = self.arrival_s = self.delivery_s = 0.0
         itemsize = model.dtype.itemsize
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency
@@ -163,8 +176,8 @@ class RooflineCost:
         self._flops_a_pair = 4 * model.num_layers * model.num_heads * model.head_dim
 
     def pass_s(self, work: Work) -> float:
-        rows, columns, tokens, pairs, logits = work
-        read = self._weight_bytes + self._kv_bytes * (columns + tokens)
+        rows, columns, held, tokens, pairs, logits = work
+        read = self._weight_bytes + self._kv_bytes * (held + tokens)
         computed = 2 * (self._weights * (rows + tokens) + self._head * logits)
         computed += self._flops_a_pair * (columns + pairs)
         return self._launch_s + max(read / self._bytes_per_s, computed / self._flops)

@@ -79,6 +79,10 @@ class Server:
         wake = self.engine.next_wake()
         return self.engine.step() if wake is not None and wake <= self.clock.now else None
 
+    def rest(self, tokens: int) -> None:
+        """What comes between a step that has handed out so many tokens and the next."""
+        self.clock.advance(self.cost.between_s + self.cost.between_row_s * tokens)
+
     @property
     def waiting(self) -> int:
         """Requests that were sent here and have no seat yet."""
@@ -128,19 +132,21 @@ class _Simulation:
         self._observer = observer
         self._route = route
         self._limit = min(server.engine.max_request_tokens for server in servers)
+        configs = [server.engine.config for server in servers]
+        # Who comes when all seats and queues are taken is not made a request before somebody leaves.
+        self._most_live = sum(config.max_batch_size + config.max_waiting_requests for config in configs)
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._places = itertools.count()  # what happens at the same time happens in the order it was found
-        self._due: dict[
-            Server, float
-        ] = {}  # when each server goes on; an event with another time is out of date
+        # When each server goes on: an event with another time is out of date.
+        self._due: dict[Server, float] = {}
         self._live: dict[str, tuple[Server, Request]] = {}
-        self._followers: dict[
-            int, list[Arrival]
-        ] = {}  # an arrival that is not answered -> who comes after it
+        # Each arrival that is not answered: who comes after it.
+        self._followers: dict[int, list[Arrival]] = {}
+        self._is_reading = True
 
     def run(self) -> float:
         now = 0.0
-        self._read_on()
+        self._read_on(now)
         while self._events:
             now, _, _, happen = heapq.heappop(self._events)
             happen(now)
@@ -151,12 +157,15 @@ class _Simulation:
 
     # ------------------------------------------------------------------ clients
 
-    def _read_on(self) -> None:
+    def _read_on(self, now: float) -> None:
         """The next arrival that has a time, and those before it that wait for others."""
+        self._is_reading = len(self._followers) < self._most_live
+        if not self._is_reading:
+            return
         for arrival in self._arrivals:
             self._followers[arrival.index] = []
             if arrival.after is None:
-                self._at(arrival.at_s, _ARRIVAL, functools.partial(self._arrive, arrival))
+                self._at(max(arrival.at_s, now), _ARRIVAL, functools.partial(self._arrive, arrival))
                 return
             if arrival.after not in self._followers:
                 raise ValueError(
@@ -165,10 +174,10 @@ class _Simulation:
             self._followers[arrival.after].append(arrival)
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
-        self._read_on()
-        self._send(arrival, list(arrival.prompt), now)
+        self._read_on(now)
+        self._send(arrival, list(arrival.prompt), arrival.at_s)
 
-    def _send(self, arrival: Arrival, prompt: list[int], now: float) -> None:
+    def _send(self, arrival: Arrival, prompt: list[int], time_s: float) -> None:
         if len(prompt) + arrival.new_tokens > self._limit:
             raise ValueError(
                 f"arrival {arrival.index} has {len(prompt)} tokens and asks for {arrival.new_tokens}; "
@@ -177,8 +186,8 @@ class _Simulation:
         request = Request(str(arrival.index), prompt, params(arrival.new_tokens))
         server = self._servers[self._route(prompt, self._servers)]
         self._live[request.request_id] = server, request
-        self._observer.on_sent(arrival, len(prompt), now)
-        server.send(request, now)
+        self._observer.on_sent(arrival, len(prompt), time_s)
+        server.send(request, time_s)
         self._schedule(server)
 
     def _answer(self, outputs: Sequence[StepOutput], now: float) -> None:
@@ -191,6 +200,8 @@ class _Simulation:
                     before = request.token_ids if follower.continues else []
                     happen = functools.partial(self._send, follower, [*before, *follower.prompt])
                     self._at(now + follower.at_s, _ARRIVAL, happen)
+        if not self._is_reading:
+            self._read_on(now)
 
     # ------------------------------------------------------------------ servers
 
@@ -210,7 +221,7 @@ class _Simulation:
             if outputs:
                 answer = functools.partial(self._answer, outputs)
                 self._at(server.clock.now + server.cost.delivery_s, _ANSWER, answer)
-            server.clock.advance(server.cost.between_s)
+            server.rest(len(outputs))
         self._schedule(server)
 
 

@@ -48,7 +48,7 @@ class SimulatedRunner(Runner):
     cost: Cost
 
     def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
-        self.clock.advance(self.cost.pass_s(Work.of(forward_pass)))
+        self.clock.advance(self.cost.pass_s(Work.of(forward_pass, self.pool)))
         launched.sampled.append(SampledPass(self._count(forward_pass), Sampled(_NOTHING)))
 
     def _count(self, forward_pass: ForwardPass) -> tuple[Request, ...]:
@@ -93,7 +93,7 @@ class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
         begins_s = max(self.clock.now, self._device_free_s)
-        self._device_free_s = begins_s + self.cost.pass_s(Work.of(forward_pass))
+        self._device_free_s = begins_s + self.cost.pass_s(Work.of(forward_pass, self.pool))
         return LaunchedPass(self._count(forward_pass), _Due(self.clock, self._device_free_s))
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:

@@ -1,0 +1,135 @@
+"""Committed runs, simulated: what the clients would have seen, beside what they have seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.progress import track
+
+from benchmarks.metrics import summarize
+from benchmarks.results import Metrics, Run
+from benchmarks.tables import Cell, MeasuredTable
+from simulator.arrivals import Arrival, arrivals_of
+from simulator.calibrate import Group, Measured, cost_of, held_out
+from simulator.cost import Cost
+from simulator.engine import simulate_engine
+from simulator.loop import run as simulate
+from simulator.observers import Timelines
+from simulator.replay import order_of_arrival, phase_of, plan_of, schedule_options
+
+PREDICTIONS = "simulator_predictions"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One workload on one server: medians over its repeats.
+
+    Attributes:
+        group: whose prices were used.
+        measured, predicted, held_out: output tokens a second, and TTFT p99 in seconds. Held out: by prices of other
+            workloads; None where there are no others.
+        spread: of the repeats' own, the largest by the smallest.
+    """
+
+    group: Group
+    workload: str
+    server: str
+    repeats: int
+    measured: tuple[float, float]
+    predicted: tuple[float, float]
+    held_out: tuple[float, float] | None
+    spread: tuple[float, float]
+
+
+def arrivals_in(run: Run) -> Iterator[Arrival]:
+    """The arrivals of a measured run: its plan's, and where several come at once in the order in which they did."""
+    sequential = run.workload.arrivals == "sequential"
+    planned = {each.index: each for each in arrivals_of(plan_of(run), sequential=sequential)}
+    first = [record.index for record in order_of_arrival(run) if planned[record.index].after is None]
+    yield from (planned[index] for index in first)
+    yield from (each for each in planned.values() if each.after is not None)
+
+
+def simulate_run(run: Run, cost: Cost) -> Metrics:
+    """What the load generator would have measured."""
+    engine = simulate_engine(phase_of(run), cost, **schedule_options(run))
+    seen = Timelines()
+    simulate(engine, arrivals_in(run), seen)
+    assert run.metrics is not None
+    return summarize(
+        [record.rounded() for record in seen.requests],
+        slo_ttft_s=run.metrics.slo_ttft_s,
+        slo_itl_s=run.metrics.slo_itl_s,
+    )
+
+
+def figures(metrics: Metrics | None) -> tuple[float, float]:
+    """Output tokens a second, and TTFT p99."""
+    assert metrics is not None
+    assert metrics.ttft_s is not None
+    return metrics.output_tokens_per_s, metrics.ttft_s.p99
+
+
+def predictions(groups: Mapping[Group, Sequence[Measured]]) -> list[Prediction]:
+    """Every run simulated with its group's prices, and with those of the group's other workloads."""
+    found = []
+    for group, measured in track(list(groups.items()), "simulating", transient=True):
+        cost, others = cost_of(measured), held_out(measured)
+        columns: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+        for each in measured:
+            run = each.run
+            columns[run.workload.name, run.server.label, run.comparison].append(run)
+        for (workload, server, _), runs in columns.items():
+            without = others[workload]
+            seen = [figures(run.metrics) for run in runs]
+            found.append(
+                Prediction(
+                    group,
+                    workload,
+                    server,
+                    len(runs),
+                    measured=_medians(seen),
+                    predicted=_medians([figures(simulate_run(run, cost)) for run in runs]),
+                    held_out=_medians([figures(simulate_run(run, without)) for run in runs]) if without else None,
+                    spread=(_spread([each for each, _ in seen]), _spread([each for _, each in seen])),
+                )
+            )
+    return found
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    first, second = zip(*pairs, strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) / min(values)
+
+
+def predictions_table(found: Sequence[Prediction]) -> MeasuredTable:
+    rows: list[list[Cell]] = []
+    for each in found:
+        row: list[Cell] = [*dataclasses.astuple(each.group), each.workload, each.server, each.repeats]
+        for figure in (0, 1):
+            held_out = each.held_out[figure] if each.held_out is not None else None
+            row += [each.measured[figure], each.predicted[figure], held_out, each.spread[figure]]
+        rows.append(row)
+    of_figure = ("measured", "predicted", "predicted, held out", "largest repeat / smallest")
+    return MeasuredTable(
+        name=PREDICTIONS,
+        title="what clients saw, measured and simulated",
+        setup={"prices": "of simulator_costs; held out: without the workload's own runs"},
+        columns=[
+            *(field.name for field in dataclasses.fields(Group)),
+            "workload",
+            "server",
+            "repeats",
+            *(f"output tokens/s, {each}" for each in of_figure),
+            *(f"TTFT p99, s, {each}" for each in of_figure),
+        ],
+        rows=rows,
+    )

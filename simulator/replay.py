@@ -1,0 +1,224 @@
+"""A measured run once more: the same engine steps, and what each of them computed.
+
+A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests there were.
+It does not say what its forward passes had to look at. So the phase's own engine goes through the steps again, without
+a model: before each one it is given as many requests as the record counts. Where it then plans what the record says
+was computed, its passes are those that were measured.
+
+```text
+record          step 211   waiting 0   active 5   decode 4   prefill 256           31.2 ms
+simulation      step 211   waiting 0   active 5   decode 4   prefill 256   rows 4, columns 3,377, pairs 163,968
+                                └── one more request is added, so that there are five
+```
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.results import RequestRecord, Run
+from benchmarks.workloads import WORKLOADS, PlannedRequest, build
+from common.config import EngineConfig
+from common.engine import Engine
+from common.phases import PhasePackage, find_phase
+from common.request import Request
+from simulator.arrivals import Unlike
+from simulator.cost import Work
+from simulator.engine import simulate_engine
+from simulator.loop import params
+from simulator.runner import TOKEN, SimulatedRunner
+
+#: What a server is started with that is no matter of its engine's schedule.
+NO_SCHEDULE = frozenset({"device", "dtype", "host", "port", "native-kernels", "no-native-kernels"})
+
+_COMPARED = ("waiting", "active", "passes", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One measured step.
+
+    Attributes:
+        started_s, duration_s: as measured.
+        works: its forward passes.
+        tokens: how many it handed out.
+        goes_on: whether there was something left to do at once.
+        is_same: whether what the engine planned is what the record says.
+    """
+
+    started_s: float
+    duration_s: float
+    works: tuple[Work, ...]
+    tokens: int
+    goes_on: bool
+    is_same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A run's steps, and what its clients had to do with them.
+
+    Attributes:
+        arrivals_s: from a client's sending to the step that let it in, where the engine had nothing else to do.
+        deliveries_s: from a step's end to each of its tokens at the client.
+    """
+
+    steps: list[ReplayedStep] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    deliveries_s: list[float] = field(default_factory=list)
+
+    @property
+    def same_share(self) -> float:
+        return sum(step.is_same for step in self.steps) / len(self.steps) if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class _Noted:
+    """A cost of nothing, which notes what passes were launched."""
+
+    works: list[Work] = field(default_factory=list)
+    host_step_s = host_row_s = between_s = between_row_s = arrival_s = delivery_s = 0.0
+
+    def pass_s(self, work: Work) -> float:
+        self.works.append(work)
+        return 0.0
+
+
+# ---------------------------------------------------------------------- a run's engine and requests
+
+
+def phase_of(run: Run) -> PhasePackage:
+    """The phase that a run measured; its label begins with it."""
+    return find_phase(int(run.server.order))
+
+
+def options_of(config: type[EngineConfig], options: Mapping[str, str]) -> dict[str, Any]:
+    """Command-line options as fields of a phase's `Config`: `no-x` is false, an empty value true, `none` None."""
+    found: dict[str, Any] = {}
+    for option, value in options.items():
+        name = option.replace("-", "_")
+        if not value and name not in config.model_fields:
+            found[name.removeprefix("no_")] = False
+        else:
+            found[name] = None if value == "none" else value or True
+    return found
+
+
+def schedule_options(run: Run) -> dict[str, Any]:
+    """What a run's server was started with, as far as its schedule depends on it."""
+    given = run.server.options or {}
+    config = phase_of(run).Config
+    return options_of(config, {name: value for name, value in given.items() if name not in NO_SCHEDULE})
+
+
+def plan_of(run: Run) -> list[PlannedRequest]:
+    """The requests that a run has sent, in the order of their indices, with other texts."""
+    info, calibration = run.workload, run.calibration
+    factor = calibration.factor if calibration is not None else 1.0
+    return build(WORKLOADS[info.name], Unlike(), seed=info.seed, factor=factor, quick=info.quick)
+
+
+def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
+    """Whole prompts: those of a conversation begin with what was asked and answered before."""
+    prompts: list[list[int]] = []
+    for planned in plan:
+        begin: list[int] = []
+        if planned.follows is not None:
+            begin = prompts[planned.follows] + [TOKEN] * plan[planned.follows].max_tokens
+        assert not isinstance(planned.prompt, str)
+        prompts.append(begin + planned.prompt)
+    return prompts
+
+
+def order_of_arrival(run: Run) -> list[RequestRecord]:
+    """A run's requests as the engine got them. Who of a burst comes first is decided by sockets: it is read off from
+    their first tokens, for all phases begin with who came first."""
+
+    def key(record: RequestRecord) -> tuple[float, float]:
+        assert record.sent_s is not None
+        at_once = record.sent_s < BURST_S and run.workload.arrivals in ("burst", "turns")
+        return (0.0, record.token_times_s[0]) if at_once else (record.sent_s, 0.0)
+
+    return sorted(run.requests, key=key)
+
+
+BURST_S = 0.02  # requests that are sent within this time of a run's start have been sent at once
+
+
+# ---------------------------------------------------------------------- the replay
+
+
+class _Replayer:
+    """Steps an engine through a run, and lets requests in when the records say so."""
+
+    def __init__(self, run: Run) -> None:
+        assert run.engine_steps is not None
+        self.columns = run.engine_steps
+        self.cost = _Noted()
+        self.engine: Engine = simulate_engine(phase_of(run), self.cost, **schedule_options(run))
+        assert isinstance(self.engine.runner, SimulatedRunner)
+        self.clock = self.engine.runner.clock
+        self.records = {str(record.index): record for record in run.requests}
+        self.to_come = deque(order_of_arrival(run))
+        self.prompts = prompts_of(plan_of(run))
+        self.tokens_read: dict[str, int] = dict.fromkeys(self.records, 0)
+        self.result = Replay()
+        # Who has left is known when the scheduler has let go of them, and who comes must be there when it admits.
+        self._retire = self.engine.scheduler.retire
+        self.engine.scheduler.retire = self._retire_and_let_in  # type: ignore[method-assign]
+
+    def replay(self) -> Replay:
+        for place in range(len(self.columns["step"])):
+            self._place = place
+            self._step()
+        return self.result
+
+    def _step(self) -> None:
+        started_s, duration_s = (float(self.columns[name][self._place]) for name in ("started_s", "duration_s"))
+        self.cost.works.clear()
+        self.clock.wait_until(started_s)
+        outputs = self.engine.step()
+        record = self.engine.telemetry.latest
+        is_same = all(getattr(record, name) == self.columns[name][self._place] for name in _COMPARED)
+        goes_on = self.engine.next_wake() == self.clock.now
+        works = tuple(self.cost.works)
+        self.result.steps.append(
+            ReplayedStep(started_s, duration_s, works, len(outputs), goes_on, is_same)
+        )
+        for output in outputs:
+            times = self.records[output.request_id].token_times_s
+            place = self.tokens_read[output.request_id]
+            self.tokens_read[output.request_id] += 1
+            self.result.deliveries_s.append(times[place] - started_s - duration_s)
+
+    def _retire_and_let_in(self) -> list[Request]:
+        retired = self._retire()
+        scheduler = self.engine.scheduler
+        there = int(self.columns["waiting"][self._place] + self.columns["active"][self._place])
+        was_idle = not self.result.steps or not self.result.steps[-1].goes_on
+        while self.to_come and scheduler.num_waiting + len(scheduler.active) < there:
+            record = self.to_come.popleft()
+            assert record.sent_s is not None
+            now = self.clock.now
+            if was_idle:
+                self.result.arrivals_s.append(now - record.sent_s)
+            self.clock.now = min(now, record.sent_s)  # phase 4 counts the time from then on
+            request = Request(str(record.index), self.prompts[record.index], params(record.max_tokens))
+            self.engine.add_request(request)
+            self.clock.now = now
+        return retired
+
+
+def replay(run: Run) -> Replay:
+    """Go through a run's engine steps again. Only for runs of phases that have kept them all.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if run.engine_steps is None or run.server.options is None or not run.engine_steps:
+        raise ValueError(f"{run.file_name} has no engine steps, or is no phase's")
+    return _Replayer(run).replay()
+
