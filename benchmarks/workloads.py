@@ -17,8 +17,9 @@ turns       |----||------||--|    several such clients; what they ask goes on fr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from common.zoo.text import plain_document
@@ -192,6 +193,12 @@ class PlannedRequest:
     max_tokens: int
     follows: int | None = None
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, which is no text."""
+        assert not isinstance(self.prompt, str)
+        return self.prompt
+
 
 # ---------------------------------------------------------------------------------------------- prompts
 
@@ -277,6 +284,12 @@ def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.R
 # ---------------------------------------------------------------------------------------------- plans
 
 
+class Write(Protocol):
+    """What is needed of `PromptWriter.write`."""
+
+    def __call__(self, rng: random.Random, tokens: int, *, continues: bool = False) -> list[int]: ...
+
+
 def build(
     workload: Workload,
     writer: PromptWriter,
@@ -296,6 +309,16 @@ def build(
         quick: fewer requests.
         text: prompts as text instead of token ids.
     """
+    plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
+    if not text:
+        return list(plan)
+    return [replace(each, prompt=writer.as_text(each.token_ids)) for each in plan]
+
+
+def planned_requests(
+    workload: Workload, write: Write, *, seed: int = 0, factor: float = 1.0, quick: bool = False
+) -> Iterator[PlannedRequest]:
+    """The same, each made when it is asked for: there may be more of them than there is room for at once."""
     count = workload.count(quick=quick)
     # One stream of random numbers for each decision: a longer prompt must not move the arrivals.
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
@@ -306,22 +329,20 @@ def build(
     times = send_times(workload.arrivals, count, rate, arrivals)
     prompt_lengths = _draw_prompt_lengths(workload, count, lengths)
     new_lengths = [workload.new_tokens.draw(lengths) for _ in range(count)]
-    shared = writer.write(texts, workload.shared_prefix) if workload.shared_prefix else []
+    shared = write(texts, workload.shared_prefix) if workload.shared_prefix else []
 
-    plan: list[PlannedRequest] = []
     clients = count // workload.turns
+    lengths_before: deque[int] = deque()  # of everybody's turn before: prompt and answer
     for index, (send_at_s, own, new) in enumerate(zip(times, prompt_lengths, new_lengths, strict=True)):
-        before = (
-            plan[index - clients] if index >= clients else None
-        )  # everybody's first turn, then the second, …
-        begin = [] if before else shared
-        ids = begin + writer.write(texts, own, continues=bool(shared or before))
-        prompt: list[int] | str = writer.as_text(ids) if text else ids
-        tokens = len(ids) + (before.prompt_tokens + before.max_tokens if before else 0)
-        plan.append(
-            PlannedRequest(index, send_at_s, prompt, tokens, new, follows=before.index if before else None)
+        is_first = index < clients  # everybody's first turn, then the second, …
+        begin = shared if is_first else []
+        ids = begin + write(texts, own, continues=bool(shared) or not is_first)
+        tokens = len(ids) + (0 if is_first else lengths_before.popleft())
+        if workload.turns > 1:
+            lengths_before.append(tokens + new)
+        yield PlannedRequest(
+            index, send_at_s, ids, tokens, new, follows=None if is_first else index - clients
         )
-    return plan
 
 
 def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.workloads import PlannedRequest
@@ -31,27 +31,25 @@ class Arrival:
 
 
 class Unlike:
-    """Writes prompts of which no two have anything in common, in place of `benchmarks.workloads.PromptWriter`."""
+    """Writes prompts of which no two have anything in common, where `benchmarks` writes English."""
 
     def __init__(self) -> None:
         self._next = 1
 
-    def write(self, rng: random.Random, tokens: int, *, continues: bool = False) -> list[int]:  # noqa: ARG002
+    def __call__(self, rng: random.Random, tokens: int, *, continues: bool = False) -> list[int]:  # noqa: ARG002
         first = self._next
         self._next += tokens
-        return list(range(first, first + tokens))
+        return list(range(first, self._next))
 
 
-def arrivals_of(plan: Sequence[PlannedRequest], *, sequential: bool = False) -> Iterator[Arrival]:
-    """A benchmark's plan as the simulation takes it. `sequential`: each is sent when the one before is answered."""
+def arrivals_of(plan: Iterable[PlannedRequest], *, sequential: bool = False) -> Iterator[Arrival]:
+    """A benchmark's plan as a simulation takes it. `sequential`: each is sent when the one before is answered."""
     for planned in plan:
-        assert not isinstance(planned.prompt, str)
-        before = planned.index - 1 if sequential and planned.index else planned.follows
         yield Arrival(
             planned.index,
             planned.send_at_s,
-            planned.prompt,
+            planned.token_ids,
             planned.max_tokens,
-            after=before,
+            after=planned.index - 1 if sequential and planned.index else planned.follows,
             continues=planned.follows is not None,
         )

@@ -1,261 +1,43 @@
-"""`python -m simulator.calibrate`: what a pass costs on the machines that runs were measured on, and how good that is.
+"""`python -m simulator.calibrate`: prices from measured runs, and how well they predict those runs.
 
-Runs of one machine, model and revision are replayed (`simulator.replay`), and a price is found for each thing that a
-pass computes (`simulator.fitting`). Then every run is simulated with those prices, from its clients' first request to
-their last answer, and compared with what was measured. Both go into tables beside the runs:
-
-- `simulator_costs`: the prices, and how far single steps are from them;
-- `simulator_predictions`: throughput and TTFT, measured and predicted, for every workload and phase.
-
-A price that was fitted to the run it predicts flatters itself. So both are done once more for each workload with
-prices that come from the others alone (*held out*).
+Every run is simulated from its clients' first request to their last answer, and compared with what was measured.
+Two tables are left beside the runs: `simulator_costs` and `simulator_predictions`. Nothing is measured here: the
+same runs give the same tables on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
-from rich.progress import track
 
-from benchmarks.results import RESULTS, Run, load_runs, run_folders
-from benchmarks.tables import Cell, MeasuredTable
-from simulator.cost import LinearCost, Work
-from simulator.fitting import Floats, fit_prices
-from simulator.replay import Replay, phase_of, replay, schedule_options
-
-QUANTITIES = ("passes", *Work._fields)
-PRICES = ("pass_base_s", "row_s", "column_s", "held_s", "token_s", "pair_s", "logit_s")
-COSTS = "simulator_costs"
-OTHERS = ("between_s", "between_row_s", "arrival_s", "delivery_s")
-
-#: How steps follow each other, for each has its own cost on the host. Steps in flight are read two steps later.
-SYNCHRONOUS, ONE_BY_ONE, PIPELINED = "synchronous", "one by one", "pipelined"
-LAG = 2
-
-TYPICAL_ARRIVAL_S = 0.0025  # where no run has a request that came to an idle engine
-ALONE_S = 0.1  # nobody else came within this time
+from benchmarks.results import RESULTS
+from simulator.predict import predictions, predictions_table
+from simulator.prices import costs_table, fit_group, measured_runs
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Runs whose steps cost the same.
-
-    Attributes:
-        machine: the processor, or the GPU.
-        model: its name.
-        revision: of the code that was measured.
-        kernels: "native", or "torch".
-        mode: how steps follow each other.
-    """
-
-    machine: str
-    model: str
-    revision: str
-    kernels: str
-    mode: str
-
-    @classmethod
-    def of(cls, run: Run) -> Group:
-        environment, options = run.environment, run.server.options or {}
-        return cls(
-            machine=environment["gpu"] or environment["cpu"],
-            model=run.server.model,
-            revision=environment["git"] or "",
-            kernels="torch" if "no-native-kernels" in options else "native",
-            mode=mode_of(run),
-        )
-
-
-def mode_of(run: Run) -> str:
-    config = phase_of(run).Config(**schedule_options(run))
-    depth = getattr(config, "pipeline_depth", None)
-    return SYNCHRONOUS if depth is None else PIPELINED if depth else ONE_BY_ONE
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A group's prices.
-
-    Attributes:
-        newest: when the latest of its runs was started.
-        steps: how many there were.
-        same_share: of them, those in which the engine planned what was measured.
-        step_error: of a step's predicted time, the median, by prices of other workloads; None where there are none.
-        total_error: of all steps of a run together, likewise.
-    """
-
-    group: Group
-    cost: LinearCost
-    newest: str
-    runs: int
-    steps: int
-    same_share: float
-    step_error: float | None
-    total_error: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A run, replayed."""
-
-    run: Run
-    replay: Replay
-
-    @property
-    def times(self) -> tuple[Floats, Floats]:
-        """What each step computed [steps, kinds], and how long it took: until the next one's beginning, where steps
-        overlap."""
-        steps = self.replay.steps
-        amounts: list[list[float]] = []
-        seconds: list[float] = []
-        if mode_of(self.run) == PIPELINED:
-            for before, step, following, behind in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
-                if before.works and step.works and following.works and step.goes_on and following.goes_on:
-                    amounts.append(_amounts(before.works))
-                    seconds.append(behind.started_s - following.started_s)
-        else:
-            for step in steps:
-                if step.works and step.is_same:
-                    amounts.append(_amounts(step.works))
-                    seconds.append(step.duration_s)
-        return np.array(amounts, dtype=float).reshape(-1, len(QUANTITIES)), np.array(seconds)
-
-    @property
-    def pauses(self) -> tuple[Floats, Floats]:
-        """Tokens handed out by each step [steps, 2], beside ones, and how long it was until the next."""
-        pairs = zip(self.replay.steps, self.replay.steps[1:], strict=False)
-        found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]
-        if mode_of(self.run) == PIPELINED:
-            found = []  # part of a step's time
-        tokens = np.array([[1.0, each] for each, _ in found]).reshape(-1, 2)
-        return tokens, np.array([max(0.0, pause) for _, pause in found])
-
-
-def _amounts(works: Iterable[Work]) -> list[float]:
-    total = [0.0] * len(QUANTITIES)
-    for work in works:
-        for kind, amount in enumerate((1, *work)):
-            total[kind] += amount
-    return total
-
-
-# ---------------------------------------------------------------------- prices
-
-
-def cost_of(measured: Sequence[Measured]) -> LinearCost:
-    """The prices that runs of one group are best explained by.
-
-    Raises:
-        ValueError: none of them has a step that could be used.
-    """
-    amounts, seconds = _together([each.times for each in measured])
-    prices = fit_prices(amounts, seconds)
-    tokens, pauses = _together([each.pauses for each in measured])
-    between, between_row = fit_prices(tokens, pauses) if len(pauses) else (0.0, 0.0)
-    deliveries = [each for one in measured for each in one.replay.deliveries_s]
-    arrivals = [each for one in measured for each in lone_arrivals(one)]
-    return LinearCost(
-        **dict(zip(PRICES, map(float, prices), strict=True)),
-        between_s=float(between),
-        between_row_s=float(between_row),
-        arrival_s=max(0.0, statistics.median(arrivals)) if arrivals else TYPICAL_ARRIVAL_S,
-        delivery_s=max(0.0, statistics.median(deliveries)) if deliveries else 0.0,
-    )
-
-
-def _together(found: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
-    return np.concatenate([each for each, _ in found]), np.concatenate([each for _, each in found])
-
-
-def lone_arrivals(measured: Measured) -> list[float]:
-    """How long requests took to the engine, of those that came alone and found it idle. Phase 4 waits for others."""
-    run = measured.run
-    sent = sorted(record.sent_s for record in run.requests if record.sent_s is not None)
-    is_crowded = any(later - earlier < ALONE_S for earlier, later in zip(sent, sent[1:], strict=False))
-    return [] if is_crowded or phase_of(run).PHASE.number == 4 else measured.replay.arrivals_s
-
-
-def fit_group(group: Group, measured: Sequence[Measured]) -> Fit:
-    """A group's prices, and how far off they would be for a workload that had no part in them."""
-    cost = cost_of(measured)
-    step_errors: list[float] = []
-    total_errors: list[float] = []
-    for workload, others in held_out(measured).items():
-        if others is None:
-            continue
-        for each in measured:
-            if each.run.workload.name == workload:
-                amounts, seconds = each.times
-                expected = amounts @ np.array([getattr(others, name) for name in PRICES])
-                step_errors += list(np.abs(expected / seconds - 1))
-                total_errors.append(abs(float(expected.sum() / seconds.sum()) - 1))
-    steps = [step for each in measured for step in each.replay.steps]
-    return Fit(
-        group=group,
-        cost=cost,
-        newest=max(each.run.started_at for each in measured),
-        runs=len(measured),
-        steps=len(steps),
-        same_share=sum(step.is_same for step in steps) / len(steps),
-        step_error=statistics.median(step_errors) if step_errors else None,
-        total_error=statistics.median(total_errors) if total_errors else None,
-    )
-
-
-def held_out(measured: Sequence[Measured]) -> Mapping[str, LinearCost | None]:
-    """For each workload, the prices that the others alone give; None where there is no other."""
-    found: dict[str, LinearCost | None] = {}
-    for workload in sorted({each.run.workload.name for each in measured}):
-        others = [each for each in measured if each.run.workload.name != workload]
-        found[workload] = cost_of(others) if others else None
-    return found
-
-
-# ---------------------------------------------------------------------- from and to files
-
-
-def measured_runs(results: Path) -> dict[Group, list[Measured]]:
-    """All phases' runs below a folder that are complete, replayed, by what their steps cost alike."""
-    runs = [run for folder in run_folders(results) for run in load_runs(folder)]
-    usable = [run for run in runs if run.status == "ok" and run.engine_steps and run.server.options is not None]
-    found: dict[Group, list[Measured]] = defaultdict(list)
-    for run in track(usable, "replaying", transient=True):
-        found[Group.of(run)].append(Measured(run, replay(run)))
-    return dict(found)
-
-
-_FIT_COLUMNS = ("machine", "model", "revision", "kernels", "steps follow each other", "newest run", "runs", "steps")
-_FIT_COLUMNS += ("planned alike", "error of a step, held out", "error of a run, held out")
-_SCALE = 1e6  # prices are kept in microseconds
-
-
-def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
-    prices = [*PRICES, *OTHERS]
-    rows: list[list[Cell]] = [
-        [
-            *asdict(fit.group).values(),
-            fit.newest,
-            fit.runs,
-            fit.steps,
-            fit.same_share,
-            fit.step_error,
-            fit.total_error,
-            *(getattr(fit.cost, name) * _SCALE for name in prices),
-        ]
-        for fit in fits
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m simulator.calibrate", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of runs ({RESULTS})")
+    options = parser.parse_args(arguments)
+    console = Console()
+    groups = measured_runs(options.results)
+    if not groups:
+        Console(stderr=True).print(f"error: no runs of phases below {options.results}", style="red")
+        return 2
+    tables = [
+        costs_table([fit_group(group, measured) for group, measured in groups.items()]),
+        predictions_table(predictions(groups)),
     ]
-    return MeasuredTable(
-        name=COSTS,
-        title="prices of what a forward pass computes, from measured steps",
-        setup={"prices": "µs", "fitted to": "the runs beside this table"},
-        columns=[*_FIT_COLUMNS, *(f"{name.removesuffix('_s')}, µs" for name in prices)],
-        rows=rows,
-    )
+    for table in tables:
+        table.print(console)
+        console.print(f"written: {table.save(options.results)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from common.kv import KVPool
+from common.kv import KVPool, KVShape
 from common.models.config import ModelConfig
+from common.models.registry import weight_bytes
 from common.runner import ForwardPass
 
 
@@ -147,37 +148,28 @@ class Device:
 class RooflineCost:
     """Time on a device that nobody has measured: to read the memory or to compute, whichever is longer.
 
-    A pass reads every weight once, and the keys and values of each row's columns; a prompt's are read once a chunk.
+    A pass reads every weight once, and the keys and values of what its rows see; it writes those of its own tokens.
     A weight is multiplied and added once for each token. Sliding windows are not known here: every layer sees all.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        device: Device,
-        *,
-        weight_bytes: int,
-        host_step_s: float = 2e-4,
-        host_row_s: float = 1e-5,
-    ) -> None:
-        self.host_step_s = host_step_s
-        self.host_row_s = host_row_s
-        self.between_s = self.between_row_s = self.arrival_s = self.delivery_s = 0.0
+    host_step_s, host_row_s = 2e-4, 1e-5  # as `benchmarks.host_cost` finds them, about
+    between_s = between_row_s = arrival_s = delivery_s = 0.0
+
+    def __init__(self, model: ModelConfig, device: Device) -> None:
         itemsize = model.dtype.itemsize
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency
         self._flops = device.flops * device.efficiency
-        self._weight_bytes = weight_bytes
-        self._kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize  # a column
-        head = model.vocab_size * model.hidden_size
-        embedding = 0 if model.tie_word_embeddings else head  # looked up, not multiplied
-        self._weights = weight_bytes // itemsize - head - embedding
-        self._head = head
+        self._weight_bytes = weight_bytes(model, model.dtype)
+        self._bytes_a_column = KVShape.of(model, model.dtype).bytes_per_token
+        self._head = model.vocab_size * model.hidden_size  # for rows whose logits are wanted
+        embedding = 0 if model.tie_word_embeddings else self._head  # looked up, not multiplied
+        self._layers = self._weight_bytes // itemsize - self._head - embedding
         self._flops_a_pair = 4 * model.num_layers * model.num_heads * model.head_dim
 
     def pass_s(self, work: Work) -> float:
         rows, columns, held, tokens, pairs, logits = work
-        read = self._weight_bytes + self._kv_bytes * (held + tokens)
-        computed = 2 * (self._weights * (rows + tokens) + self._head * logits)
+        moved = self._weight_bytes + self._bytes_a_column * (held + tokens)
+        computed = 2 * (self._layers * (rows + tokens) + self._head * logits)
         computed += self._flops_a_pair * (columns + pairs)
-        return self._launch_s + max(read / self._bytes_per_s, computed / self._flops)
+        return self._launch_s + max(moved / self._bytes_per_s, computed / self._flops)

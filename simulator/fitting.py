@@ -1,11 +1,13 @@
 """Prices from measured steps: `time = a × passes + b × columns + … `, with no price below zero.
 
-Steps differ a thousandfold in length, and what makes one late (another process, a page fault) only ever adds. So a
-step's error is weighed as that of a count is: by the inverse of what is expected (Poisson regression with an identity
-link). Weighed so, all steps together take as long as they were measured to, however wrong each of them is.
+Steps differ a thousandfold in length, and long ones are off by more. So a step's error is weighed as that
+of a count is: by the inverse of what is expected (Poisson regression with an identity link). Weighed so,
+all steps together take as long as they were measured to, however wrong each of them is.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 ROUNDS = 8  # of weighing anew; the prices stop moving after five or so
-SWEEPS = 10_000
 SHORTEST_S = 1e-5  # a step is expected to take so long at least
 
 
@@ -40,20 +41,24 @@ def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
 
 
 def nonnegative_least_squares(amounts: Floats, seconds: Floats, weights: Floats) -> Floats:
-    """Prices that make the weighted sum of squares least: each in turn is set to its best, until none moves."""
+    """Prices that make the weighted sum of squares least. There are few kinds: every set of them is tried.
+
+    The best prices are those of some set of kinds without a limit, and 0 for the others: of all sets whose prices
+    come out positive, the one that leaves the least error.
+    """
     scale = np.sqrt((weights[:, None] * amounts**2).sum(0))
-    scale[scale == 0] = 1.0
-    scaled = amounts / scale
+    kinds = np.flatnonzero(scale)
+    scaled = amounts[:, kinds] / scale[kinds]
     products = scaled.T @ (weights[:, None] * scaled)
     wanted = scaled.T @ (weights * seconds)
-    prices = np.zeros(len(wanted))
-    kinds = np.flatnonzero(products.diagonal())
-    for _ in range(SWEEPS):
-        moved = 0.0
-        for kind in kinds:
-            best = max(0.0, prices[kind] + (wanted[kind] - products[kind] @ prices) / products[kind, kind])
-            moved = max(moved, abs(best - prices[kind]))
-            prices[kind] = best
-        if moved <= 1e-8 * prices.max():
-            break
-    return prices / scale
+    best, least = np.zeros(len(kinds)), 0.0  # error beyond that of no prices at all
+    for size in range(1, len(kinds) + 1):
+        for chosen in map(list, itertools.combinations(range(len(kinds)), size)):
+            found = np.linalg.lstsq(products[np.ix_(chosen, chosen)], wanted[chosen], rcond=None)[0]
+            error = -float(wanted[chosen] @ found)
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(len(kinds)), error
+                best[chosen] = found
+    prices = np.zeros(amounts.shape[1])
+    prices[kinds] = best / scale[kinds]
+    return prices

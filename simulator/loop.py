@@ -45,7 +45,7 @@ class Server:
     Whoever finds the queue full waits at the door, as a client would who tries again at once.
 
     Attributes:
-        unanswered: prompt and new tokens of the requests that were sent here and not answered.
+        changes: how often anything has happened here.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,12 +54,12 @@ class Server:
             raise TypeError("an engine that computes cannot be simulated: see simulate_engine")
         self.engine = engine
         self.clock, self.cost = runner.clock, runner.cost
-        self.unanswered: dict[str, int] = {}
+        self.changes = 0
         self._door: deque[tuple[float, Request]] = deque()
 
     def send(self, request: Request, time_s: float) -> None:
         self._door.append((time_s + self.cost.arrival_s, request))
-        self.unanswered[request.request_id] = request.max_total_tokens
+        self.changes += 1
 
     def next_s(self) -> float | None:
         """When there is something to do; None: not before somebody comes."""
@@ -71,6 +71,7 @@ class Server:
 
     def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
         """Let in who has come by then, and compute a step if one is due: its outputs; None: none was."""
+        self.changes += 1
         self.clock.wait_until(time_s)
         while self._door and self._door[0][0] <= self.clock.now:
             if not self.engine.add_request(self._door[0][1]):
@@ -82,6 +83,10 @@ class Server:
     def rest(self, tokens: int) -> None:
         """What comes between a step that has handed out so many tokens and the next."""
         self.clock.advance(self.cost.between_s + self.cost.between_row_s * tokens)
+
+    @property
+    def at_the_door(self) -> int:
+        return len(self._door)
 
     @property
     def waiting(self) -> int:
@@ -139,7 +144,7 @@ class _Simulation:
         self._places = itertools.count()  # what happens at the same time happens in the order it was found
         # When each server goes on: an event with another time is out of date.
         self._due: dict[Server, float] = {}
-        self._live: dict[str, tuple[Server, Request]] = {}
+        self._live: dict[str, Request] = {}
         # Each arrival that is not answered: who comes after it.
         self._followers: dict[int, list[Arrival]] = {}
         self._is_reading = True
@@ -185,7 +190,7 @@ class _Simulation:
             )
         request = Request(str(arrival.index), prompt, params(arrival.new_tokens))
         server = self._servers[self._route(prompt, self._servers)]
-        self._live[request.request_id] = server, request
+        self._live[request.request_id] = request
         self._observer.on_sent(arrival, len(prompt), time_s)
         server.send(request, time_s)
         self._schedule(server)
@@ -194,8 +199,7 @@ class _Simulation:
         self._observer.on_outputs(outputs, now)
         for output in outputs:
             if output.finished:
-                server, request = self._live.pop(output.request_id)
-                del server.unanswered[output.request_id]
+                request = self._live.pop(output.request_id)
                 for follower in self._followers.pop(int(output.request_id)):
                     before = request.token_ids if follower.continues else []
                     happen = functools.partial(self._send, follower, [*before, *follower.prompt])

@@ -14,14 +14,23 @@ from benchmarks.metrics import summarize
 from benchmarks.results import Metrics, Run
 from benchmarks.tables import Cell, MeasuredTable
 from simulator.arrivals import Arrival, arrivals_of
-from simulator.calibrate import Group, Measured, cost_of, held_out
-from simulator.cost import Cost
+from simulator.cost import Cost, LinearCost
 from simulator.engine import simulate_engine
 from simulator.loop import run as simulate
 from simulator.observers import Timelines
+from simulator.prices import GROUP, Group, Measured, cost_of, held_out
 from simulator.replay import order_of_arrival, phase_of, plan_of, schedule_options
 
 PREDICTIONS = "simulator_predictions"
+TOLERANCE = 0.15
+WIDE = 4096  # tokens of a pass that is none of the usual ones
+FEW = 20
+
+REASONS = {
+    "wide": "a pass of thousands of tokens decides, and took other than so many times one token's price",
+    "few": "the 99th percentile of so few requests is their slowest, and the simulation knows no bad luck",
+    "queue": "requests come by the clock, so the queue adds up what each step is off by",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class Prediction:
         measured, predicted, held_out: output tokens a second, and TTFT p99 in seconds. Held out: by prices of other
             workloads; None where there are no others.
         spread: of the repeats' own, the largest by the smallest.
+        reason: why a figure is off by more than `TOLERANCE`, as far as the run tells: a key of `REASONS`.
     """
 
     group: Group
@@ -43,6 +53,12 @@ class Prediction:
     predicted: tuple[float, float]
     held_out: tuple[float, float] | None
     spread: tuple[float, float]
+    reason: str = ""
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """By how much of the measured the predicted is off."""
+        return tuple(p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))  # type: ignore[return-value]
 
 
 def arrivals_in(run: Run) -> Iterator[Arrival]:
@@ -86,19 +102,32 @@ def predictions(groups: Mapping[Group, Sequence[Measured]]) -> list[Prediction]:
         for (workload, server, _), runs in columns.items():
             without = others[workload]
             seen = [figures(run.metrics) for run in runs]
-            found.append(
-                Prediction(
-                    group,
-                    workload,
-                    server,
-                    len(runs),
-                    measured=_medians(seen),
-                    predicted=_medians([figures(simulate_run(run, cost)) for run in runs]),
-                    held_out=_medians([figures(simulate_run(run, without)) for run in runs]) if without else None,
-                    spread=(_spread([each for each, _ in seen]), _spread([each for _, each in seen])),
-                )
+            prediction = Prediction(
+                group,
+                workload,
+                server,
+                len(runs),
+                measured=_medians(seen),
+                predicted=_medians([figures(simulate_run(run, cost)) for run in runs]),
+                held_out=_medians([figures(simulate_run(run, without)) for run in runs]) if without else None,
+                spread=(_spread([each for each, _ in seen]), _spread([each for _, each in seen])),
             )
+            if max(map(abs, prediction.errors)) > TOLERANCE:
+                own = [each for each in measured if each.run in runs]
+                prediction = dataclasses.replace(prediction, reason=_reason(own, cost))
+            found.append(prediction)
     return found
+
+
+def _reason(measured: Sequence[Measured], cost: LinearCost) -> str:
+    """What of a run explains best that it was not foreseen."""
+    steps = [step for each in measured for step in each.replay.steps]
+    wide = [step for step in steps if any(work.tokens > WIDE for work in step.works)]
+    off = [step.duration_s / sum(map(cost.pass_s, step.works)) - 1 for step in wide]
+    if off and abs(statistics.median(off)) > TOLERANCE:
+        return "wide"
+    run = measured[0].run
+    return "queue" if run.workload.rate is not None or len(run.requests) >= FEW else "few"
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -117,19 +146,20 @@ def predictions_table(found: Sequence[Prediction]) -> MeasuredTable:
         for figure in (0, 1):
             held_out = each.held_out[figure] if each.held_out is not None else None
             row += [each.measured[figure], each.predicted[figure], held_out, each.spread[figure]]
-        rows.append(row)
+        rows.append([*row, each.reason])
     of_figure = ("measured", "predicted", "predicted, held out", "largest repeat / smallest")
     return MeasuredTable(
         name=PREDICTIONS,
         title="what clients saw, measured and simulated",
         setup={"prices": "of simulator_costs; held out: without the workload's own runs"},
         columns=[
-            *(field.name for field in dataclasses.fields(Group)),
+            *GROUP,
             "workload",
             "server",
             "repeats",
             *(f"output tokens/s, {each}" for each in of_figure),
             *(f"TTFT p99, s, {each}" for each in of_figure),
+            "reason",
         ],
         rows=rows,
     )

@@ -1,9 +1,9 @@
 """A measured run once more: the same engine steps, and what each of them computed.
 
-A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests there were.
-It does not say what its forward passes had to look at. So the phase's own engine goes through the steps again, without
-a model: before each one it is given as many requests as the record counts. Where it then plans what the record says
-was computed, its passes are those that were measured.
+A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests
+there were. It does not say what its forward passes had to look at. So the phase's own engine goes through
+the steps again, without a model: before each one it is given as many requests as the record counts. Where
+it then plans what the record says was computed, its passes are those that were measured.
 
 ```text
 record          step 211   waiting 0   active 5   decode 4   prefill 256           31.2 ms
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.results import RequestRecord, Run
-from benchmarks.workloads import WORKLOADS, PlannedRequest, build
+from benchmarks.workloads import WORKLOADS, PlannedRequest, planned_requests
 from common.config import EngineConfig
 from common.engine import Engine
 from common.phases import PhasePackage, find_phase
@@ -118,7 +118,9 @@ def plan_of(run: Run) -> list[PlannedRequest]:
     """The requests that a run has sent, in the order of their indices, with other texts."""
     info, calibration = run.workload, run.calibration
     factor = calibration.factor if calibration is not None else 1.0
-    return build(WORKLOADS[info.name], Unlike(), seed=info.seed, factor=factor, quick=info.quick)
+    return list(
+        planned_requests(WORKLOADS[info.name], Unlike(), seed=info.seed, factor=factor, quick=info.quick)
+    )
 
 
 def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
@@ -128,14 +130,16 @@ def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
         begin: list[int] = []
         if planned.follows is not None:
             begin = prompts[planned.follows] + [TOKEN] * plan[planned.follows].max_tokens
-        assert not isinstance(planned.prompt, str)
-        prompts.append(begin + planned.prompt)
+        prompts.append(begin + planned.token_ids)
     return prompts
 
 
 def order_of_arrival(run: Run) -> list[RequestRecord]:
-    """A run's requests as the engine got them. Who of a burst comes first is decided by sockets: it is read off from
-    their first tokens, for all phases begin with who came first."""
+    """A run's requests as the engine got them.
+
+    Who of a burst comes first is decided by sockets. It shows in their first tokens: every phase begins
+    with who came first.
+    """
 
     def key(record: RequestRecord) -> tuple[float, float]:
         assert record.sent_s is not None
@@ -177,7 +181,9 @@ class _Replayer:
         return self.result
 
     def _step(self) -> None:
-        started_s, duration_s = (float(self.columns[name][self._place]) for name in ("started_s", "duration_s"))
+        started_s, duration_s = (
+            float(self.columns[name][self._place]) for name in ("started_s", "duration_s")
+        )
         self.cost.works.clear()
         self.clock.wait_until(started_s)
         outputs = self.engine.step()
@@ -185,9 +191,7 @@ class _Replayer:
         is_same = all(getattr(record, name) == self.columns[name][self._place] for name in _COMPARED)
         goes_on = self.engine.next_wake() == self.clock.now
         works = tuple(self.cost.works)
-        self.result.steps.append(
-            ReplayedStep(started_s, duration_s, works, len(outputs), goes_on, is_same)
-        )
+        self.result.steps.append(ReplayedStep(started_s, duration_s, works, len(outputs), goes_on, is_same))
         for output in outputs:
             times = self.records[output.request_id].token_times_s
             place = self.tokens_read[output.request_id]
@@ -221,4 +225,3 @@ def replay(run: Run) -> Replay:
     if run.engine_steps is None or run.server.options is None or not run.engine_steps:
         raise ValueError(f"{run.file_name} has no engine steps, or is no phase's")
     return _Replayer(run).replay()
-

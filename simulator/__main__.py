@@ -1,0 +1,260 @@
+"""`python -m simulator`: a workload through every phase in virtual time, a million requests of it if you like."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.__main__ import parse_options, parse_variant
+from benchmarks.calibrate import reference_capacity
+from benchmarks.environment import cpu_name, describe_environment
+from benchmarks.report import report
+from benchmarks.results import RESULTS, Calibration, Run, ServerInfo, WorkloadInfo
+from benchmarks.servers import Setup, Target, phase_target
+from benchmarks.workloads import WORKLOADS, Lengths, Workload, planned_requests
+from common.engine import Engine
+from common.errors import StartupError
+from common.models.registry import open_checkpoint
+from common.phases import find_phase, phase_names
+from simulator.arrivals import Arrival, Unlike, arrivals_of
+from simulator.cost import Cost, Device, RooflineCost
+from simulator.engine import simulate_engine
+from simulator.loop import run
+from simulator.observers import Summary
+from simulator.prices import find_cost, load_fits, mode_of_config
+from simulator.replay import NO_SCHEDULE, options_of
+from simulator.routing import POLICIES, Routed
+
+_LENGTHS = re.compile(r"([1-9]\d*)\+([1-9]\d*)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options = parser().parse_args(arguments)
+    console = Console()
+    try:
+        simulate(options, console)
+    except (StartupError, ValidationError, ValueError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m simulator",
+        description="Serve a workload with the real schedulers and KV pools of any phase, and no model.",
+    )
+    group = top.add_argument_group("workload")
+    group.add_argument(
+        "--workload",
+        default="mixed",
+        help=f"{', '.join(WORKLOADS)}; or PROMPT+NEW, such as 64+32: that many tokens, all at once (mixed)",
+    )
+    group.add_argument("--requests", type=int, help="how many (the workload's own number)")
+    group.add_argument("--seed", type=int, default=0, help="draws lengths and arrivals (0)")
+    group.add_argument(
+        "--rate", default="auto", help="auto (by the capacity of the first phase), table, or a factor (auto)"
+    )
+    group.add_argument("--poisson", type=float, metavar="RATE", help="instead, so many a second, at random")
+    group = top.add_argument_group("servers, as `benchmarks compare` has them")
+    group.add_argument("--phases", help="numbers or names with commas (all)")
+    group.add_argument(
+        "--model", default="dummy:llama-60m", help="any whose config is at hand (dummy:llama-60m)"
+    )
+    group.add_argument("--slots", type=int, default=8, help="KV memory, in sequences of full length (8)")
+    group.add_argument("--max-seq-len", type=int, default=4096, help="length of a full sequence (4096)")
+    for name, what in (("option", "a further option of a phase, or of all"), ("variant", "one more column")):
+        group.add_argument(f"--{name}", action="append", default=[], metavar="PHASE:NAME[=VALUE]", help=what)
+    group.add_argument("--replicas", type=int, default=1, help="engines behind a router (1)")
+    group.add_argument(
+        "--policy", default="least_loaded", choices=POLICIES, help="the router's (least_loaded)"
+    )
+    group = top.add_argument_group("time")
+    group.add_argument(
+        "--machine", help="prices of a machine whose name begins so (this one, if it was measured; else any)"
+    )
+    group.add_argument("--results", type=Path, default=RESULTS, help=f"folder with prices ({RESULTS})")
+    group.add_argument(
+        "--gpu",
+        metavar="GB/S,TFLOP/S[,EFFICIENCY]",
+        help="instead of prices, a device of so much bandwidth and arithmetic, such as 3350,990,0.6",
+    )
+    return top
+
+
+def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
+    """Simulate what the options ask for and print the table."""
+    setup = Setup(
+        model=options.model,
+        slots=options.slots,
+        max_seq_len=options.max_seq_len,
+        extra=parse_options(options.option),
+    )
+    variants = [parse_variant(text) for text in options.variant]
+    names = options.phases.split(",") if options.phases else [] if variants else phase_names()
+    targets = [phase_target(name.strip(), setup) for name in names]
+    targets += [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
+    if options.replicas < 1:
+        raise ValueError(f"--replicas {options.replicas}: there must be one at least")
+    workload = find_workload(options)
+    servers = [Servers(target, options) for target in targets]
+    calibration = calibrate(workload, servers[0], options)
+    runs = []
+    for each in servers:
+        started = time.perf_counter()
+        found = each.serve(workload, calibration, options.seed)
+        runs.append(found)
+        took = time.perf_counter() - started
+        assert found.metrics is not None
+        console.print(
+            f"{each.target.label}: {found.metrics.requests:,} requests, {found.metrics.duration_s:,.0f} s of "
+            f"theirs in {took:.1f} s ({each.source})",
+            highlight=False,
+        )
+    console.print(report(runs))
+    return runs
+
+
+def find_workload(options: argparse.Namespace) -> Workload:
+    """The workload asked for, with as many requests.
+
+    Raises:
+        ValueError: there is no such workload, or a number is out of its range.
+    """
+    name = options.workload
+    if (lengths := _LENGTHS.fullmatch(name)) is not None:
+        prompt, new = map(int, lengths.groups())
+        prompts = ((1.0, Lengths(prompt, prompt)),)
+        found = Workload(name, 1000, prompts, Lengths(new, new), "burst", "throughput of equal requests")
+    elif name in WORKLOADS:
+        found = WORKLOADS[name]
+    else:
+        raise ValueError(f"--workload: no {name}; there are {', '.join(WORKLOADS)}, and PROMPT+NEW")
+    if options.requests is not None:
+        if options.requests < found.turns:
+            raise ValueError(f"--requests {options.requests}: {found.turns} is the least of {name}")
+        found = dataclasses.replace(found, requests=options.requests)
+    if options.poisson is not None:
+        if not options.poisson > 0 or found.turns > 1:
+            raise ValueError("--poisson: a rate is positive, and conversations have none")
+        found = dataclasses.replace(found, arrivals="poisson", rate=options.poisson)
+    return found
+
+
+class Servers:
+    """One column: a phase's engines and what they cost.
+
+    Attributes:
+        source: where the prices come from.
+    """
+
+    def __init__(self, target: Target, options: argparse.Namespace) -> None:
+        assert target.module is not None
+        self.target = target
+        self.package = find_phase(target.module)
+        own = {name: value for name, value in target.options.items() if name not in NO_SCHEDULE}
+        self.options = options_of(self.package.Config, own)
+        self.replicas, self.policy = options.replicas, options.policy
+        self.cost, self.source = self._cost(options)
+
+    def _cost(self, options: argparse.Namespace) -> tuple[Cost, str]:
+        if options.gpu is not None:
+            return RooflineCost(open_checkpoint(options.model).config, parse_gpu(options.gpu)), options.gpu
+        mode = mode_of_config(self.package.Config(**self.options))
+        fits = load_fits(options.results)
+        machine = options.machine
+        if machine is None:
+            here = any((fit.group.machine, fit.group.model) == (cpu_name(), options.model) for fit in fits)
+            machine = cpu_name() if here else ""
+        fit = find_cost(fits, options.model, mode, machine)
+        return fit.cost, f"prices of {fit.group.machine}, {fit.group.revision}"
+
+    def engines(self, count: int) -> list[Engine]:
+        return [simulate_engine(self.package, self.cost, **self.options) for _ in range(count)]
+
+    def serve(self, workload: Workload, calibration: Calibration, seed: int) -> Run:
+        """A workload to its end."""
+        engines, seen = self.engines(self.replicas), Summary()
+        route = Routed(POLICIES[self.policy](seed))
+        run(engines, arrivals_in(workload, seed, calibration.factor), seen, route=route)
+        rate = None if workload.rate is None else workload.rate * calibration.factor
+        return Run(
+            comparison="simulated",
+            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            status="ok",
+            workload=WorkloadInfo(name=workload.name, arrivals=workload.arrivals, rate=rate, seed=seed),
+            server=ServerInfo(
+                label=self.target.label,
+                order=self.target.order,
+                model=self.target.options["model"],
+                options=self.target.options,
+                variant=self.target.variant,
+            ),
+            calibration=calibration,
+            environment=describe_environment(),
+            metrics=seen.metrics(),
+            server_metrics=seen.server_metrics(engines),
+        )
+
+
+def arrivals_in(workload: Workload, seed: int, factor: float) -> Iterator[Arrival]:
+    plan = planned_requests(workload, Unlike(), seed=seed, factor=factor)
+    return arrivals_of(plan, sequential=workload.arrivals == "sequential")
+
+
+def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace) -> Calibration:
+    """What the table's rate is multiplied by, found as `benchmarks.calibrate` finds it, in virtual time.
+
+    Raises:
+        ValueError: `--rate` is none.
+    """
+    reference = reference_capacity(workload)
+    if reference is None or options.poisson is not None or options.rate == "table":
+        return Calibration(mode="table", factor=1.0)
+    if options.rate != "auto":
+        return Calibration(mode="given", factor=float(options.rate))
+    batch, write = int(servers.options["max_batch_size"]), Unlike()
+    prompt, new = round(workload.mean_prompt_tokens), round(workload.new_tokens.mean)
+    crowd = [Arrival(index, 0.0, write(random.Random(), prompt), new) for index in range(batch)]
+    seconds = run(servers.engines(1), crowd, Summary())
+    capacity = options.replicas * batch / seconds
+    return Calibration(
+        mode="auto",
+        factor=capacity / reference,
+        capacity=capacity,
+        reference=reference,
+        batch=batch,
+        rounds_s=[seconds],
+        measured_on=servers.target.label,
+    )
+
+
+def parse_gpu(text: str) -> Device:
+    """`3350,990` as a device: gigabytes a second, and teraflops.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    try:
+        bandwidth, teraflops, *efficiency = map(float, text.split(","))
+        return Device(bandwidth * 1e9, teraflops * 1e12, *efficiency)
+    except (ValueError, TypeError):
+        raise ValueError(f"--gpu {text}: expected GB/S,TFLOP/S, such as 3350,990") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

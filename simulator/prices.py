@@ -1,0 +1,286 @@
+"""What a pass costs on the machines that runs were measured on: from runs to prices, and to a table of them.
+
+Runs of one machine, model and revision are replayed (`simulator.replay`), and a price is found for each thing that
+a pass computes (`simulator.fitting`).
+
+A price that was fitted to the run it is tried on flatters itself. So errors are those of prices *held out*: of each
+workload, by what the other workloads alone say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from benchmarks.results import Run, load_runs, run_folders
+from benchmarks.tables import Cell, MeasuredTable, load_tables
+from common.config import EngineConfig
+from simulator.cost import LinearCost, Work
+from simulator.fitting import Floats, fit_prices
+from simulator.replay import Replay, phase_of, replay, schedule_options
+
+QUANTITIES = ("passes", *Work._fields)
+PRICES = ("pass_base_s", "row_s", "column_s", "held_s", "token_s", "pair_s", "logit_s")
+COSTS = "simulator_costs"
+OTHERS = ("between_s", "between_row_s", "arrival_s", "delivery_s")
+
+#: How steps follow each other, for each has its own cost on the host. Steps in flight are read two steps later.
+SYNCHRONOUS, ONE_BY_ONE, PIPELINED = "synchronous", "one by one", "pipelined"
+LAG = 2
+
+TYPICAL_ARRIVAL_S = 0.0025  # where no run has a request that came to an idle engine
+ALONE_S = 0.1  # nobody else came within this time
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs whose steps cost the same.
+
+    Attributes:
+        machine: the processor, or the GPU.
+        model: its name.
+        revision: of the code that was measured.
+        kernels: "native", or "torch".
+        mode: how steps follow each other.
+    """
+
+    machine: str
+    model: str
+    revision: str
+    kernels: str
+    mode: str
+
+    @classmethod
+    def of(cls, run: Run) -> Group:
+        environment, options = run.environment, run.server.options or {}
+        return cls(
+            machine=environment["gpu"] or environment["cpu"],
+            model=run.server.model,
+            revision=environment["git"] or "",
+            kernels="torch" if "no-native-kernels" in options else "native",
+            mode=mode_of(run),
+        )
+
+
+def mode_of(run: Run) -> str:
+    return mode_of_config(phase_of(run).Config(**schedule_options(run)))
+
+
+def mode_of_config(config: EngineConfig) -> str:
+    """How the steps of a phase with these options follow each other."""
+    depth = getattr(config, "pipeline_depth", None)
+    return SYNCHRONOUS if depth is None else PIPELINED if depth else ONE_BY_ONE
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A group's prices.
+
+    Attributes:
+        newest: when the latest of its runs was started.
+        steps: how many there were.
+        same_share: of them, those in which the engine planned what was measured.
+        step_error: of a step's predicted time, the median, by prices of other workloads; None where there are none.
+        total_error: of all steps of a run together, likewise.
+    """
+
+    group: Group
+    cost: LinearCost
+    newest: str
+    runs: int
+    steps: int
+    same_share: float
+    step_error: float | None
+    total_error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run, replayed."""
+
+    run: Run
+    replay: Replay
+
+    @property
+    def times(self) -> tuple[Floats, Floats]:
+        """What each step computed [steps, kinds], and how long it took: until the next one's beginning, where steps
+        overlap."""
+        steps = self.replay.steps
+        amounts: list[list[float]] = []
+        seconds: list[float] = []
+        if mode_of(self.run) == PIPELINED:
+            for before, step, following, behind in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
+                if before.works and step.works and following.works and step.goes_on and following.goes_on:
+                    amounts.append(_amounts(before.works))
+                    seconds.append(behind.started_s - following.started_s)
+        else:
+            for step in steps:
+                if step.works and step.is_same:
+                    amounts.append(_amounts(step.works))
+                    seconds.append(step.duration_s)
+        return np.array(amounts, dtype=float).reshape(-1, len(QUANTITIES)), np.array(seconds)
+
+    @property
+    def pauses(self) -> tuple[Floats, Floats]:
+        """Tokens handed out by each step [steps, 2], beside ones, and how long it was until the next."""
+        pairs = zip(self.replay.steps, self.replay.steps[1:], strict=False)
+        found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]
+        if mode_of(self.run) == PIPELINED:
+            found = []  # part of a step's time
+        tokens = np.array([[1.0, each] for each, _ in found]).reshape(-1, 2)
+        return tokens, np.array([max(0.0, pause) for _, pause in found])
+
+
+def _amounts(works: Iterable[Work]) -> list[float]:
+    total = [0.0] * len(QUANTITIES)
+    for work in works:
+        for kind, amount in enumerate((1, *work)):
+            total[kind] += amount
+    return total
+
+
+# ---------------------------------------------------------------------- prices
+
+
+def cost_of(measured: Sequence[Measured]) -> LinearCost:
+    """The prices that runs of one group are best explained by.
+
+    Raises:
+        ValueError: none of them has a step that could be used.
+    """
+    amounts, seconds = _together([each.times for each in measured])
+    prices = fit_prices(amounts, seconds)
+    tokens, pauses = _together([each.pauses for each in measured])
+    between, between_row = fit_prices(tokens, pauses) if len(pauses) else (0.0, 0.0)
+    deliveries = [each for one in measured for each in one.replay.deliveries_s]
+    arrivals = [each for one in measured for each in lone_arrivals(one)]
+    return LinearCost(
+        **dict(zip(PRICES, map(float, prices), strict=True)),
+        between_s=float(between),
+        between_row_s=float(between_row),
+        arrival_s=max(0.0, statistics.median(arrivals)) if arrivals else TYPICAL_ARRIVAL_S,
+        delivery_s=max(0.0, statistics.median(deliveries)) if deliveries else 0.0,
+    )
+
+
+def _together(found: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    return np.concatenate([each for each, _ in found]), np.concatenate([each for _, each in found])
+
+
+def lone_arrivals(measured: Measured) -> list[float]:
+    """How long requests took to an idle engine, of those that came alone. Phase 4 waits for company."""
+    run = measured.run
+    sent = sorted(record.sent_s for record in run.requests if record.sent_s is not None)
+    is_crowded = any(later - earlier < ALONE_S for earlier, later in itertools.pairwise(sent))
+    return [] if is_crowded or phase_of(run).PHASE.number == 4 else measured.replay.arrivals_s
+
+
+def fit_group(group: Group, measured: Sequence[Measured]) -> Fit:
+    """A group's prices, and how far off they would be for a workload that had no part in them."""
+    cost = cost_of(measured)
+    step_errors: list[float] = []
+    total_errors: list[float] = []
+    for workload, others in held_out(measured).items():
+        if others is None:
+            continue
+        for each in measured:
+            if each.run.workload.name == workload:
+                amounts, seconds = each.times
+                expected = amounts @ np.array([getattr(others, name) for name in PRICES])
+                step_errors += list(np.abs(expected / seconds - 1))
+                total_errors.append(abs(float(expected.sum() / seconds.sum()) - 1))
+    steps = [step for each in measured for step in each.replay.steps]
+    return Fit(
+        group=group,
+        cost=cost,
+        newest=max(each.run.started_at for each in measured),
+        runs=len(measured),
+        steps=len(steps),
+        same_share=sum(step.is_same for step in steps) / len(steps),
+        step_error=statistics.median(step_errors) if step_errors else None,
+        total_error=statistics.median(total_errors) if total_errors else None,
+    )
+
+
+def held_out(measured: Sequence[Measured]) -> Mapping[str, LinearCost | None]:
+    """For each workload, the prices that the others alone give; None where there is no other."""
+    found: dict[str, LinearCost | None] = {}
+    for workload in sorted({each.run.workload.name for each in measured}):
+        others = [each for each in measured if each.run.workload.name != workload]
+        found[workload] = cost_of(others) if others else None
+    return found
+
+
+# ---------------------------------------------------------------------- from and to files
+
+
+def measured_runs(results: Path) -> dict[Group, list[Measured]]:
+    """All phases' runs below a folder that are complete, replayed, by what their steps cost alike."""
+    runs = [run for folder in run_folders(results) for run in load_runs(folder)]
+    usable = [
+        run for run in runs if run.status == "ok" and run.engine_steps and run.server.options is not None
+    ]
+    found: dict[Group, list[Measured]] = defaultdict(list)
+    for run in track(usable, "replaying", transient=True):
+        found[Group.of(run)].append(Measured(run, replay(run)))
+    return dict(found)
+
+
+GROUP = ("machine", "model", "revision", "kernels", "steps")
+_FOUND = ("newest run", "runs", "steps measured", "planned alike", "error of a step", "error of a run")
+_PER_SECOND = 1e6  # prices are kept in microseconds
+
+
+def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
+    """Fits as a file keeps them."""
+    rows: list[list[Cell]] = []
+    for fit in fits:
+        found = (fit.newest, fit.runs, fit.steps, fit.same_share, fit.step_error, fit.total_error)
+        prices = (getattr(fit.cost, name) * _PER_SECOND for name in (*PRICES, *OTHERS))
+        rows.append([*astuple(fit.group), *found, *prices])
+    return MeasuredTable(
+        name=COSTS,
+        title="what a pass costs, from measured steps",
+        setup={"errors": "by prices of other workloads, median", "fitted to": "the runs beside this table"},
+        columns=[*GROUP, *_FOUND, *(f"{name.removesuffix('_s')}, µs" for name in (*PRICES, *OTHERS))],
+        rows=rows,
+    )
+
+
+def load_fits(results: Path) -> list[Fit]:
+    """The fits in the newest table below a folder of results, newest runs first; none where there is no table."""
+    table = next((table for table in load_tables(results) if table.name == COSTS), None)
+    fits = [_read_fit(row) for row in table.rows] if table is not None else []
+    return sorted(fits, key=lambda fit: fit.newest, reverse=True)
+
+
+def _read_fit(row: list[Any]) -> Fit:
+    group, found = Group(*row[: len(GROUP)]), row[len(GROUP) : len(GROUP) + len(_FOUND)]
+    prices = row[len(GROUP) + len(_FOUND) :]
+    named = zip((*PRICES, *OTHERS), prices, strict=True)
+    return Fit(group, LinearCost(**{name: price / _PER_SECOND for name, price in named}), *found)
+
+
+def find_cost(fits: Sequence[Fit], model: str, mode: str, machine: str) -> Fit:
+    """The newest prices for a model and a mode; those of a machine, if its name begins so.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for fit in fits:
+        if (fit.group.model, fit.group.mode) == (model, mode) and fit.group.machine.startswith(machine):
+            return fit
+    known = sorted({f"{fit.group.model} on {fit.group.machine}, {fit.group.mode}" for fit in fits})
+    raise ValueError(
+        f"nothing was measured of {model}{f' on {machine}' if machine else ''} with steps {mode}: measure it "
+        "(`make compare`) and fit prices (`python -m simulator.calibrate`), or describe a GPU with --gpu. There "
+        f"are {'; '.join(known) or 'none at all'}"
+    )

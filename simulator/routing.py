@@ -1,0 +1,63 @@
+"""The policies of `cluster.policy` before simulated servers: what a router knows is read off the engines."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+
+from cluster.policy import POLICIES, Load, Policy, prefix_keys
+from simulator.loop import Server
+
+__all__ = ["POLICIES", "Routed"]
+
+
+class Routed:
+    """Asks a policy for each prompt. Loads are as they are when it is asked, not as they were last reported.
+
+    Attributes:
+        decisions: how many there were.
+        seconds: what they took, on the machine's own clock: the policy, and the keys that it is given.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.decisions = 0
+        self.seconds = 0.0
+        self._names: dict[str, int] = {}
+        self._loads: dict[str, Load] = {}
+        self._seen: list[int] = []  # each server's changes that its load knows of
+
+    def __call__(self, prompt: Sequence[int], servers: Sequence[Server]) -> int:
+        if len(servers) == 1:
+            return 0
+        loads = self._loads_of(servers)
+        text = array("i", prompt).tobytes()  # 64 bytes are 16 token ids: a block
+        started = time.perf_counter()
+        name = self.policy.choose(prefix_keys(text), loads)
+        self.seconds += time.perf_counter() - started
+        self.decisions += 1
+        return self._names[name]
+
+    def _loads_of(self, servers: Sequence[Server]) -> Mapping[str, Load]:
+        """Brought up to date where something has happened."""
+        if not self._names:
+            self._names = {f"replica {place:04}": place for place in range(len(servers))}
+            self._seen = [-1] * len(servers)
+        for (name, place), server in zip(self._names.items(), servers, strict=True):
+            if self._seen[place] != server.changes:
+                self._seen[place] = server.changes
+                self._loads[name] = load_of(server)
+        return self._loads
+
+
+def load_of(server: Server) -> Load:
+    """What a replica would say of itself."""
+    engine = server.engine
+    return Load(
+        seats=engine.config.max_batch_size,
+        active=len(engine.scheduler.active),
+        waiting=server.waiting,
+        queue_room=engine.scheduler.queue_room() - server.at_the_door,
+        kv_use=engine.runner.pool.reserved_tokens / engine.config.kv_tokens(),
+    )
