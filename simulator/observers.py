@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from benchmarks.metrics import GOOD_SHARE
 from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
@@ -78,12 +77,20 @@ class Distribution:
         self._counts[math.floor(math.log(seconds) * self.FINE) if seconds > 0 else -(2**31)] += 1
 
     def percentile(self, share: float) -> float:
-        """The value below which this share of the values lies, at least one being there."""
+        """As `benchmarks.metrics.percentile`: between two values, on the line that joins them."""
         place = share * (self.count - 1)
-        keys = sorted(self._counts)
-        reached = accumulate(self._counts[key] for key in keys)
-        key = next(key for key, count in zip(keys, reached, strict=True) if count > place)
-        return min(math.exp((key + 0.5) / self.FINE), self.max)
+        below = math.floor(place)
+        low, high = self._at(below), self._at(min(below + 1, self.count - 1))
+        return low + (place - below) * (high - low)
+
+    def _at(self, rank: int) -> float:
+        """The value that so many others are not above."""
+        reached = 0
+        for key in sorted(self._counts):
+            reached += self._counts[key]
+            if reached > rank:
+                return min(math.exp((key + 0.5) / self.FINE), self.max)
+        raise IndexError(f"there are {self.count} values, and none with the rank {rank}")
 
     def percentiles(self) -> Percentiles | None:
         """None where there is nothing."""

@@ -66,7 +66,8 @@ class SimulatedRunner(Runner):
             for request in done.requests
             if not request.is_terminal
         ]
-        self.clock.advance(self.cost.host_step_s + self.cost.host_row_s * len(outputs))
+        if launched.sampled:  # not in a step that only lets go of those who are done
+            self.clock.advance(self.cost.host_step_s + self.cost.host_row_s * len(outputs))
         self.register_prefixes(launched.plan)
         return outputs
 

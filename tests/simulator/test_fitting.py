@@ -1,0 +1,159 @@
+"""Prices that are known come out again, and a committed run's steps are planned as they were measured."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.results import Run, load_runs
+from simulator import LinearCost, Work
+from simulator.cost import Device, RooflineCost
+from simulator.fitting import fit_prices
+from simulator.observers import Distribution
+from simulator.predict import figures, simulate_run
+from simulator.prices import (
+    PRICES,
+    SYNCHRONOUS,
+    Fit,
+    Group,
+    Measured,
+    cost_of,
+    costs_table,
+    find_cost,
+    fit_group,
+    load_fits,
+)
+from simulator.replay import options_of, replay
+
+RUNS = Path("benchmarks/results")
+
+
+def committed(name: str) -> Run:
+    return Run.model_validate_json((RUNS / f"{name}.json").read_bytes())
+
+
+def test_known_prices_are_found() -> None:
+    rng = np.random.default_rng(0)
+    amounts = rng.integers(0, 300, (4000, 5)).astype(float)
+    amounts[:, 0] = 1
+    prices = np.array([8e-3, 0.0, 1e-6, 4e-4, 2e-5])
+    seconds = amounts @ prices * rng.normal(1, 0.05, len(amounts))
+    found = fit_prices(amounts, seconds)
+    assert found == pytest.approx(prices, rel=0.05, abs=2e-6)
+    assert (found >= 0).all()
+    assert (amounts @ found).sum() == pytest.approx(seconds.sum())  # however wrong each step is
+
+
+def test_a_price_that_would_be_negative_is_none() -> None:
+    amounts = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    found = fit_prices(amounts, np.array([3.0, 2.0, 1.0]))
+    assert found[1] == 0.0
+    assert found[0] == pytest.approx(2.0)
+
+
+def test_what_no_step_has_costs_nothing() -> None:
+    assert fit_prices(np.array([[2.0, 0.0], [4.0, 0.0]]), np.array([1.0, 2.0])) == pytest.approx([0.5, 0.0])
+    with pytest.raises(ValueError, match="no steps"):
+        fit_prices(np.zeros((0, 2)), np.zeros(0))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixed-llama-60m-20261121-182212-phase-4-r1",
+        "mixed-llama-60m-20261121-182212-phase-5-r1",
+        "mixed-llama-60m-20261121-182212-phase-6-r1",
+        "peers/multi_turn-llama-60m-20261122-065526-phase-8-r1",
+        "mixed-llama-60m-20261122-083229-phase-9-r1",
+    ],
+)
+def test_a_measured_run_is_planned_alike_in_every_step(name: str) -> None:
+    run = committed(name)
+    found = replay(run)
+    assert run.server_metrics is not None
+    assert len(found.steps) == run.server_metrics.steps
+    assert found.same_share == 1.0
+    assert sum(step.tokens for step in found.steps) == sum(record.completion_tokens for record in run.requests)
+    assert all(work.held <= work.columns for step in found.steps for work in step.works)
+
+
+def test_a_run_with_another_schedule_is_noticed() -> None:
+    run = committed("mixed-llama-60m-20261121-182212-phase-6-r1")
+    assert run.server.options is not None
+    run.server.options["max-batch-size"] = "7"
+    assert replay(run).same_share < 0.9
+
+
+def test_prices_of_a_run_predict_it() -> None:
+    run = committed("mixed-llama-60m-20261122-083229-phase-8-r1")
+    measured = [Measured(run, replay(run))]
+    tokens_per_s, ttft_s = figures(run.metrics)
+    predicted = figures(simulate_run(run, cost_of(measured)))
+    assert predicted == pytest.approx((tokens_per_s, ttft_s), rel=0.15)
+    fit = fit_group(Group.of(run), measured)
+    assert (fit.step_error, fit.total_error) == (None, None)  # no other workload to tell
+
+
+def test_fits_survive_their_file(tmp_path: Path) -> None:
+    cost = LinearCost(pass_base_s=1e-3, held_s=2e-7, between_row_s=3e-5)
+    fits = [
+        Fit(Group("machine", "dummy:x", revision, "native", SYNCHRONOUS), cost, newest, 3, 99, 1.0, 0.1, None)
+        for revision, newest in (("abc", "2026-01-01"), ("def", "2026-02-01"))
+    ]
+    assert load_fits(tmp_path) == []
+    costs_table(fits).save(tmp_path)
+    read = load_fits(tmp_path)
+    assert [fit.group.revision for fit in read] == ["def", "abc"]  # newest first
+    for name in PRICES:
+        assert getattr(read[0].cost, name) == pytest.approx(getattr(cost, name))
+    assert find_cost(read, "dummy:x", SYNCHRONOUS, "mach").group.revision == "def"
+    with pytest.raises(ValueError, match="nothing was measured of dummy:y"):
+        find_cost(read, "dummy:y", SYNCHRONOUS, "")
+
+
+def test_every_committed_file_of_prices_is_read() -> None:
+    assert {fit.group.mode for fit in load_fits(RUNS)} >= {SYNCHRONOUS}
+
+
+def test_options_as_a_config_takes_them() -> None:
+    from phase7_chunked import Config
+
+    given = {"max-batch-size": "24", "no-mixed-batches": "", "prefill-token-budget": "none"}
+    found = options_of(Config, given)
+    assert found == {"max_batch_size": "24", "mixed_batches": False, "prefill_token_budget": None}
+    assert Config(**found).max_batch_size == 24
+
+
+def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
+    from common.models.registry import open_checkpoint
+
+    cost = RooflineCost(open_checkpoint("dummy:llama-3.2-1b").config, Device(1e12, 1e14, 1.0, launch_s=0.0))
+    weights_s = 1_235_814_400 * 2 / 1e12
+    alone, eight = (cost.pass_s(Work(rows, 0, 0, 0, 0, rows)) for rows in (1, 8))
+    assert alone == eight == pytest.approx(weights_s, rel=1e-3)  # eight cost what one does
+    assert cost.pass_s(Work(0, 0, 0, 4096, 0, 1)) > 10 * weights_s  # a prompt computes
+    more = cost.pass_s(Work(8, 80_000, 80_000, 0, 0, 8))
+    shared = cost.pass_s(Work(8, 80_000, 10_000, 0, 0, 8))
+    assert weights_s < shared < more
+
+
+def test_percentiles_of_many_in_little_room() -> None:
+    distribution = Distribution()
+    values = [1e-4 * 1.01**place for place in range(1000)]
+    for value in values:
+        distribution.add(value)
+    distribution.add(0.0)
+    for share in (0.0, 0.5, 0.99):
+        expected = sorted([0.0, *values])[round(share * 1000)]
+        assert distribution.percentile(share) == pytest.approx(expected, rel=2e-3, abs=1e-9)
+    assert distribution.max == max(values)
+    assert Distribution().percentiles() is None
+
+
+def test_runs_that_are_committed_are_all_usable() -> None:
+    """Every phase's run has kept its steps: one that had not would fall out of the tables unseen."""
+    runs = itertools.chain(load_runs(RUNS / "random-weights"), load_runs(RUNS / "sweeps"))
+    assert all(run.engine_steps for run in runs if run.server.label.startswith("phase") and run.status == "ok")

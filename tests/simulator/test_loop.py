@@ -1,0 +1,220 @@
+"""Clients and engines in virtual time: who comes, who waits, and that everything comes to its end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks.metrics import summarize
+from benchmarks.workloads import WORKLOADS, planned_requests
+from common.engine import Engine
+from simulator import (
+    Arrival,
+    LinearCost,
+    Server,
+    Timelines,
+    Unlike,
+    arrivals_of,
+    run,
+    simulate_engine,
+)
+from simulator.observers import Summary
+from tests.engine_helpers import assert_all_free
+
+PHASES = (4, 5, 6, 7, 8, 9)
+COST = LinearCost(
+    pass_base_s=0.01,
+    column_s=1e-6,
+    token_s=1e-4,
+    pair_s=1e-8,
+    logit_s=2e-4,
+    host_step_s=1e-3,
+    between_s=1e-4,
+    arrival_s=2e-3,
+    delivery_s=1e-3,
+)
+
+
+def engine(phase: int, cost: LinearCost = COST, **options: Any) -> Engine:
+    options = {"max_seq_len": 256, "max_batch_size": 4} | options
+    return simulate_engine(phase, cost, **options)
+
+
+def tight(phase: int) -> Engine:
+    """So little memory that whoever grows is in somebody's way, where memory comes in blocks."""
+    blocks = {"block_size": 4, "num_blocks": 60} if phase >= 6 else {}
+    return engine(phase, max_waiting_requests=3, **blocks)
+
+
+def crowd(count: int, seed: int = 0) -> list[Arrival]:
+    rng = random.Random(seed)
+    times = sorted(rng.uniform(0, count * 0.05) for _ in range(count))
+    shared = list(range(1, 41))
+    write = Unlike()
+    prompts = [(shared if i % 2 else []) + write(rng, rng.randint(1, 90)) for i in range(count)]
+    return [Arrival(i, times[i], prompts[i], rng.randint(1, 60)) for i in range(count)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_request_ends_once_and_all_memory_comes_back(phase: int) -> None:
+    simulated, seen = tight(phase), Timelines()
+    arrivals = crowd(60)
+    run(simulated, arrivals, seen)
+    assert sorted(record.index for record in seen.requests) == list(range(60))
+    for record in seen.requests:
+        wanted = arrivals[record.index].new_tokens
+        assert len(record.token_times_s) == record.completion_tokens == wanted
+        assert record.token_times_s == sorted(record.token_times_s)
+        assert record.sent_s is not None
+        assert record.sent_s < record.token_times_s[0]
+        assert record.finished_s == record.token_times_s[-1]
+    counters = simulated.telemetry.counters
+    assert (counters.requests_added, counters.requests_finished) == (60, 60)
+    assert counters.preemptions > 0 or phase < 6
+    assert_all_free(simulated)
+    starts = [step.started_s for step in seen.steps]
+    assert starts == sorted(starts)
+    assert sum(step.prefill_tokens for step in seen.steps) == counters.prefill_tokens
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_same_arrivals_take_the_same_course(phase: int) -> None:
+    first, second = Timelines(), Timelines()
+    for seen in (first, second):
+        run(tight(phase), crowd(30), seen)
+    assert first == second
+
+
+def test_time_is_what_the_cost_says() -> None:
+    """One request alone, step by step."""
+    seen = Timelines()
+    run(engine(7, prefill_chunk_size=8), [Arrival(0, 1.0, range(12), 2)], seen)
+    chunks = [  # pass, then reading its token
+        0.01 + 8 * 1e-4 + 36e-8 + 1e-3,
+        0.01 + 4 * 1e-4 + (9 + 10 + 11 + 12) * 1e-8 + 2e-4 + 1e-3,
+        0.01 + 13 * 1e-6 + 2e-4 + 1e-3,
+        0.0,  # lets go of it
+    ]
+    assert [step.duration_s for step in seen.steps] == pytest.approx(chunks)
+    begin = 1.0 + 2e-3
+    first = begin + chunks[0] + 1e-4 + chunks[1] + 1e-3
+    assert seen.requests[0].token_times_s == pytest.approx([first, first + 1e-4 + chunks[2]])
+
+
+def test_a_pipelined_engine_hides_the_host() -> None:
+    """With two steps in flight a step takes the longer of pass and host, not both."""
+
+    def gap(phase: int, host_s: float, **options: Any) -> float:
+        seen = Timelines()
+        cost = LinearCost(pass_base_s=0.01, host_step_s=host_s)
+        run(engine(phase, cost, **options), [Arrival(0, 0.0, range(8), 40)], seen)
+        return seen.requests[0].gaps_s[20]
+
+    assert gap(8, 0.004) == pytest.approx(0.014)
+    assert gap(9, 0.004, pipeline_depth=0) == pytest.approx(0.014)
+    assert gap(9, 0.004) == pytest.approx(0.01)
+    assert gap(9, 0.03) == pytest.approx(0.03)
+
+
+def test_a_static_batch_waits_for_company_in_virtual_time() -> None:
+    seen = Timelines()
+    cost = LinearCost(pass_base_s=0.01)
+    run(engine(4, cost, batch_wait_timeout_s=5.0), [Arrival(0, 0.0, range(8), 1)], seen)
+    assert seen.requests[0].ttft_s == pytest.approx(5.01)
+
+
+def test_clients_that_wait_for_an_answer() -> None:
+    seen = Timelines()
+    arrivals = [
+        Arrival(0, 0.0, range(8), 5),
+        Arrival(1, 0.5, range(100, 106), 3, after=0, continues=True),
+        Arrival(2, 0.0, range(200, 204), 3, after=1),
+    ]
+    run(engine(8), arrivals, seen)
+    first, second, third = seen.requests
+    assert (first.prompt_tokens, second.prompt_tokens, third.prompt_tokens) == (8, 8 + 5 + 6, 4)
+    assert first.finished_s is not None
+    assert second.sent_s == pytest.approx(first.finished_s + 0.5)
+    assert third.sent_s == second.finished_s
+
+
+def test_a_chat_finds_what_was_said_before() -> None:
+    simulated = engine(8, block_size=4)
+    prompt = list(range(32))
+    run(
+        simulated,
+        [Arrival(0, 0.0, prompt, 9), Arrival(1, 0.0, [99] * 4, 2, after=0, continues=True)],
+        Timelines(),
+    )
+    assert simulated.telemetry.counters.cached_tokens == 40  # 32 + 9, whose last was not computed
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "message"),
+    [
+        ([Arrival(0, 0.0, range(250), 7)], "250 tokens and asks for 7; 256"),
+        ([Arrival(0, 0.0, range(5), 7), Arrival(1, 0.0, range(5), 7, after=5)], "comes after 5"),
+    ],
+)
+def test_what_cannot_be_served_is_said(arrivals: Sequence[Arrival], message: str) -> None:
+    simulated = engine(7)
+    with pytest.raises(ValueError, match=message):
+        run(simulated, arrivals, Timelines())
+    run(simulated, [Arrival(9, 0.0, range(5), 7)], seen := Timelines())
+    assert seen.requests[-1].completion_tokens == 7
+
+
+def test_an_engine_that_computes_is_refused() -> None:
+    from tests.engine_helpers import build
+
+    with pytest.raises(TypeError, match="simulate_engine"):
+        run(build("chunked"), [], Timelines())
+
+
+def test_more_than_there_is_room_for_is_read_as_others_leave() -> None:
+    """A burst of any size: what waits outside is not a request yet."""
+    drawn = 0
+
+    def burst() -> Any:
+        nonlocal drawn
+        for index in range(500):
+            drawn += 1
+            yield Arrival(index, 0.0, range(8), 4)
+
+    most = 0
+
+    class Watching(Timelines):
+        def on_step(self, server: Server, record: Any) -> None:
+            nonlocal most
+            most = max(most, drawn - sum(r.finished_s is not None for r in self.requests))
+
+    seen = Watching()
+    run(engine(5, max_waiting_requests=10), burst(), seen)
+    assert len(seen.requests) == 500
+    assert most <= 4 + 10 + 4 + 1  # seats, queue, answers on their way, and the one that is looked at
+    assert {record.sent_s for record in seen.requests} == {0.0}
+
+
+@pytest.mark.parametrize("name", ["mixed", "chunked_prefill", "multi_turn", "baseline"])
+def test_a_summary_has_the_numbers_of_the_timelines(name: str) -> None:
+    workload, both = WORKLOADS[name], (Timelines(), Summary())
+    engines = []
+    for seen in both:
+        engines.append(simulate_engine(8, COST, max_batch_size=6, model="dummy:llama-60m"))
+        plan = planned_requests(workload, Unlike())
+        run(engines[-1], arrivals_of(plan, sequential=name == "baseline"), seen)
+    timelines, summary = both
+    exact = summarize(timelines.requests, slo_ttft_s=2.0, slo_itl_s=0.2).model_dump()
+    found = summary.metrics().model_dump()
+    for metric, value in exact.items():
+        if isinstance(value, dict):
+            assert found[metric] == pytest.approx(value, rel=2e-3)
+        else:
+            assert found[metric] == pytest.approx(value), metric
+    server = summary.server_metrics(engines[1:])
+    assert server.steps == len(timelines.steps)
+    assert server.prefill_tokens == sum(step.prefill_tokens for step in timelines.steps)
+    assert server.kv_used_max == max(step.kv_used_tokens for step in timelines.steps)
