@@ -153,6 +153,9 @@ def _amounts(works: Iterable[Work]) -> list[float]:
 def cost_of(measured: Sequence[Measured]) -> LinearCost:
     """The prices that runs of one group are best explained by.
 
+    What always comes together in them cannot be told apart, and shares a price: columns seen and columns held,
+    where nobody shares any; rows and passes, where all passes have as many.
+
     Raises:
         ValueError: none of them has a step that could be used.
     """
@@ -244,7 +247,7 @@ def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
     rows: list[list[Cell]] = []
     for fit in fits:
         found = (fit.newest, fit.runs, fit.steps, fit.same_share, fit.step_error, fit.total_error)
-        prices = (getattr(fit.cost, name) * _PER_SECOND for name in (*PRICES, *OTHERS))
+        prices = (_rounded(getattr(fit.cost, name) * _PER_SECOND) for name in (*PRICES, *OTHERS))
         rows.append([*astuple(fit.group), *found, *prices])
     return MeasuredTable(
         name=COSTS,
@@ -253,6 +256,10 @@ def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
         columns=[*GROUP, *_FOUND, *(f"{name.removesuffix('_s')}, µs" for name in (*PRICES, *OTHERS))],
         rows=rows,
     )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def load_fits(results: Path) -> list[Fit]:

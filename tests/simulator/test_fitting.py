@@ -76,7 +76,9 @@ def test_a_measured_run_is_planned_alike_in_every_step(name: str) -> None:
     assert run.server_metrics is not None
     assert len(found.steps) == run.server_metrics.steps
     assert found.same_share == 1.0
-    assert sum(step.tokens for step in found.steps) == sum(record.completion_tokens for record in run.requests)
+    assert sum(step.tokens for step in found.steps) == sum(
+        record.completion_tokens for record in run.requests
+    )
     assert all(work.held <= work.columns for step in found.steps for work in step.works)
 
 
@@ -156,4 +158,6 @@ def test_percentiles_of_many_in_little_room() -> None:
 def test_runs_that_are_committed_are_all_usable() -> None:
     """Every phase's run has kept its steps: one that had not would fall out of the tables unseen."""
     runs = itertools.chain(load_runs(RUNS / "random-weights"), load_runs(RUNS / "sweeps"))
-    assert all(run.engine_steps for run in runs if run.server.label.startswith("phase") and run.status == "ok")
+    assert all(
+        run.engine_steps for run in runs if run.server.label.startswith("phase") and run.status == "ok"
+    )
