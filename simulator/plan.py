@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -38,7 +39,8 @@ from simulator.routing import POLICIES, Routed
 NAME = "simulator_replicas"
 PHASE, MODEL = 8, "dummy:llama-60m"
 REPLICAS = (1, 4, 16, 64, 256, 1000)
-OPTIONS = {"max_batch_size": 24, "num_blocks": 2048, "block_size": 16, "max_seq_len": 4096}
+REQUESTS = 24  # for each
+OPTIONS: dict[str, Any] = {"max_batch_size": 24, "num_blocks": 2048, "block_size": 16, "max_seq_len": 4096}
 
 COLUMNS = [
     *("replicas", "policy", "requests", "requests/s sent", "output tokens/s", "TTFT p50, s", "TTFT p99, s"),
@@ -63,7 +65,7 @@ class Traffic:
     shared: int = 1024
     own: int = 64
     new: int = 64
-    requests: int = 24
+    requests: int = REQUESTS
     load: float = 1.0
 
     def arrivals(self, replicas: int, rate: float, seed: int) -> Iterator[Arrival]:
@@ -79,7 +81,8 @@ class Traffic:
 def capacity(cost: Cost, traffic: Traffic) -> float:
     """Requests a second that one replica serves when its seats are full and nothing is found in its cache."""
     engine = simulate_engine(PHASE, cost, model=MODEL, **OPTIONS)
-    count, write = 4 * OPTIONS["max_batch_size"], Unlike()
+    count: int = 4 * OPTIONS["max_batch_size"]
+    write = Unlike()
     prompts = [write(random.Random(), traffic.shared + traffic.own) for _ in range(count)]
     crowd = [Arrival(index, 0.0, prompt, traffic.new) for index, prompt in enumerate(prompts)]
     return count / run(engine, crowd, Summary())
@@ -111,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m simulator.plan", description=__doc__.partition("\n")[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS, help=f"({REPLICAS})")
-    parser.add_argument("--requests", type=int, default=Traffic.requests, help="for each replica (24)")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help=f"for each replica ({REQUESTS})")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder with prices ({RESULTS})")
     parser.add_argument("--out", type=Path, default=LOCAL, help=f"folder of results ({LOCAL})")
     options = parser.parse_args(arguments)

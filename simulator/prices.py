@@ -252,7 +252,10 @@ def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
     return MeasuredTable(
         name=COSTS,
         title="what a pass costs, from measured steps",
-        setup={"errors": "by prices of other workloads, median", "fitted to": "the runs beside this table"},
+        setup={
+            "errors": "by prices of other workloads, median",
+            "computed from": "the runs of other files, where this was run",
+        },
         columns=[*GROUP, *_FOUND, *(f"{name.removesuffix('_s')}, µs" for name in (*PRICES, *OTHERS))],
         rows=rows,
     )
