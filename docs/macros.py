@@ -20,6 +20,7 @@ from docs.building import (  # noqa: E402 - needs the path
     results,
     rounding,
     samples,
+    simulation,
 )
 
 
@@ -65,5 +66,14 @@ def define_env(env: Any) -> None:
         rounding.three_numbers,
         samples.event_stream,
         samples.zoo_samples,
+        simulation.prediction_counts,
+        simulation.predictions_table,
+        simulation.prices_table,
+        simulation.reasons_list,
+        simulation.replayed_steps,
+        simulation.replicas_setup,
+        simulation.replicas_table,
+        simulation.router_limits,
+        simulation.what_if_table,
     ):
         env.macro(function)

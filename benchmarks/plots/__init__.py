@@ -6,13 +6,19 @@ of; it is also how a later run knows which files are its own to remove, when the
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.plots.figures import KINDS, FigureKind, runs_drawn
 from benchmarks.plots.groups import Group, load_groups
-from benchmarks.plots.style import THEMES, themed
+from benchmarks.plots.replicas import CAPTION, KIND, NAME, draw_replicas
+from benchmarks.plots.style import THEMES, Theme, themed
+from benchmarks.tables import MeasuredTable, load_tables
 
 CAPTIONS = "captions.json"
 
@@ -33,9 +39,13 @@ def draw_all(results: Path, out: Path) -> list[Path]:
     for group in groups:
         for kind in KINDS:
             if kind.has_data(group):
-                files = _draw(group, kind, out)
+                files = _draw(functools.partial(kind.draw, group), f"{group.name}-{kind.name}", out)
                 written += files.values()
                 captions[f"{group.name}-{kind.name}"] = _entry(group, kind, files)
+    for table in [table for table in load_tables(results) if table.name == NAME][:1]:  # the newest
+        files = _draw(functools.partial(draw_replicas, table), table.name, out)
+        written += files.values()
+        captions[table.name] = _table_entry(table, files)
     for name in stale - {path.name for path in written}:
         (out / name).unlink(missing_ok=True)
     text = json.dumps(captions, indent=1, ensure_ascii=False, sort_keys=True)
@@ -43,15 +53,26 @@ def draw_all(results: Path, out: Path) -> list[Path]:
     return written
 
 
-def _draw(group: Group, kind: FigureKind, out: Path) -> dict[str, Path]:
+def _draw(draw: Callable[[Theme], Figure], name: str, out: Path) -> dict[str, Path]:
     files = {}
     for theme in THEMES:
-        path = out / f"{group.name}-{kind.name}-{theme.name}.svg"
+        path = out / f"{name}-{theme.name}.svg"
         with themed(theme):
             # No date and no version inside: they would change the file where the figure is the same.
-            kind.draw(group, theme).savefig(path, metadata={"Date": None, "Creator": None})
+            draw(theme).savefig(path, metadata={"Date": None, "Creator": None})
         files[theme.name] = path
     return files
+
+
+def _table_entry(table: MeasuredTable, files: dict[str, Path]) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "caption": CAPTION,
+        "figure": KIND,
+        "workload": table.name,
+        "quick": False,
+        "files": {theme: path.name for theme, path in files.items()},
+    }
 
 
 def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""The figure of a table: throughput, TTFT and the router's limit against the number of replicas, by policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.plots.style import BLUE, DASHES, GREEN, GREY, ORANGE, VERMILION, Theme
+from benchmarks.tables import MeasuredTable
+
+NAME, KIND = "simulator_replicas", "replicas"
+WIDTH = 8.0  # inches
+
+COLOURS = {"prefix": BLUE, "least_loaded": GREEN, "round_robin": ORANGE, "random": VERMILION}
+
+Points = dict[str, tuple[list[float], list[float]]]
+
+
+def draw_replicas(table: MeasuredTable, _theme: Theme) -> Figure:
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    throughput, ttft, router = figure.subplots(1, 3)
+    _lines(throughput, series(table, "output tokens/s"), "output tokens/s")
+    _lines(ttft, series(table, "TTFT p99, s"), "TTFT p99, s")
+    _lines(router, series(table, "decisions/s"), "requests/s through one router")
+    sent, rates = zip(*_sent(table), strict=True)
+    router.plot(sent, rates, color=GREY, linestyle=":", marker="", label="sent to all replicas")
+    for axes in (throughput, ttft, router):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("replicas")
+    handles, labels = router.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    return figure
+
+
+def _lines(axes: Axes, points: Points, title: str) -> None:
+    for place, (policy, (xs, ys)) in enumerate(points.items()):
+        axes.plot(
+            xs,
+            ys,
+            color=COLOURS.get(policy, GREY),
+            linestyle=DASHES[place % len(DASHES)],
+            marker="o",
+            markersize=3,
+            label=policy.replace("_", " "),
+        )
+    axes.set_title(title)
+
+
+def series(table: MeasuredTable, column: str) -> Points:
+    """For each policy, numbers of replicas and the column's values there, where it has one."""
+    found: Points = defaultdict(lambda: ([], []))
+    replicas, policy, value = (table.columns.index(name) for name in ("replicas", "policy", column))
+    for row in table.rows:
+        if isinstance(row[value], int | float):
+            xs, ys = found[str(row[policy])]
+            xs.append(_number(row, replicas))
+            ys.append(_number(row, value))
+    return dict(found)
+
+
+def _sent(table: MeasuredTable) -> list[tuple[float, float]]:
+    replicas, sent = (table.columns.index(name) for name in ("replicas", "requests/s sent"))
+    return sorted({(_number(row, replicas), _number(row, sent)) for row in table.rows})
+
+
+def _number(row: Sequence[int | float | str | None], place: int) -> float:
+    value = row[place]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+CAPTION = (
+    "Left and middle in virtual time, with a router that decides at once; right, how many decisions a second one "
+    "router's policy makes in real time. Where a policy's line meets the dotted one, it is the router that limits."
+)
