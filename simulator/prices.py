@@ -48,7 +48,7 @@ class Group:
         machine: the processor, or the GPU.
         model: its name.
         revision: of the code that was measured.
-        kernels: "native", or "torch".
+        kernels: "native", "torch", or "triton".
         mode: how steps follow each other.
     """
 
@@ -60,12 +60,12 @@ class Group:
 
     @classmethod
     def of(cls, run: Run) -> Group:
-        environment, options = run.environment, run.server.options or {}
+        environment, version = run.environment, run.server.version or {}
         return cls(
             machine=environment["gpu"] or environment["cpu"],
             model=run.server.model,
             revision=environment["git"] or "",
-            kernels="torch" if "no-native-kernels" in options else "native",
+            kernels=version.get("kernels", "torch"),  # servers that had no others did not say
             mode=mode_of(run),
         )
 

@@ -92,17 +92,7 @@ def predictions_table(results: Path = RESULTS) -> str:
     rows.sort(key=lambda row: (group(row), order[row["workload"]], row["server"]))
     parts = []
     for (machine, model, revision, kernels), own in itertools.groupby(rows, key=group):
-        head = [
-            "workload, server",
-            "tokens/s",
-            "predicted",
-            "off",
-            "TTFT p99",
-            "predicted",
-            "off",
-            "repeats",
-            "why",
-        ]
+        head = ["workload, server", "tokens/s", "predicted", "off", "TTFT p99", "predicted", "off"]
         title = f"{model}, {machine}, {kernels} kernels, revision {revision}"
         parts.append(_folded(title, _grid([*head, "repeats", "why"], [_prediction(row) for row in own])))
     return "".join(parts)
