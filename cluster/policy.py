@@ -1,0 +1,297 @@
+"""Which replica gets a request. No Ray, no clock, no tensors: what a router knows goes in, a name comes out.
+
+```text
+load of a replica = waiting / seats + max(active / seats, KV use)
+
+  0      idle            1      every seat or all KV memory is taken      2      a batch more waits
+  ├───────────────────────┼───────────────────────────────────────────────┼──────────────────────>
+  a  0.25                          b  1.5
+
+  least_loaded     a
+  prefix           b, if it holds more of the prompt than a, and 1.5 is within the margin of 0.25; else a
+```
+
+A request count would say less: an engine whose few requests have filled its memory is busier than one whose many
+requests are short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+BLOCK_BYTES = 64  # of a prompt, for one key: about a KV block of 16 tokens
+MAX_BLOCKS = 256  # of a prompt that have keys; those that part later go together
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine says of itself.
+
+    Attributes:
+        seats: sequences it computes together.
+        active: requests that hold KV memory.
+        waiting: requests in its queue.
+        queue_room: how many more its queue takes.
+        kv_use: share of its KV memory that is held, 0 to 1.
+    """
+
+    seats: int
+    active: int = 0
+    waiting: int = 0
+    queue_room: int = 1
+    kv_use: float = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more request would be refused."""
+        return self.queue_room <= 0
+
+    @property
+    def value(self) -> float:
+        """0 is idle, 1 is a full batch, and each batch that waits is 1 more."""
+        return self.waiting / self.seats + max(self.active / self.seats, self.kv_use)
+
+    def plus(self, requests: int) -> Load:
+        """The same engine with so many requests more, or less: first the seats, then the queue, as an engine
+        fills them. Who waits while seats are free waits for memory, and so does who comes after."""
+        if requests < 0:
+            left = min(-requests, self.waiting)
+            return replace(
+                self,
+                waiting=self.waiting - left,
+                active=max(self.active + requests + left, 0),
+                queue_room=self.queue_room + left,
+            )
+        seated = 0 if self.waiting else min(requests, max(self.seats - self.active, 0))
+        queued = requests - seated
+        return replace(
+            self,
+            active=self.active + seated,
+            waiting=self.waiting + queued,
+            queue_room=self.queue_room - queued,
+        )
+
+
+class LoadTable:
+    """The loads of all replicas: what each has reported, and what this router has done since.
+
+    A report is old when it comes. In a burst, every request would go to the replica that was idle then.
+    """
+
+    def __init__(self) -> None:
+        self._reported: dict[str, Load] = {}
+        self._in_flight: dict[str, int] = {}  # of this router's
+        self._counted: dict[str, int] = {}  # how many of those there were when the report came
+        self._numbers: dict[str, int] = {}  # of the latest reports
+
+    def report(self, replica: str, load: Load, number: int) -> None:
+        """A replica's own word. `number` tells a new report from one that was seen: what happened since is not in
+        that."""
+        if number == self._numbers.get(replica):
+            return
+        self._numbers[replica] = number
+        self._reported[replica] = load
+        self._counted[replica] = self._in_flight.setdefault(replica, 0)
+
+    def begin(self, replica: str) -> None:
+        """A request goes there now."""
+        self._in_flight[replica] = self._in_flight.get(replica, 0) + 1
+
+    def end(self, replica: str) -> None:
+        """One of them is done. Harmless for a replica that is gone."""
+        if self._in_flight.get(replica, 0) > 0:
+            self._in_flight[replica] -= 1
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """Forget all but these."""
+        tables: tuple[dict[str, Any], ...] = (self._reported, self._in_flight, self._counted, self._numbers)
+        for table in tables:
+            for gone in table.keys() - set(replicas):
+                del table[gone]
+
+    def load(self, replica: str) -> Load:
+        """The latest estimate; of a replica that has not reported, that it is idle but for what was sent there."""
+        in_flight = self._in_flight.get(replica, 0)
+        reported = self._reported.get(replica)
+        if reported is None:
+            return Load(seats=1, queue_room=1 + in_flight).plus(in_flight)
+        return reported.plus(in_flight - self._counted[replica])
+
+
+# ---------------------------------------------------------------------- policies
+
+
+class Policy(ABC):
+    """Chooses among replicas. Deterministic for a seed and what it was asked before."""
+
+    name: str
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    @abstractmethod
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:
+        """The replica for a prompt, and what there is to remember of that.
+
+        Args:
+            keys: of the prompt's beginning (`prefix_keys`).
+            loads: of the replicas to choose among, at least one. Full ones are chosen only if all are.
+        """
+
+    def forget(self, replica: str) -> None:  # noqa: B027 - most remember nothing
+        """A replica is gone."""
+
+    def _least_loaded(self, loads: Mapping[str, Load]) -> str:
+        """Equals are drawn from: with several routers, the first of them would be everybody's."""
+        values = {replica: (load.is_full, load.value) for replica, load in loads.items()}
+        least = min(values.values())
+        return self._random.choice([replica for replica, value in values.items() if value == least])
+
+
+class Random(Policy):
+    """Any that is not full: what the others are compared with."""
+
+    name = "random"
+
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002
+        return self._random.choice(_with_room(loads))
+
+
+class RoundRobin(Policy):
+    """One after the other, in the order of their names, full ones left out."""
+
+    name = "round_robin"
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._last = ""
+
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002
+        names = sorted(_with_room(loads))
+        self._last = next((name for name in names if name > self._last), names[0])
+        return self._last
+
+
+class LeastLoaded(Policy):
+    """The one whose engine has the least to do."""
+
+    name = "least_loaded"
+
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002
+        return self._least_loaded(loads)
+
+
+class Prefix(Policy):
+    """The one that was sent most of the prompt's beginning before, so that its cache may have it.
+
+    What a replica holds is a guess: it may have dropped what it was sent. A wrong guess costs a prefill, and the
+    load decides again when it does. The idea is that of SGLang's router and of Ray's; theirs keep trees of
+    text, this one a table of hashes whose size is bounded by a number.
+
+    Args:
+        margin: in batches; who is loaded by more than this above the least loaded is passed over.
+        capacity: of the table, in pairs of a key and a replica that has it.
+    """
+
+    name = "prefix"
+
+    def __init__(self, seed: int = 0, *, margin: float = 0.5, capacity: int = 1 << 18) -> None:
+        super().__init__(seed)
+        self.margin = margin
+        self.holders = HolderTable(capacity)
+
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:
+        names = _with_room(loads)
+        limit = min(loads[name].value for name in names) + self.margin
+        near = {name: loads[name] for name in names if loads[name].value <= limit}
+        holding = self.holders.longest(keys, near)
+        chosen = self._least_loaded({name: near[name] for name in holding})
+        self.holders.add(keys, chosen)
+        return chosen
+
+    def forget(self, replica: str) -> None:
+        self.holders.forget(replica)
+
+
+POLICIES: dict[str, type[Policy]] = {each.name: each for each in (Prefix, LeastLoaded, RoundRobin, Random)}
+
+
+def _with_room(loads: Mapping[str, Load]) -> list[str]:
+    """Those that would take a request; all of them, if none would."""
+    return [name for name, load in loads.items() if not load.is_full] or list(loads)
+
+
+# ---------------------------------------------------------------------- prefixes
+
+
+def prefix_keys(prompt: bytes, salt: bytes = b"", *, block_bytes: int = BLOCK_BYTES) -> list[int]:
+    """A key for each whole block of a prompt, from all of the prompt up to its end.
+
+    ```text
+    prompt   You are a friendly │ assistant. User: W │ hat is a ra
+    keys     h(salt, block 0)     h(key 0, block 1)    none: the block is not whole
+    ```
+
+    Prompts share as many keys as they share whole blocks at their beginnings. Other prompts may share a key by
+    chance, once in 2⁶⁴; they would be sent to the same replica, which compares token ids.
+    """
+    keys: list[int] = []
+    digest = hashlib.blake2b(salt, digest_size=8).digest()
+    for end in range(block_bytes, min(len(prompt), MAX_BLOCKS * block_bytes) + 1, block_bytes):
+        digest = hashlib.blake2b(digest + prompt[end - block_bytes : end], digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "little"))
+    return keys
+
+
+class HolderTable:
+    """Which replicas were sent which beginnings of prompts; the least recently used are forgotten first.
+
+    Args:
+        capacity: pairs of a key and a replica, at the most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._holders: OrderedDict[int, set[str]] = OrderedDict()  # least recently used first
+        self._pairs = 0
+
+    def __len__(self) -> int:
+        return self._pairs
+
+    def longest(self, keys: Iterable[int], replicas: Collection[str]) -> list[str]:
+        """Those of `replicas` that have the most of `keys` from the first on; all of them, if none has any."""
+        best = list(replicas)
+        for key in keys:
+            holders = self._holders.get(key, ())
+            longer = [replica for replica in best if replica in holders]
+            if not longer:
+                break
+            best = longer
+        return best
+
+    def add(self, keys: Sequence[int], replica: str) -> None:
+        """A replica has these now."""
+        for key in reversed(
+            keys
+        ):  # the first key comes to be the latest used: it is no use without those before
+            holders = self._holders.setdefault(key, set())
+            self._pairs += replica not in holders
+            holders.add(replica)
+            self._holders.move_to_end(key)
+        while self._pairs > self.capacity:
+            _, dropped = self._holders.popitem(last=False)
+            self._pairs -= len(dropped)
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone, and what it had with it."""
+        for key in [key for key, holders in self._holders.items() if replica in holders]:
+            self._holders[key].discard(replica)
+            self._pairs -= 1
+            if not self._holders[key]:
+                del self._holders[key]
