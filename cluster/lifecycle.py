@@ -69,8 +69,7 @@ def serve(plan: Plan) -> int:
         )
         drain(front, options.shutdown_timeout)
     finally:
-        ray_serve.shutdown()
-        ray.shutdown()
+        take_down(plan)
     return 0
 
 
@@ -138,6 +137,7 @@ def deploy(plan: Plan, port: int, signals: Signals) -> DeploymentHandle | None:
         StartupError: a replica cannot be built.
     """
     quiet = {"log_level": "WARNING", "enable_access_log": False}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray_serve.start(
         proxy_location="HeadOnly",
         http_options={"host": plan.options.host, "port": port, "keep_alive_timeout_s": 75},
@@ -160,6 +160,13 @@ def _reason(message: str) -> str:
     """Our own words in a message of Serve's, if there are any; else the whole of it."""
     own = re.search(r"StartupError: (.+)", message)
     return own[1] if own else message
+
+
+def take_down(plan: Plan) -> None:
+    """Ray ends, where it was started here. From a cluster that was joined, the application is taken away."""
+    if plan.options.address is not None:
+        ray_serve.delete(NAME)
+    ray.shutdown()
 
 
 def drain(front: DeploymentHandle, timeout_s: float) -> None:

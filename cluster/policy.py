@@ -37,7 +37,7 @@ class Load:
         seats: sequences it computes together.
         active: requests that hold KV memory.
         waiting: requests in its queue.
-        queue_room: how many more its queue takes.
+        queue_room: how many more it takes, for its queue and what is free of its seats.
         kv_use: share of its KV memory that is held, 0 to 1.
     """
 
@@ -61,20 +61,16 @@ class Load:
         """The same engine with so many requests more, or less: first the seats, then the queue, as an engine
         fills them. Who waits while seats are free waits for memory, and so does who comes after."""
         if requests < 0:
-            left = min(-requests, self.waiting)
-            return replace(
-                self,
-                waiting=self.waiting - left,
-                active=max(self.active + requests + left, 0),
-                queue_room=self.queue_room + left,
-            )
-        seated = 0 if self.waiting else min(requests, max(self.seats - self.active, 0))
-        queued = requests - seated
+            queued = -min(-requests, self.waiting)
+            seated = max(requests - queued, -self.active)
+        else:
+            seated = 0 if self.waiting else min(requests, max(self.seats - self.active, 0))
+            queued = requests - seated
         return replace(
             self,
             active=self.active + seated,
             waiting=self.waiting + queued,
-            queue_room=self.queue_room - queued,
+            queue_room=self.queue_room - seated - queued,
         )
 
 
@@ -120,7 +116,7 @@ class LoadTable:
         in_flight = self._in_flight.get(replica, 0)
         reported = self._reported.get(replica)
         if reported is None:
-            return Load(seats=1, queue_room=1 + in_flight).plus(in_flight)
+            return Load(seats=1, queue_room=in_flight + 1).plus(in_flight)
         return reported.plus(in_flight - self._counted[replica])
 
 
