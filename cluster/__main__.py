@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         plan = read_flags(sys.argv[1:] if argv is None else argv)
         if importlib.util.find_spec("ray") is None:
-            raise StartupError("a cluster needs Ray, which is not installed: pip install -e '.[cluster]'")
+            exit_with("error: a cluster needs Ray, which is not installed: pip install -e '.[cluster]'", 1)
         configure_logging(plan.options.log_level)
         from cluster.lifecycle import serve  # here, since it imports Ray
 

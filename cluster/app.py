@@ -10,7 +10,6 @@ applications:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,8 +52,8 @@ def build(args: Mapping[str, Any]) -> Application:
 def application(plan: Plan) -> Application:
     """The application that was planned."""
     options = plan.options
-    # An engine refuses what it has no room for, and then the front asks another. Serve's own limit, at which requests
-    # queue where nobody counts them, stands above.
+    # An engine refuses what it has no room for, and then the front asks another. Serve's own limit, at which
+    # requests queue where nobody counts them, stands above.
     max_ongoing = plan.config.max_batch_size + plan.config.max_waiting_requests + SPARE
     replicas = serve.deployment(
         Replica,
@@ -117,8 +116,3 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     if len(loads) < context.current_num_replicas:  # not all have said how they are
         return context.target_num_replicas, {}
     return replicas_for(list(loads.values())), {}
-
-
-def quiet() -> None:
-    """Ray asks nobody's server about updates, and keeps its own news to its log files."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -5,9 +5,10 @@ client ── HTTP ── Ray's proxy ── front ──┬── replica a
                                          └── replica b
 ```
 
-Ray's proxy could pass requests to replicas itself, but knows nothing of what they ask for: it routes before the body
-has come, it tries nothing twice, and where a replica is lost it cuts the connection. The front has read the body; it
-holds an answer's head back until there is a first byte of its body, so that until then another replica can answer.
+Ray's proxy could pass requests to replicas itself, but knows nothing of what they ask for: it routes before the
+body has come, it tries nothing twice, and where a replica is lost it cuts the connection. The front has read the
+body; it holds an answer's head back until there is a first byte of its body, so that until then another replica can
+answer.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Front:
     @contextlib.asynccontextmanager
     async def _no_longer_than_it_may_take(self) -> AsyncIterator[None]:
         """Raises:
-            ApiError: no replica has taken the request in that time.
+        ApiError: no replica has taken the request in that time.
         """
         try:
             async with asyncio.timeout(self._wait_s):
@@ -172,14 +173,14 @@ class Front:
 
 def replica_lost() -> ApiError:
     return unavailable(
-        "the replica that computed this was lost; send the request again", code="replica_lost", retry_after_s=1
+        "the replica that computed this was lost; send the request again",
+        code="replica_lost",
+        retry_after_s=1,
     )
 
 
 def no_replica() -> ApiError:
-    return unavailable(
-        "no replica takes requests; one may be on its way", code="no_replica", retry_after_s=5
-    )
+    return unavailable("no replica takes requests; one may be on its way", code="no_replica", retry_after_s=5)
 
 
 async def read(request: Request) -> Forwarded:

@@ -1,8 +1,8 @@
 """A cluster's life, from Ray's start to its end.
 
 ```text
-port free? ─> Ray here, or joined ─> replicas built ─> ready ─> SIGTERM, SIGINT: front answers 503 ─> idle or timeout
-  exit 1         exit 1                 exit 1                  second signal: exit 1                     exit 0
+port free? ─> Ray here, or joined ─> replicas built ─> ready ─> signal: new requests 503 ─> idle or timeout
+  exit 1        exit 1                 exit 1                     second signal: exit 1       exit 0
 ```
 """
 
@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 # Before Ray is imported, which reads its environment then. It asks nobody's server about updates, and leaves GPUs
@@ -48,18 +49,18 @@ def serve(plan: Plan) -> int:
         address, port = url_of(listener), listener.getsockname()[1]
     start_ray(plan)
     try:
-        front = deploy(plan, port, signals)
+        front = deploy(plan, port, given_up=lambda: signals.came)
         if front is None:
             return 0
         options = plan.options
         names = options.served_model_name
         logger.info(
-            "ready: %s serves %s at %s, %d replicas, routing %s",
+            "ready: %d replicas of %s, routing %s, serve %s at %s",
+            options.replicas,
             plan.package.PHASE.slug,
+            plan.routing,
             names[0] if names else served_model_name(plan.config.model),
             address,
-            options.replicas,
-            plan.routing,
         )
         name = signals.wait()
         logger.info(
@@ -105,7 +106,11 @@ def start_ray(plan: Plan) -> None:
         StartupError: there is none at the address, or it is too small.
     """
     options = plan.options
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+    quiet: dict[str, Any] = {
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
     try:
         if options.address is not None:
             ray.init(address=options.address, namespace=NAME, **quiet)
@@ -129,9 +134,9 @@ def start_ray(plan: Plan) -> None:
             )
 
 
-def deploy(plan: Plan, port: int, signals: Signals) -> DeploymentHandle | None:
-    """Start Serve and the application, and wait until every replica is there: a handle to the front. None: a
-    signal came first.
+def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> DeploymentHandle | None:
+    """Start Serve and the application, and wait until every replica is there: a handle to the front. None: it was
+    given up first.
 
     Raises:
         StartupError: a replica cannot be built.
@@ -151,7 +156,7 @@ def deploy(plan: Plan, port: int, signals: Signals) -> DeploymentHandle | None:
         if status.status == "DEPLOY_FAILED":
             reasons = [status.message, *(each.message for each in status.deployments.values())]
             raise StartupError(_reason(" ".join(reasons)))
-        if signals.came:
+        if given_up():
             return None
         time.sleep(0.1)
 

@@ -23,9 +23,7 @@ def merge_telemetry(bodies: Mapping[str, bytes]) -> bytes:
     """
     said: dict[str, dict[str, Any]] = {name: orjson.loads(body) for name, body in bodies.items()}
     first = next(iter(said.values()))
-    counters = {
-        name: sum(each["counters"][name] for each in said.values()) for name in first["counters"]
-    }
+    counters = {name: sum(each["counters"][name] for each in said.values()) for name in first["counters"]}
     return orjson.dumps(
         {
             "phase": first["phase"],
@@ -48,7 +46,7 @@ def merge_metrics(bodies: Mapping[str, bytes]) -> bytes:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    return generate_latest(_Collected(families))  # type: ignore[arg-type]  # what it needs of a registry
+    return generate_latest(_Collected(families))
 
 
 class _Collected:

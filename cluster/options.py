@@ -27,7 +27,9 @@ class ClusterOptions(ServerOptions):
     phase: str = Field(default="9", description="which phase the replicas are, by number or name")
     replicas: int = Field(default=2, ge=1, description="engines, each with the model in its own memory")
     max_replicas: int | None = Field(
-        default=None, ge=1, description="as many at the most, when all are busy; default: no more than replicas"
+        default=None,
+        ge=1,
+        description="as many at the most, when all are busy; default: no more than replicas",
     )
     routing: Literal["auto", "prefix", "least_loaded", "round_robin", "random"] = Field(
         default="auto", description="auto is prefix from phase 8 on, else least_loaded"
@@ -113,7 +115,7 @@ def _plan(package: PhasePackage, settings: Any) -> Plan:
 
 
 def _default_phase() -> str:
-    return os.environ.get(f"{cli.ENV_PREFIX}PHASE", ClusterOptions.model_fields["phase"].default)
+    return os.environ.get(f"{cli.ENV_PREFIX}PHASE", str(ClusterOptions.model_fields["phase"].default))
 
 
 def _phase_of(argv: Sequence[str]) -> str:

@@ -39,7 +39,9 @@ class Replica:
         options: the server's.
     """
 
-    async def __init__(self, phase: str, config: dict[str, Any], options: dict[str, Any]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, phase: str, config: dict[str, Any], options: dict[str, Any]
+    ) -> None:
         server_options = ServerOptions(**options)
         configure_logging(server_options.log_level)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
 """Ray Serve's choice of a replica, made by our policies.
 
-A router lives where requests are sent from: in the front, one for each of its replicas. Serve tells it which replicas
-there are and what each reports of itself (`Replica.record_routing_stats`), and asks it for one at a time.
+A router lives where requests are sent from, in the front. Serve tells it which replicas there are and what each
+reports of itself (`Replica.record_routing_stats`), and asks it for one at a time.
 """
 
 from __future__ import annotations
