@@ -48,6 +48,7 @@ def serve(plan: Plan) -> int:
     with bind(plan.options.host, plan.options.port) as listener:
         address, port = url_of(listener), listener.getsockname()[1]
     start_ray(plan)
+    signals.listen()
     try:
         front = deploy(plan, port, given_up=lambda: signals.came)
         if front is None:
@@ -80,6 +81,10 @@ class Signals:
     def __init__(self) -> None:
         self._name = ""
         self._came = threading.Event()
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals; again, when Ray has taken them for itself."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 

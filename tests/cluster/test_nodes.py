@@ -14,7 +14,7 @@ import pytest
 from tests.server.support import HANG_S, Event, eventually, read_events
 
 SEATS, STREAMS = 4, 16
-ANSWER = 600  # tokens
+ANSWER = 1500  # tokens: seconds
 
 BODY = {
     "model": "zoo:llama-tiny",
@@ -63,6 +63,18 @@ class Nodes:
         lines = [line for line in said if line.startswith("vllm:num_requests_running{")]
         return {line.partition('replica="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
 
+    def warm_up(self) -> None:
+        """Until both replicas have computed something."""
+
+        def both_have() -> bool:
+            for stream in [Stream(self.url, 4) for _ in range(2 * SEATS)]:
+                stream.join(HANG_S)
+                assert stream.terminal == ["done"]
+            said = httpx.get(f"{self.url}/telemetry", timeout=HANG_S).json()["replicas"].values()
+            return len(said) == 2 and all(each["counters"]["requests_finished"] > 0 for each in said)
+
+        eventually(both_have)
+
     def close(self) -> None:
         from cluster.lifecycle import take_down
 
@@ -80,9 +92,10 @@ def nodes() -> Iterator[Nodes]:
 class Stream(threading.Thread):
     """A client that reads one answer to its end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tokens: int = ANSWER) -> None:
         super().__init__(daemon=True)
         self.url = url
+        self.body = BODY | {"max_tokens": tokens}
         self.events: list[Event] = []
         self.status = 0
         self.ended = False
@@ -91,7 +104,7 @@ class Stream(threading.Thread):
     def run(self) -> None:
         with (
             httpx.Client(timeout=HANG_S) as client,
-            client.stream("POST", f"{self.url}/v1/completions", json=BODY) as response,
+            client.stream("POST", f"{self.url}/v1/completions", json=self.body) as response,
         ):
             self.status = response.status_code
             for event in read_events(response):
@@ -108,10 +121,10 @@ class Stream(threading.Thread):
 
 
 def test_a_node_that_is_lost_takes_only_the_streams_that_it_had_begun(nodes: Nodes) -> None:
-    eventually(lambda: len(nodes.running()) == 2)
+    nodes.warm_up()
     streams = [Stream(nodes.url) for _ in range(STREAMS)]
+    eventually(lambda: list(nodes.running().values()) == [SEATS, SEATS])
     eventually(lambda: sum(bool(stream.events) for stream in streams) == 2 * SEATS)
-    assert set(nodes.running().values()) == {SEATS}
     begun = [stream for stream in streams if stream.events]
     assert not any(stream.ended for stream in streams)
 
@@ -137,10 +150,5 @@ def test_a_node_that_is_lost_takes_only_the_streams_that_it_had_begun(nodes: Nod
 
     # Another node comes, and Serve puts the missing replica there.
     nodes.add_node()
-    eventually(lambda: len(nodes.running()) == 2)
+    nodes.warm_up()
     print(f"two replicas again {time.monotonic() - killed:.1f} s after the loss")
-    last = [Stream(nodes.url) for _ in range(2 * SEATS)]
-    eventually(lambda: set(nodes.running().values()) == {SEATS})
-    for stream in last:
-        stream.join(HANG_S)
-        assert stream.terminal == ["done"]
