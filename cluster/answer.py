@@ -13,6 +13,8 @@ from common.server.transport import json_response
 from common.server.wire.format import event
 from common.server.wire.plain import DONE
 
+UNAVAILABLE = 503
+
 
 class Answer:
     """One client's answer.
@@ -26,6 +28,7 @@ class Answer:
         self._send = send
         self._path = path
         self._head: Head | None = None
+        self._refusal = b""  # the body of an answer that says: not now
         self._ended: set[int] = set()  # choices
         self._done = False  # whether [DONE] was sent
         self.begun = False
@@ -39,19 +42,29 @@ class Answer:
         )
 
     async def add(self, part: Part) -> None:
-        """Send what the replica has sent. A head waits for the first byte of its body."""
+        """Send what the replica has sent. A head waits for the first byte of its body, and a refusal for now until
+        `finish`: another replica may not refuse."""
         if isinstance(part, Head):
-            self._head = part
+            self._head, self._refusal = part, b""
+            return
+        assert self._head is not None, "an answer begins with its head"
+        if self._head.status == UNAVAILABLE:
+            self._refusal += part
             return
         await self._begin()
         self._ended |= set(ended_choices(part))
         self._done |= part.endswith(DONE)
         await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
+    @property
+    def refusal(self) -> str | None:
+        """The code of a refusal for now, if that is what came."""
+        return str(orjson.loads(self._refusal)["error"]["code"]) if self._refusal else None
+
     async def finish(self) -> None:
         """That was all of it."""
         await self._begin()
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send({"type": "http.response.body", "body": self._refusal, "more_body": False})
 
     async def _begin(self) -> None:
         if self.begun:

@@ -34,11 +34,19 @@ from common.server.errors import ApiError, from_exception, unavailable
 from common.server.schemas.parsing import MAX_BODY_BYTES
 from common.server.transport import while_connected
 
-#: What a replica says that will not do a request for now, where another might: it is full, draining or dead.
-UNAVAILABLE = 503
+#: Why a replica refuses that is as well as the others: they may have room.
+BUSY = {"queue_full", "shutting_down"}
+
+#: What it says when its engine has ended, maybe of this very request: that is tried on one other, not on all.
+DEAD = "engine_dead"
+
+
+class ReplicaLostError(Exception):
+    """A replica will not answer any more."""
+
 
 #: What is raised where a replica is gone, or Serve has none.
-LOST = (RayError, RayServeException)
+LOST = (ReplicaLostError, RayError, RayServeException)
 
 
 def pass_through() -> Router:
@@ -105,41 +113,42 @@ class Front:
     async def _pass_on(self, request: Forwarded, answer: Answer) -> None:
         """The answer of the first replica that has one.
 
-        A replica that refuses for now is passed over, until all have refused. One that is lost is replaced once, if
-        the client was not sent a byte.
+        A replica that is busy is passed over, until all have said so. One that is lost is replaced once, if the
+        client was not sent a byte.
         """
         lost = False
         while True:
+            tried: list[str] = []
             try:
-                refused_by = await self._try_one(request, answer)
+                if await self._try_one(request, answer, tried):
+                    return
             except LOST:
                 if lost or answer.begun:
                     raise
                 lost = True
-                continue  # Serve sends nothing more to a replica that it has lost
-            if refused_by is None:
-                return
-            request = dataclasses.replace(request, avoid=(*request.avoid, refused_by))
+            request = dataclasses.replace(request, avoid=(*request.avoid, *tried))
 
-    async def _try_one(self, request: Forwarded, answer: Answer) -> str | None:
-        """Pass on what one replica answers: None; or its name, if it refuses and has not done so before.
+    async def _try_one(self, request: Forwarded, answer: Answer, tried: list[str]) -> bool:
+        """Pass on what one replica answers; its name is put into `tried`. False: it is busy, another may not be.
 
         Raises:
             ApiError: for so long there has been no replica.
-            RayError, RayServeException: it is lost.
+            ReplicaLostError, RayError, RayServeException: it is lost.
         """
         reply = self._streams.remote(request)
         try:
             async with self._no_longer_than_it_may_take():
-                replica: str = await anext(reply)
+                tried.append(await anext(reply))
             async for parts in reply:
                 for part in parts:
-                    refused = isinstance(part, Head) and part.status == UNAVAILABLE
-                    if refused and replica not in request.avoid:
-                        return replica
                     await answer.add(part)
+            refusal = answer.refusal
+            if refusal == DEAD:
+                raise ReplicaLostError
+            if refusal in BUSY and tried[0] not in request.avoid:
+                return False
             await answer.finish()
-            return None
+            return True
         finally:
             reply.cancel()  # harmless for one that is done
 

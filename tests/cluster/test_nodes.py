@@ -1,4 +1,4 @@
-"""Two nodes, one of which is lost: `ray.cluster_utils.Cluster` runs both on this machine, each with its own raylet."""
+"""Two nodes, one of which is lost. `ray.cluster_utils.Cluster` runs both on this machine, each with its raylet."""
 
 from __future__ import annotations
 
