@@ -10,6 +10,7 @@ applications:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,10 +89,11 @@ def application(plan: Plan) -> Application:
         graceful_shutdown_timeout_s=options.shutdown_timeout + 2.0,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    server_options = ServerOptions(**{name: getattr(options, name) for name in ServerOptions.model_fields})
-    return front.bind(
-        replicas.bind(plan.package.PHASE.slug, plan.config.model_dump(), server_options.model_dump()), WAIT_S
+    server_options = {name: getattr(options, name) for name in ServerOptions.model_fields}
+    engines = replicas.bind(
+        plan.package.PHASE.slug, plan.config.model_dump(), server_options, created=int(time.time())
     )
+    return front.bind(engines, WAIT_S)
 
 
 def _number(plan: Plan) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def serve(plan: Plan) -> int:
         options = plan.options
         names = options.served_model_name
         logger.info(
-            "ready: %d replicas of %s, routing %s, serve %s at %s",
+            "ready: %d × %s, routing %s, serve %s at %s",
             options.replicas,
             plan.package.PHASE.slug,
             plan.routing,

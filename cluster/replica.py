@@ -37,10 +37,11 @@ class Replica:
         phase: as `find_phase` takes it.
         config: the phase's options.
         options: the server's.
+        created: when the cluster was, in seconds since 1970: all replicas say the same of their model.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, phase: str, config: dict[str, Any], options: dict[str, Any]
+        self, phase: str, config: dict[str, Any], options: dict[str, Any], created: int
     ) -> None:
         server_options = ServerOptions(**options)
         configure_logging(server_options.log_level)
@@ -58,6 +59,7 @@ class Replica:
             api_keys=server_options.api_key,
         )
         self._service: Service = self._app.state.server
+        self._service.created = created
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
         self._name = serve.get_replica_context().replica_id.unique_id
