@@ -4,6 +4,8 @@
 #   make test-slow       the suites that take longer
 #   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
 #   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
+#   make cluster PHASE=8 two replicas behind one address, on Ray (ARGS="--replicas 4" adds options)
+#   make test-cluster    the tests of that
 #   make lint            style, types, and the one-way dependency rule
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
@@ -22,7 +24,7 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: demo serve test test-slow test-browser test-clients lint format bench plots docs docs-serve clean distclean
+.PHONY: demo serve cluster test test-slow test-browser test-clients test-cluster lint format bench plots docs docs-serve clean distclean
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
@@ -35,23 +37,34 @@ CAPTIONS := docs/assets/plots/captions.json
 	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
+.venv/cluster: .venv/base
+	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[cluster]'
+	touch $@
+
 demo: .venv/base
 	$(BIN)/python -m benchmarks.demo
 
 serve: .venv/base
 	$(BIN)/python -m infer serve '$(PHASE)' $(ARGS)
 
+cluster: .venv/cluster
+	$(BIN)/python -m cluster --phase '$(PHASE)' $(ARGS)
+
 # One thread a test worker: two workers that both want two cores wait for each other.
 test: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: .venv/full
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py
 
 # Needs chromium on the machine.
 test-browser: .venv/full
 	$(BIN)/pytest -m browser
+
+# One after the other: each starts a cluster.
+test-cluster: .venv/full .venv/cluster
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster -m 'cluster and not slow'
 
 # A client that cannot be installed is skipped. TABLE=benchmarks/results writes what the site shows.
 test-clients: .venv/full

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
 from docs.building import (  # noqa: E402 - needs the path
+    cluster,
     code,
     memory,
     options,
@@ -27,6 +28,13 @@ from docs.building import (  # noqa: E402 - needs the path
 def define_env(env: Any) -> None:
     """Make every function below callable from a page."""
     for function in (
+        cluster.cluster_file,
+        cluster.cluster_options_table,
+        cluster.load_table,
+        cluster.loss_picture,
+        cluster.loss_story,
+        cluster.routing_picture,
+        cluster.scaling_table,
         code.reference,
         code.source,
         code.solution,

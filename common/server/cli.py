@@ -11,9 +11,9 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from common.config import EngineConfig
@@ -25,6 +25,8 @@ from common.server.options import ServerOptions
 
 ENV_PREFIX = "INFER_"
 NONE = "none"  # how an option that may have no value says so
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 class UsageError(Exception):
@@ -70,31 +72,48 @@ def read_options(
     Raises:
         UsageError: an option is unknown, or its value is not one of its values.
     """
-    settings_class = settings_for(package, prog)
+    settings = read_settings(settings_for(package, prog), argv)
+    return part_of(settings, ServerOptions), part_of(settings, package.Config)
+
+
+def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> BaseSettings:
+    """All options of such a class. Raises as `read_options` does."""
     try:
-        settings = settings_class(_cli_parse_args=list(argv))
+        return settings_class(_cli_parse_args=list(argv))
     except SettingsError as error:
         raise explain_unparsed(str(error), settings_class) from None
     except ValidationError as error:
         raise explain_invalid(error) from None
-    return (
-        ServerOptions(**{name: getattr(settings, name) for name in ServerOptions.model_fields}),
-        package.Config(**{name: getattr(settings, name) for name in package.Config.model_fields}),
-    )
 
 
-def settings_for(package: PhasePackage, prog: str | None = None) -> type[BaseSettings]:
-    """A phase's options and the server's, with flags and environment names."""
+def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
+    """The options of one of the classes that settings were put together from."""
+    return options(**{name: getattr(settings, name) for name in options.model_fields})
+
+
+def settings_for(
+    package: PhasePackage,
+    prog: str | None = None,
+    *,
+    server_options: type[ServerOptions] = ServerOptions,
+    default_port: int | None = None,
+) -> type[BaseSettings]:
+    """A phase's options and the server's, with flags and environment names.
+
+    Args:
+        server_options: the server's, where there are more of them.
+        default_port: the phase's own if None.
+    """
     return type(
         "Settings",
-        (ServerOptions, package.Config, BaseSettings),
+        (server_options, package.Config, BaseSettings),
         {
             "__module__": __name__,
             "__doc__": f"{package.PHASE.title}: {package.PHASE.idea}. Every option can also be set in the "
             f"environment: {ENV_PREFIX}MAX_BATCH_SIZE for --max-batch-size.",
             "__annotations__": {"port": int},
             "port": Field(
-                default=package.PHASE.default_port,
+                default=package.PHASE.default_port if default_port is None else default_port,
                 ge=0,
                 le=65535,
                 description=ServerOptions.model_fields["port"].description,

@@ -58,6 +58,8 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
         server = Server(
             uvicorn.Config(
                 app,
+                http="h11",  # not what else is installed: Ray brings another parser, which refuses other things
+                loop="asyncio",
                 lifespan="on",
                 ws="none",
                 log_config=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import annotated_types
@@ -50,6 +50,11 @@ def options_table(*, phase: str | None = None) -> str:
         config = find_phase(phase).Config
         own = config.__annotations__
         fields = {name: field for name, field in config.model_fields.items() if name in own}
+    return fields_table(fields)
+
+
+def fields_table(fields: Mapping[str, FieldInfo]) -> str:
+    """A line for each option."""
     rows = ["| option | default | | values |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{flag_of(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"

@@ -1,0 +1,120 @@
+"""The Serve application: a front and its replicas. `build` is what a Serve config file names.
+
+```yaml
+applications:
+  - name: infer
+    import_path: cluster.app:build
+    args: {phase: 8, replicas: 2, model: zoo:llama-tiny}
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+
+from cluster.front import Front
+from cluster.options import Plan, read_mapping
+from cluster.replica import Replica
+from cluster.router import PolicyRouter
+from cluster.scaling import replicas_for
+from common.server.cli import UsageError
+from common.server.options import ServerOptions
+
+NAME = "infer"  # of the application
+
+REPORT_S = 0.5  # between a replica's reports to routers
+HEALTH_S = 2.0  # between two questions whether a replica is well
+WAIT_S = 60.0  # for a replica, before a client is told that there is none
+SPARE = 32  # requests beyond what an engine holds: those it refuses itself, and what only asks
+
+#: A resource that Ray gives to one node of each cluster. The front stands there, beside the proxy and Ray's own
+#: head: another node that dies takes no client's connection with it.
+HEAD_NODE = "node:__internal_head__"
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The application that `args` describe: options as on the command line, with underscores.
+
+    Raises:
+        ValueError: an option is unknown, or its value is not one of its values.
+    """
+    try:
+        return application(read_mapping(args))
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def application(plan: Plan) -> Application:
+    """The application that was planned."""
+    options = plan.options
+    # An engine refuses what it has no room for, and then the front asks another. Serve's own limit, at which
+    # requests queue where nobody counts them, stands above.
+    max_ongoing = plan.config.max_batch_size + plan.config.max_waiting_requests + SPARE
+    replicas = serve.deployment(
+        Replica,
+        name="replica",
+        max_ongoing_requests=max_ongoing,
+        ray_actor_options={
+            "num_cpus": options.cpus,
+            "num_gpus": options.gpus,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(options.threads_each)}},
+        },
+        graceful_shutdown_timeout_s=options.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_S,
+        health_check_timeout_s=30.0,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PolicyRouter,
+            request_router_kwargs={
+                "policy": plan.routing,
+                "seed": plan.config.seed,
+                "margin": options.routing_margin,
+            },
+            request_routing_stats_period_s=REPORT_S,
+        ),
+        **_number(plan),
+    )
+    front = serve.deployment(
+        Front,
+        name="front",
+        num_replicas=1,
+        max_ongoing_requests=1 << 16,  # clients whose streams it passes on; engines refuse what is too much
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
+        graceful_shutdown_timeout_s=options.shutdown_timeout + 2.0,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    server_options = {name: getattr(options, name) for name in ServerOptions.model_fields}
+    engines = replicas.bind(
+        plan.package.PHASE.slug, plan.config.model_dump(), server_options, created=int(time.time())
+    )
+    return front.bind(engines, WAIT_S)
+
+
+def _number(plan: Plan) -> dict[str, Any]:
+    """How many replicas: so many, or as many as the load is worth."""
+    options = plan.options
+    if options.max_replicas is None:
+        return {"num_replicas": options.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=options.replicas,
+            max_replicas=options.max_replicas,
+            policy=AutoscalingPolicy(policy_function=scale),
+            upscale_delay_s=5.0,
+            downscale_delay_s=60.0,
+        )
+    }
+
+
+def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Serve's question for a number of replicas, answered by our arithmetic."""
+    loads = (context.aggregated_metrics or {}).get("load", {})
+    if len(loads) < context.current_num_replicas:  # not all have said how they are
+        return context.target_num_replicas, {}
+    return replicas_for(list(loads.values())), {}

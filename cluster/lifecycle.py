@@ -1,0 +1,190 @@
+"""A cluster's life, from Ray's start to its end.
+
+```text
+port free? ─> Ray here, or joined ─> replicas built ─> ready ─> signal: new requests 503 ─> idle or timeout
+  exit 1        exit 1                 exit 1                     second signal: exit 1       exit 0
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Before Ray is imported, which reads its environment then. It asks nobody's server about updates, and leaves GPUs
+# visible to processes that have asked for none.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.app import NAME, application
+from cluster.options import Plan
+from common.errors import StartupError
+from common.server.lifecycle import bind, exit_at_once, url_of
+from common.server.service import served_model_name
+
+logger = logging.getLogger("cluster")
+
+#: For objects that are handed from process to process; what goes through here is small enough to go without.
+OBJECT_STORE_BYTES = 80 * 2**20
+
+
+def serve(plan: Plan) -> int:
+    """Serve until a signal: the exit code.
+
+    Raises:
+        StartupError: the port is taken, there is too little of something, or a replica cannot be built.
+    """
+    signals = Signals()
+    with bind(plan.options.host, plan.options.port) as listener:
+        address, port = url_of(listener), listener.getsockname()[1]
+    start_ray(plan)
+    signals.listen()
+    try:
+        front = deploy(plan, port, given_up=lambda: signals.came)
+        if front is None:
+            return 0
+        options = plan.options
+        names = options.served_model_name
+        logger.info(
+            "ready: %d × %s, routing %s, serve %s at %s",
+            options.replicas,
+            plan.package.PHASE.slug,
+            plan.routing,
+            names[0] if names else served_model_name(plan.config.model),
+            address,
+        )
+        name = signals.wait()
+        logger.info(
+            "%s: finishing what runs, for up to %g s; a second signal ends it at once",
+            name,
+            options.shutdown_timeout,
+        )
+        drain(front, options.shutdown_timeout)
+    finally:
+        take_down(plan)
+    return 0
+
+
+class Signals:
+    """The first SIGINT or SIGTERM is waited for; the second ends the process, and Ray's with it."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._came = threading.Event()
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals; again, when Ray has taken them for itself."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: Any) -> None:
+        if self._came.is_set():
+            exit_at_once(1)
+        self._name = signal.Signals(number).name
+        self._came.set()
+
+    @property
+    def came(self) -> bool:
+        return self._came.is_set()
+
+    def wait(self) -> str:
+        """The first one's name, once it is there."""
+        self._came.wait()
+        return self._name
+
+
+def start_ray(plan: Plan) -> None:
+    """Join a cluster, or start one of this machine.
+
+    Raises:
+        StartupError: there is none at the address, or it is too small.
+    """
+    options = plan.options
+    quiet: dict[str, Any] = {
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
+    try:
+        if options.address is not None:
+            ray.init(address=options.address, namespace=NAME, **quiet)
+        else:
+            ray.init(
+                address="local",
+                namespace=NAME,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **quiet,
+            )
+    except ConnectionError as error:
+        raise StartupError(f"--address {options.address}: no Ray cluster answers there ({error})") from None
+    there = ray.cluster_resources()
+    for flag, name, each in (("--cpus", "CPU", options.cpus), ("--gpus", "GPU", options.gpus)):
+        if options.replicas * each > there.get(name, 0.0) and options.address is None:
+            ray.shutdown()
+            raise StartupError(
+                f"{options.replicas} replicas of {flag} {each:g} need {options.replicas * each:g} {name}s, this "
+                f"machine has {there.get(name, 0.0):g}: lower --replicas or {flag}"
+            )
+
+
+def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> DeploymentHandle | None:
+    """Start Serve and the application, and wait until every replica is there: a handle to the front. None: it was
+    given up first.
+
+    Raises:
+        StartupError: a replica cannot be built.
+    """
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ray_serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": plan.options.host, "port": port, "keep_alive_timeout_s": 75},
+        logging_config=quiet,
+    )
+    ray_serve._run(application(plan), _blocking=False, name=NAME, logging_config=quiet)
+    while True:
+        status = ray_serve.status().applications[NAME]
+        if status.status == "RUNNING":
+            return ray_serve.get_app_handle(NAME)
+        if status.status == "DEPLOY_FAILED":
+            reasons = [status.message, *(each.message for each in status.deployments.values())]
+            raise StartupError(_reason(" ".join(reasons)))
+        if given_up():
+            return None
+        time.sleep(0.1)
+
+
+def _reason(message: str) -> str:
+    """Our own words in a message of Serve's, if there are any; else the whole of it."""
+    own = re.search(r"StartupError: (.+)", message)
+    return own[1] if own else message
+
+
+def take_down(plan: Plan) -> None:
+    """Ray ends, where it was started here. From a cluster that was joined, the application is taken away."""
+    if plan.options.address is not None:
+        ray_serve.delete(NAME)
+    ray.shutdown()
+
+
+def drain(front: DeploymentHandle, timeout_s: float) -> None:
+    """Let what runs come to its end; new requests are answered 503."""
+    front.stop_accepting.remote().result()
+    deadline = time.monotonic() + timeout_s
+    while front.num_running.remote().result() > 0:
+        if time.monotonic() > deadline:
+            logger.warning("some requests were not done in time and have been failed")
+            return
+        time.sleep(0.1)

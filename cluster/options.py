@@ -1,0 +1,129 @@
+"""Options of a cluster, beside those of a phase and of the server."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from common.config import EngineConfig
+from common.phases import PhasePackage, find_phase, phase_names
+from common.server import cli
+from common.server.options import ServerOptions
+
+DEFAULT_PORT = 9000
+
+#: The first phase that finds again what it has computed: where requests go matters from here on.
+FIRST_CACHING_PHASE = 8
+
+
+class ClusterOptions(ServerOptions):
+    """Options of a cluster, beside those of a phase."""
+
+    phase: str = Field(default="9", description="which phase the replicas are, by number or name")
+    replicas: int = Field(default=2, ge=1, description="engines, each with the model in its own memory")
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="as many at the most, when all are busy; default: no more than replicas",
+    )
+    routing: Literal["auto", "prefix", "least_loaded", "round_robin", "random"] = Field(
+        default="auto", description="auto is prefix from phase 8 on, else least_loaded"
+    )
+    routing_margin: float = Field(
+        default=0.5,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="in batches: a replica loaded by more than this above the least loaded is not preferred for "
+        "its cache",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="a replica computes with; default: as many as its CPUs, at least one"
+    )
+    cpus: float = Field(default=1.0, ge=0.0, description="a replica; Ray starts it where so many are free")
+    gpus: float = Field(default=0.0, ge=0.0, description="a replica")
+    address: str | None = Field(
+        default=None, description="of a Ray cluster to join; default: one that is started on this machine"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_fewer_at_the_most(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(
+                f"max_replicas {self.max_replicas} is less than replicas {self.replicas}: raise it or leave it out"
+            )
+        return self
+
+    @property
+    def threads_each(self) -> int:
+        return max(math.floor(self.cpus), 1) if self.threads is None else self.threads
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was asked for, checked."""
+
+    package: PhasePackage
+    options: ClusterOptions
+    config: EngineConfig
+
+    @property
+    def routing(self) -> str:
+        if self.options.routing != "auto":
+            return self.options.routing
+        return "prefix" if self.package.PHASE.number >= FIRST_CACHING_PHASE else "least_loaded"
+
+
+def read_flags(argv: Sequence[str]) -> Plan:
+    """From the command line and the environment.
+
+    Raises:
+        UsageError: an option is unknown, or its value is not one of its values.
+        StartupError: there is no such phase.
+    """
+    package = find_phase(_phase_of(argv))
+    settings = cli.settings_for(
+        package, "python -m cluster", server_options=ClusterOptions, default_port=DEFAULT_PORT
+    )
+    return _plan(package, cli.read_settings(settings, argv))
+
+
+def read_mapping(args: Mapping[str, Any]) -> Plan:
+    """From `args` of a Serve config file: the same options, with underscores.
+
+    Raises:
+        UsageError, StartupError: as `read_flags`.
+    """
+    package = find_phase(str(args.get("phase", _default_phase())))
+    settings = cli.settings_for(package, server_options=ClusterOptions, default_port=DEFAULT_PORT)
+    given = dict(args) | ({"phase": str(args["phase"])} if "phase" in args else {})
+    unknown = sorted(given.keys() - settings.model_fields.keys())
+    if unknown:
+        raise cli.UsageError(f"args: there is no option {unknown[0]!r}")
+    try:
+        return _plan(package, settings(**given))
+    except ValidationError as error:
+        raise cli.explain_invalid(error) from None
+
+
+def _plan(package: PhasePackage, settings: Any) -> Plan:
+    return Plan(package, cli.part_of(settings, ClusterOptions), cli.part_of(settings, package.Config))
+
+
+def _default_phase() -> str:
+    return os.environ.get(f"{cli.ENV_PREFIX}PHASE", str(ClusterOptions.model_fields["phase"].default))
+
+
+def _phase_of(argv: Sequence[str]) -> str:
+    """Which phase the flags name: what the other flags can be depends on it."""
+    for flag, following in zip(argv, [*argv[1:], None], strict=True):
+        name, equals, value = flag.partition("=")
+        if name == "--phase":
+            if not equals and following is None:
+                raise cli.UsageError(f"--phase takes a phase; there are {', '.join(phase_names())}")
+            return value if equals else str(following)
+    return _default_phase()

@@ -1,0 +1,124 @@
+"""One replica: a phase's own app, in an actor of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.serve import metrics
+
+from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
+from cluster.policy import Load
+from common.phases import find_phase
+from common.server.app import create_app
+from common.server.cli import configure_logging
+from common.server.options import ServerOptions
+from common.server.service import Service
+from common.worker import EngineWorker
+
+#: Gauges of a replica, as Ray's Prometheus has them (with `ray_` before): name, what it says.
+GAUGES = {
+    "active": ("infer_requests_running", "Requests that hold KV memory"),
+    "waiting": ("infer_requests_waiting", "Requests that queue"),
+    "kv_use": ("infer_kv_cache_use", "Share of the KV memory that is held; 1 is all of it"),
+}
+
+
+class Replica:
+    """Builds an engine and answers what the front forwards.
+
+    Serve calls `check_health`, `record_routing_stats` and `record_autoscaling_stats` by these names.
+
+    Args:
+        phase: as `find_phase` takes it.
+        config: the phase's options.
+        options: the server's.
+        created: when the cluster was, in seconds since 1970: all replicas say the same of their model.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, phase: str, config: dict[str, Any], options: dict[str, Any], created: int
+    ) -> None:
+        server_options = ServerOptions(**options)
+        configure_logging(server_options.log_level)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        package = find_phase(phase)
+        engine_config = package.Config(**config)
+        self._worker = EngineWorker(lambda: package.build_engine(engine_config))
+        engine = await asyncio.to_thread(self._worker.build)
+        names = server_options.served_model_name
+        self._app = create_app(
+            engine,
+            worker=self._worker,
+            model_name=names[0] if names else None,
+            other_names=names[1:],
+            api_keys=server_options.api_key,
+        )
+        self._service: Service = self._app.state.server
+        self._service.created = created
+        self._life = self._app.router.lifespan_context(self._app)
+        await self._life.__aenter__()
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._numbers = itertools.count()
+        self._gauges = {field: metrics.Gauge(name, text) for field, (name, text) in GAUGES.items()}
+
+    # ------------------------------------------------------------------ requests
+
+    async def stream(self, request: Forwarded) -> AsyncIterator[str | list[Part]]:
+        """Who answers, at once; then the answer as it comes."""
+        yield self._name
+        answer = LocalCall(self._app, request).answer()
+        try:
+            async for ready in answer:
+                yield ready
+        finally:
+            await answer.aclose()
+
+    async def whole(self, request: Forwarded) -> tuple[str, Head, bytes]:
+        """Who answers, and the answer to what every replica is asked."""
+        return self._name, *await collect(self._app, request)
+
+    # ------------------------------------------------------------------ what Serve asks
+
+    def check_health(self) -> None:
+        """Serve replaces a replica where this raises.
+
+        Raises:
+            EngineDeadError, RuntimeError: nothing will be computed here any more.
+        """
+        if self._worker.dead is not None:
+            raise self._worker.dead
+        if not self._worker.running:
+            raise RuntimeError("the engine's thread has ended")
+
+    def load(self) -> Load:
+        engine = self._service.engine
+        latest = engine.telemetry.latest
+        return Load(
+            seats=engine.config.max_batch_size,
+            active=latest.active,
+            waiting=self._worker.num_waiting(),
+            queue_room=self._worker.queue_room(),
+            kv_use=latest.kv_reserved_tokens / engine.config.kv_tokens(),
+        )
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """For routers. The gauges are set here, too: it is asked every second or so."""
+        load = self.load()
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(load, field))
+        return {
+            "seats": load.seats,
+            "active": load.active,
+            "waiting": load.waiting,
+            "queue_room": load.queue_room,
+            "kv_use": load.kv_use,
+            "number": next(self._numbers),
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"load": self.load().value}
