@@ -7,7 +7,6 @@ when a pass waits, and echoes each order once it is in force.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
@@ -66,7 +65,6 @@ def main() -> None:
         engine.runner.model.register_forward_hook(after_pass)
         return engine
 
-    lifecycle.STALL_TIMEOUT_S = int(os.environ.get("TEST_STALL_TIMEOUT_S", "60"))
     bind = lifecycle.bind
 
     def bind_with_small_buffers(host: str, port: int) -> socket.socket:
