@@ -17,6 +17,7 @@ import torch
 
 from common.phases import find_phase
 from common.server import cli, lifecycle
+from common.server.log_format import configure_logging
 
 SECRET = "the-secret-inside-the-server"
 
@@ -77,7 +78,7 @@ def main() -> None:
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     options, config = cli.read_options(gated, sys.argv[2:])
-    cli.configure_logging(options.log_level)
+    configure_logging(options.log_level, options.log_format)
     sys.exit(lifecycle.serve(gated, options, config))
 
 
