@@ -16,7 +16,14 @@ from tests.server.conftest import PHASES
 from tests.server.support import LocalServer
 
 #: What runs in the ordinary suite; the rest is slow, for there are many of them.
-SHORT = {"phase5_continuous", "phase9_pipelined"}
+SHORT_PHASES = {"phase5_continuous", "phase9_pipelined"}
+SHORT_TESTS = {
+    "test_a_pass_that_raises",
+    "test_a_row_without_numbers",
+    "test_a_tokenizer_that_raises",
+    "test_half_a_body",
+    "test_an_engines_thread_that_dies",
+}
 QUEUE, BATCH = 6, 4
 MAX_SEQ_LEN = 1024
 
@@ -27,8 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (
             Path(__file__).parent in item.path.parents  # others are handed in, too
             and isinstance(item, pytest.Function)
-            and "phase" in item.fixturenames
-            and item.callspec.params["phase"] not in SHORT
+            and (item.callspec.params["phase"] not in SHORT_PHASES or item.originalname not in SHORT_TESTS)
         ):
             item.add_marker(pytest.mark.slow)
 

@@ -87,11 +87,10 @@ def test_half_a_head(strict: LocalServer, half: bytes, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
 def test_half_a_body(strict: LocalServer, path: bytes) -> None:
-    room = strict.queue_room()
     with connect(strict) as connection:
         connection.sendall(HEAD.replace(b"/v1/completions", path) + b'Content-Length: 100\r\n\r\n{"model": ')
         assert_told(everything(connection), 408, "body_timeout")
-    assert strict.queue_room() == room
+    assert strict.worker.num_waiting() == 0
 
 
 def test_a_body_that_trickles(strict: LocalServer) -> None:
@@ -152,7 +151,10 @@ def test_what_is_no_http(strict: LocalServer) -> None:
 def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
     with connect(strict) as connection:
         connection.sendall(HEAD.replace(b"POST", b"PUT") + b"Transfer-Encoding: chunked\r\n\r\n")
-        assert b" 405 " in connection.recv(65536)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(65536)
+        assert b" 405 " in answer
         connection.sendall(b"no chunk\r\n")
         assert everything(connection) == b""
 
@@ -280,7 +282,7 @@ def test_half_a_body_does_not_hold_up_the_end() -> None:
 def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     server = LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2)
     with server.raw(stream=True, max_tokens=3000, ignore_eos=True):
-        eventually(lambda: server.service.backlogs.bytes > 0)
+        eventually(lambda: server.service.backlogs.bytes > 4096)  # the buffers before it are full
         server.signal()
         eventually(lambda: server.ended)
     assert "some requests were not done in time" in caplog.text
