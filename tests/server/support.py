@@ -67,7 +67,7 @@ class Served:
     @contextmanager
     def streaming(self, **fields: Any) -> Iterator[Iterator[Event]]:
         with (
-            httpx.Client(base_url=self.url, timeout=HANG_S) as client,
+            httpx.Client(base_url=self.url, timeout=HANG_S, headers=self.client.headers) as client,
             client.stream(
                 "POST", "/v1/completions", json=self.body(**({"stream": True} | fields))
             ) as response,
