@@ -70,8 +70,11 @@ def score(model: CausalLM, states: Tensor, targets: Sequence[int], top: int) -> 
     for begin in range(0, len(targets), ROWS):
         logprobs = model.head(states[begin : begin + ROWS]).float().log_softmax(dim=-1)
         wanted = torch.tensor(targets[begin : begin + ROWS], device=logprobs.device).unsqueeze(1)
-        picked = logprobs.gather(1, wanted).squeeze(1).tolist()
+        picked = logprobs.gather(1, wanted)
+        ranks = (logprobs >= picked).sum(dim=1)  # of tokens equally likely, the last place, as in vLLM
         values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
-        for logprob, row_ids, row_values in zip(picked, ids.tolist(), values.tolist(), strict=True):
-            scored.append(TokenLogprobs(logprob, tuple(zip(row_ids, row_values, strict=True))))
+        for logprob, rank, row_ids, row_values in zip(
+            picked.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True
+        ):
+            scored.append(TokenLogprobs(logprob, tuple(zip(row_ids, row_values, strict=True)), rank))
     return scored

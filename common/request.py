@@ -284,6 +284,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+    rank: int | None = None  # of a prompt's token, 1 for the likeliest; nobody asks for a sampled token's
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,15 +353,29 @@ class EngineWorker:
             self._built.set_exception(error)
             return
         while True:
-            with self._wakeup:
-                self._wait_for_work()
-                stopping = self._stopping
-                refused = self._take_in()
-            self._hand_back(refused)  # before the step, which may be long
-            if stopping:
-                return
-            if self._is_due():
-                self._hand_back(self._step())
+            try:
+                if self._turn():
+                    return
+            except BaseException as error:
+                # Not a failed pass (the runner sees to those) but a mistake of ours, or something that ends
+                # threads: nothing is certain any more, and this thread stays to say so.
+                if self.dead is not None:
+                    raise
+                logger.exception("the engine failed")
+                self.engine.dead = EngineDeadError("the engine failed; restart the server")
+                self.engine.dead.__cause__ = error
+                self._hand_back(self.engine.abort_all(self.engine.dead))
+
+    def _turn(self) -> bool:
+        """Wait for work, take it in and compute a step; whether this was the last turn."""
+        with self._wakeup:
+            self._wait_for_work()
+            stopping = self._stopping
+            refused = self._take_in()
+        self._hand_back(refused)  # before the step, which may be long
+        if not stopping and self._is_due():
+            self._hand_back(self.engine.step())
+        return stopping
 
     def _wait_for_work(self) -> None:
         """Block until there is news or the engine has something to do. The lock is held, and let go meanwhile."""
@@ -402,16 +416,6 @@ class EngineWorker:
             outputs += self.engine.abort_all(self._abort)
             self._abort = None
         return outputs
-
-    def _step(self) -> list[StepOutput]:
-        try:
-            return self.engine.step()
-        except Exception as error:
-            # Not a failed pass (the runner sees to those) but a mistake of ours: nothing is certain any more.
-            logger.exception("the engine failed")
-            self.engine.dead = EngineDeadError("the engine failed; restart the server")
-            self.engine.dead.__cause__ = error
-            return self.engine.abort_all(self.engine.dead)
 
     def _hand_back(self, outputs: list[StepOutput]) -> None:
         if not outputs:

@@ -10,10 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from common.errors import StartupError
-from common.phases import find_phase, phase_names
-from common.server import cli
-
 USAGE = """\
 usage: infer serve PHASE [options]      serve a phase; infer serve 7 --help lists its options
        infer phases                     list the phases: PHASE is a number or a name
@@ -25,26 +21,41 @@ usage: infer serve PHASE [options]      serve a phase; infer serve 7 --help list
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns or exits with an exit code, which is 2 for words that make no command."""
-    match sys.argv[1:] if argv is None else list(argv):
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:  # while modules are loaded, say, which takes seconds: so they are, below
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    match words:
         case ["-h" | "--help"] | ["serve", "-h" | "--help"]:
             print(USAGE)
         case ["phases"]:
+            from common.phases import find_phase, phase_names
+
             for phase in (find_phase(name).PHASE for name in phase_names()):
                 print(f"{phase.number}  {phase.slug:<18}  {phase.idea}")
-        case ["serve"]:
-            cli.exit_with(f"error: infer serve takes a phase; there are {', '.join(phase_names())}", 2)
-        case ["serve", name, *options]:
-            _serve(name, options)
+        case ["serve", *arguments]:
+            _serve(arguments)
         case ["compare" | "run" | "plots" | "demo" as word, *options]:
             return _measure(word, options)
-        case words:
+        case _:
             wrong = f"error: infer has no command {' '.join(words)!r}\n" if words else ""
             print(f"{wrong}{USAGE}", file=sys.stderr)
             return 2
     return 0
 
 
-def _serve(name: str, options: Sequence[str]) -> NoReturn:
+def _serve(arguments: Sequence[str]) -> NoReturn:
+    from common.errors import StartupError
+    from common.phases import find_phase, phase_names
+    from common.server import cli
+
+    if not arguments:
+        cli.exit_with(f"error: infer serve takes a phase; there are {', '.join(phase_names())}", 2)
+    name, *options = arguments
     try:
         find_phase(name)
     except StartupError as error:
@@ -53,7 +64,7 @@ def _serve(name: str, options: Sequence[str]) -> NoReturn:
 
 
 def _measure(word: str, options: Sequence[str]) -> int:
-    from benchmarks import __main__ as benchmarks  # here, since a server needs none of it
+    from benchmarks import __main__ as benchmarks
     from benchmarks import demo
 
     benchmarks.exit_on_sigterm()

@@ -151,3 +151,26 @@ def test_make_serve_takes_a_number_or_a_name(phase: str, says: str) -> None:
     ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert says in ended.stderr
+
+
+def test_an_interrupt_while_modules_are_loaded() -> None:
+    """Long before there is a server to hear of it."""
+    script = "import sys, builtins\nload = builtins.__import__\n"
+    script += (
+        "def slow(name, *rest):\n    if name.startswith('common'): print('loading', flush=True); input()\n"
+    )
+    script += "    return load(name, *rest)\n"
+    script += "import infer\nbuiltins.__import__ = slow\nsys.exit(infer.main(['serve', '7']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=60)
+    assert (process.returncode, log) == (130, "interrupted\n")

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 
 from common.engine import Engine
+from common.server.backlogs import Backlogs
+from common.server.bodies import Bodies
 from common.server.errors import HANDLERS
-from common.server.middleware import ApiKeys, HeadAsGet, RequestIds
+from common.server.middleware import REQUEST_ID, ApiKeys, HeadAsGet, RequestIds, RootPath
 from common.server.openapi import openapi_document
 from common.server.routes import generation, models, operation, tokens
 from common.server.service import Service, served_model_name
@@ -27,8 +30,11 @@ def create_app(
     model_name: str | None = None,
     other_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    root_path: str = "",
+    body_timeout_s: float = 30.0,
+    backlogs: Backlogs | None = None,
     ping_s: float = 15.0,
-    send_timeout_s: float = 60.0,
 ) -> FastAPI:
     """The app around an engine, which it owns from start-up to shutdown.
 
@@ -38,15 +44,19 @@ def create_app(
         model_name: what clients call the model; by default the name it was loaded by (a folder's last part).
         other_names: what they may call it as well.
         api_keys: of which clients must send one; none: everybody is answered.
+        cors_origins: whose pages a browser lets talk to this app; none: no others than its own.
+        root_path: what a proxy puts before every path.
+        body_timeout_s: from a request's head to the end of its body.
+        backlogs: how much clients may leave unread; by default as `--max-unread-bytes` and the like.
         ping_s: seconds between comments in a quiet stream.
-        send_timeout_s: a client that takes nothing of its stream for so long is dropped.
     """
     service = Service(
         engine,
         worker or EngineWorker(lambda: engine),
         (model_name or served_model_name(engine.config.model), *other_names),
+        bodies=Bodies(body_timeout_s),
+        backlogs=backlogs or Backlogs(),
         ping_s=ping_s,
-        send_timeout_s=send_timeout_s,
     )
 
     @contextlib.asynccontextmanager
@@ -74,6 +84,16 @@ def create_app(
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     app.add_middleware(HeadAsGet)
-    app.add_middleware(RequestIds)  # the outermost: refusals of the others have their id, too
-    app.openapi = lambda: openapi_document(app, engine, service.limits)  # type: ignore[method-assign]  # FastAPI's way to extend it
+    app.add_middleware(RequestIds)  # outside those: refusals of theirs have their id, too
+    if cors_origins:
+        app.add_middleware(  # the outermost: a page may read refusals, and a browser that asks first has no key yet
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
+    if root_path:
+        app.add_middleware(RootPath, root_path=root_path)
+    app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

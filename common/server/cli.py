@@ -21,7 +21,10 @@ from common.errors import StartupError
 from common.phases import PhasePackage, find_phase
 from common.server.errors import shorten
 from common.server.lifecycle import exit_at_once, serve
+from common.server.log_format import configure_logging
 from common.server.options import ServerOptions
+
+logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "INFER_"
 NONE = "none"  # how an option that may have no value says so
@@ -44,8 +47,14 @@ def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None
     try:
         package = find_phase(phase_name)
         options, config = read_options(package, sys.argv[1:] if argv is None else argv, prog)
-        configure_logging(options.log_level)
-        sys.exit(serve(package, options, config))
+        configure_logging(options.log_level, options.log_format)
+        try:
+            sys.exit(serve(package, options, config))
+        except StartupError as error:
+            if options.log_format == "text":
+                raise
+            logger.error(error)  # noqa: TRY400 - its traceback is of no use
+            sys.exit(1)
     except UsageError as error:
         exit_with(f"error: {error}", 2)
     except StartupError as error:
@@ -159,19 +168,3 @@ def explain_invalid(error: ValidationError) -> UsageError:
 
 def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def configure_logging(level: str) -> None:
-    """One concise line per event, on stderr. The HTTP server's own news are for debugging."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True
-    )
-    if level != "debug":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(is_news)
-
-
-def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of the HTTP server's says what ours do not. An answer that we leave unfinished, because its
-    client takes nothing, is no error: the request's own line tells of it."""
-    return record.msg != "ASGI callable returned without completing response."

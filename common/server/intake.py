@@ -1,8 +1,9 @@
-"""A request to the engine's own: its body read and checked, its prompts tokenized, its choices submitted.
+"""A request to the engine's own: its prompts tokenized, its choices submitted.
 
 ```text
 body under 2 MB ─> checked ─> places in the queue ─> tokenized (threads) ─> submitted
-                    400, 422     503                  400, 422
+bodies             schemas    503                    400, 422
+400, 408, 413      400, 422
 ```
 """
 
@@ -13,14 +14,10 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from starlette.requests import Request
-
 from common.engine import Engine
 from common.errors import InvalidGrammarError, InvalidRequestError
 from common.request import Request as EngineRequest
-from common.server.errors import ApiError
 from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import MAX_BODY_BYTES
 from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
@@ -123,38 +120,3 @@ class Intake:
             )
         # A prompt that leaves no room is refused for its length, and its parameters are to make sense until then.
         return max(room, wanted.min_tokens or 1)
-
-
-# ---------------------------------------------------------------------- bodies
-
-
-async def read_json(request: Request) -> bytes:
-    """The body of a request that says it is JSON.
-
-    Raises:
-        ApiError: 400, it is not called JSON; 413, as soon as it is known to be over the limit.
-    """
-    _require_json(request)
-    too_large = ApiError(
-        413, f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads", code="body_too_large"
-    )
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    return bytes(body)
-
-
-def _require_json(request: Request) -> None:
-    """A page in a browser can post text to any port of its machine unasked, but not JSON."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise ApiError(
-            400,
-            "the body must be JSON; send it with Content-Type: application/json",
-            code="invalid_content_type",
-        )

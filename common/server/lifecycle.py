@@ -9,6 +9,7 @@ port taken ─> engine built ─> ready ─> SIGTERM: draining, new requests 503
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
@@ -25,14 +26,16 @@ import uvicorn
 from common.config import EngineConfig
 from common.errors import StartupError
 from common.phases import PhasePackage
-from common.server.app import create_app
+from common.server.app import LAST_STEP_S, create_app
+from common.server.backlogs import Backlogs
+from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
 from common.server.options import ServerOptions
 from common.server.service import Service
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
-STALL_TIMEOUT_S = 60  # a client that takes nothing of its answer for so long is gone
+LAST_WORDS_S = 1.0  # what answers get that were ended because the time was over
 
 
 def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> int:
@@ -42,7 +45,14 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
         StartupError: the port is taken, or the engine cannot be built.
     """
     worker = EngineWorker(lambda: package.build_engine(config))
+    limits = ConnectionLimits(
+        connections=allow_open_files(options.max_connections),
+        keep_alive_s=options.keep_alive_timeout,
+        receive_s=options.body_timeout,
+        send_s=options.send_timeout,
+    )
     with bind(options.host, options.port) as listener:  # before the model, whose loading may take minutes
+        find_lost_peers(listener, options.send_timeout)
         engine = worker.build()
         names = options.served_model_name
         app = create_app(
@@ -51,27 +61,30 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             model_name=names[0] if names else None,
             other_names=names[1:],
             api_keys=options.api_key,
-            send_timeout_s=STALL_TIMEOUT_S,
+            cors_origins=options.cors_origin,
+            root_path=options.root_path,
+            body_timeout_s=options.body_timeout,
+            backlogs=Backlogs(options.max_unread_bytes, options.max_total_unread_bytes, options.send_timeout),
         )
         service: Service = app.state.server
         address = url_of(listener)
         server = Server(
-            uvicorn.Config(
+            Config(
                 app,
-                http="h11",  # not what else is installed: Ray brings another parser, which refuses other things
-                loop="asyncio",
+                limits,
+                loop="asyncio",  # not another that is installed, such as by Ray
                 lifespan="on",
                 ws="none",
                 log_config=None,
                 access_log=options.log_level == "debug",
-                timeout_graceful_shutdown=1,  # replaced by what is left of the shutdown timeout
             ),
-            service.worker,
+            service,
             ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}",
             shutdown_timeout_s=options.shutdown_timeout,
         )
         server.run(sockets=[listener])
     if worker.running:
+        logger.warning("the step in flight did not end within %g s: exiting without it", LAST_STEP_S)
         exit_at_once(0)  # every client has its answer: nobody waits for this step
     return 0
 
@@ -91,10 +104,6 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if sys.platform == "linux":
-            # Connections inherit it: the kernel ends one whose peer takes nothing of what waits for it for a
-            # minute. The app gives such a reader up too, but cannot make its socket and buffers go away.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_TIMEOUT_S * 1000)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -119,14 +128,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, worker: EngineWorker, *, ready: str, shutdown_timeout_s: float
+        self, config: uvicorn.Config, service: Service, *, ready: str, shutdown_timeout_s: float
     ) -> None:
         super().__init__(config)
-        self.worker = worker
+        self.service = service
         self.ready = ready
         self.shutdown_timeout_s = shutdown_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._left_s = 0.0  # of the shutdown timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -159,17 +169,32 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         started = time.monotonic()
-        if not await self.worker.drain(self.shutdown_timeout_s):
+        if not await self.service.worker.drain(self.shutdown_timeout_s):
             logger.warning("some requests were not done in time and have been failed")
-        left = self.shutdown_timeout_s - (time.monotonic() - started)
-        # Answers may still be on their way to slow readers; those get the rest of the time, and a moment at least.
-        self.config.timeout_graceful_shutdown = max(math.ceil(left), 2)
+        self._left_s = self.shutdown_timeout_s - (time.monotonic() - started)
+        self.service.bodies.give_up()  # nothing new begins: who is still sending is told so
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers may still be on their way to slow readers: those get what is left of the time, or a moment."""
+        left_s = max(self._left_s, LAST_WORDS_S)
+        self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks that no connection ends
+        cutting = asyncio.get_running_loop().call_later(left_s, self._cut)
+        await super().shutdown(sockets)
+        cutting.cancel()
+
+    def _cut(self) -> None:
+        connections = list(self.server_state.connections)
+        if connections:
+            logger.warning("answers of %d connections were not taken in time: closed", len(connections))
+        for connection in connections:
+            connection.transport.abort()
 
 
 def exit_at_once(code: int) -> NoReturn:
     """End the process with the engine's thread in the middle of something. The interpreter's own way out would wait
     for other threads, and end this one inside torch, which aborts."""
-    logging.shutdown()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk, or closed
+        logging.shutdown()
+        sys.stderr.flush()
     os._exit(code)

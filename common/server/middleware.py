@@ -1,4 +1,4 @@
-"""What happens to every request before its route: it gets an id, and shows its key."""
+"""What happens to every request before its route: it loses a proxy's prefix, gets an id, and shows its key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get(REQUEST_ID)
         if given is not None and _REQUEST_ID_FORM.fullmatch(given) is None:
-            await _refuse(
+            await refuse(
                 ApiError(
                     400,
                     f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
@@ -57,6 +57,20 @@ class RequestIds:
             await send(message)
 
         await self.app({**scope, "state": state}, receive, send_with_id)
+
+
+class RootPath:
+    """Paths are the app's own, whether or not a proxy has taken its prefix away."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path == self._root_path or path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
+        await self.app(scope, receive, send)
 
 
 class HeadAsGet:
@@ -84,7 +98,7 @@ class ApiKeys:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
-        await _refuse(
+        await refuse(
             ApiError(
                 401,
                 "this server wants a key; send it as Authorization: Bearer KEY",
@@ -108,6 +122,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer in the place of the app, and say so in the log."""
     log_refusal(refusal, refusal.status, refusal)
     await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)

@@ -78,7 +78,9 @@ _REFUSED = (
 _BUSY = "The queue is full, the server is shutting down, or its engine is dead"
 _ENDING = "The server is shutting down, or its engine is dead"
 _LATE = "The request took longer than the server gives one"
+_SLOW = "The body did not come in time"
 _FAILURES = {
+    408: _SLOW,
     413: f"The body is over {MAX_BODY_BYTES} bytes",
     500: "A failure of the server",
     503: _BUSY,
@@ -88,7 +90,7 @@ _NATIVE = {400: _MALFORMED, 422: _REFUSED, **_FAILURES}
 _STRICT = {400: f"{_MALFORMED}; {_REFUSED}", 404: "Another model's name", **_FAILURES}
 _CHOICES = "The choices, complete, or an event stream of their tokens"
 _ANSWERS = "The answers, complete, or an event stream of their tokens"
-_TEXT = {400: _MALFORMED, 413: _FAILURES[413], 422: _REFUSED, 500: _FAILURES[500]}
+_TEXT = {400: _MALFORMED, 408: _SLOW, 413: _FAILURES[413], 422: _REFUSED, 500: _FAILURES[500], 503: _ENDING}
 _NO_MODEL = {404: "Another model's name"}
 
 _NAMED_EVENTS = Stream(
@@ -161,12 +163,17 @@ ROUTES: dict[str, Documented] = {
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
 
 
-def openapi_document(app: FastAPI, engine: Engine, limits: Limits) -> dict[str, Any]:
-    """The document of an app that serves `engine`'s model within `limits`; made once."""
+def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: str = "") -> dict[str, Any]:
+    """The document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
-        title=app.title, summary=app.summary, version=app.version, routes=app.routes, openapi_version="3.1.0"
+        title=app.title,
+        summary=app.summary,
+        version=app.version,
+        routes=app.routes,
+        openapi_version="3.1.0",
+        servers=[{"url": root_path}] if root_path else None,
     )
     models: set[type[BaseModel] | None] = {ErrorResponse}
     for path, route in ROUTES.items():

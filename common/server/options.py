@@ -31,8 +31,48 @@ class ServerOptions(BaseModel):
         description="what clients must send as a bearer token, one of several; better set in the environment, "
         "which other users of the machine do not see; without one, everybody is answered",
     )
+    root_path: str = Field(
+        default="",
+        pattern="^(/[^/?#]+)*$",
+        description="what a proxy puts before every path, such as /llm; it may take it away or leave it",
+    )
+    cors_origin: Names = Field(
+        default_factory=none,
+        description="whose pages a browser lets talk to this server, such as https://example.org; one of several, "
+        "* for all; without one, none but its own",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="info has a line for each request"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="json: an object a line, with a request's numbers as fields"
+    )
+    max_connections: int = Field(
+        default=1024, ge=1, description="connections at a time; more are answered 503, or closed"
+    )
+    keep_alive_timeout: float = Field(
+        default=60.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that a connection may stay open without a request",
+    )
+    body_timeout: float = Field(
+        default=30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds within which the head of a request must come, and then its body",
+    )
+    send_timeout: float = Field(
+        default=60.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds within which a client that is behind with its answer must take 48 KiB of it",
+    )
+    max_unread_bytes: int = Field(
+        default=4 * 2**20, ge=2**16, description="of one stream, what its client has not taken"
+    )
+    max_total_unread_bytes: int = Field(
+        default=64 * 2**20, ge=2**16, description="the same of all streams together"
     )
     shutdown_timeout: float = Field(
         default=30.0,
@@ -41,7 +81,7 @@ class ServerOptions(BaseModel):
         description="seconds that running requests get after SIGTERM",
     )
 
-    @field_validator("served_model_name", "api_key", mode="before")
+    @field_validator("served_model_name", "api_key", "cors_origin", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.server.errors import ApiError, from_exception
+from common.server.log_format import FIELDS
 from common.server.transport import CLIENT_LEFT
 from common.server.wire.format import Answer
 from common.worker import RequestStream
@@ -38,15 +39,30 @@ def log_end(
     }
     begun = [stream.first_token_s for stream in streams if stream.first_token_s is not None]
     endings = Counter(_ending(stream) for stream in streams)
+    prompt_tokens, new_tokens = sum(prompts.values()), sum(stream.received_tokens for stream in streams)
+    first_s = min(begun) - asked_s if begun else None
+    gap_s = max(stream.longest_gap_s for stream in streams) if begun else None
     parts = [
         f"{len(streams)} choices" if len(streams) > 1 else "",
-        f"{sum(prompts.values())} prompt and {sum(stream.received_tokens for stream in streams)} new tokens",
-        f"the first after {min(begun) - asked_s:.3f} s" if begun else "",
-        f"longest gap {max(stream.longest_gap_s for stream in streams):.3f} s" if begun else "",
+        f"{prompt_tokens} prompt and {new_tokens} new tokens",
+        f"the first after {first_s:.3f} s" if first_s is not None else "",
+        f"longest gap {gap_s:.3f} s" if gap_s is not None else "",
         f"request {request_id!r}" if request_id else "",
         f"user {user!r}" if user else "",
         "ended: " + " and ".join(_counted(ending, count, len(streams)) for ending, count in endings.items()),
     ]
+    fields = {
+        "id": answer.id,
+        "choices": len(streams),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "first_token_s": first_s,
+        "longest_gap_s": gap_s,
+        "request_id": request_id,
+        "user": user,
+        "ended": dict(endings),
+        "client_gone": client_gone,
+    }
     failed = any(stream.last is not None and stream.last.error is not None for stream in streams)
     logger.log(
         logging.WARNING if failed else logging.INFO,
@@ -54,6 +70,7 @@ def log_end(
         answer.id,
         ", ".join(filter(None, parts)),
         f" ({client_gone})" if client_gone else "",
+        extra={FIELDS: fields},
     )
 
 
@@ -79,10 +96,11 @@ def log_refusal(refusal: ApiError, status: int, error: Exception) -> None:
     """
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
     line = ("refused: %d %s: %r", status, refusal.code, refusal.message)
+    extra = {FIELDS: {"status": status, "code": refusal.code, "param": refusal.param}}
     if status == 500:
-        logger.error(*line, exc_info=error)
+        logger.error(*line, exc_info=error, extra=extra)
     else:
-        logger.log(logging.WARNING if status == 503 else logging.INFO, *line)
+        logger.log(logging.WARNING if status == 503 else logging.INFO, *line, extra=extra)
 
 
 def log_departure() -> None:

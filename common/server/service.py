@@ -8,6 +8,8 @@ from pathlib import Path
 from starlette.requests import Request
 
 from common.engine import Engine
+from common.server.backlogs import Backlogs
+from common.server.bodies import Bodies
 from common.server.intake import Intake
 from common.server.page import render_page
 from common.server.schemas.parsing import Limits
@@ -20,8 +22,9 @@ class Service:
     Attributes:
         model_name: what it calls its model.
         created: when it began, in seconds since 1970.
+        bodies: reads what clients send.
+        backlogs: what clients have not taken of what they are sent.
         ping_s: seconds between comments in a quiet stream.
-        send_timeout_s: a client that takes nothing of its stream for so long is dropped.
     """
 
     def __init__(
@@ -30,14 +33,16 @@ class Service:
         worker: EngineWorker,
         model_names: tuple[str, ...],
         *,
+        bodies: Bodies,
+        backlogs: Backlogs,
         ping_s: float,
-        send_timeout_s: float,
     ) -> None:
         self.engine = engine
         self.worker = worker
         self.model_name = model_names[0]
+        self.bodies = bodies
+        self.backlogs = backlogs
         self.ping_s = ping_s
-        self.send_timeout_s = send_timeout_s
         self.created = int(time.time())
         self.limits = Limits(
             models=model_names,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,30 @@ class Tool:
             raise NotInstalledError(reason)
         # The script's folder is searched for modules, and nothing else that is not the environment's.
         return ["node"] if self.node else [str(self.folder / "bin" / "python"), "-E", "-s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A client that is on the machine, or not: no package of pip's or npm's has it.
+
+    Attributes:
+        title: how the table names it.
+        asks_version: the command that says a version first of all numbers.
+    """
+
+    title: str
+    asks_version: list[str]
+
+    @property
+    def version(self) -> str:
+        try:
+            said = subprocess.run(
+                self.asks_version, capture_output=True, text=True, timeout=HANG_S, check=False
+            )
+        except FileNotFoundError:
+            return ""
+        number = re.search(r"\d+(\.\d+)+", said.stdout + said.stderr)
+        return number[0] if number else ""
 
 
 OPENAI = Tool("openai", ("openai==3.54.0",))

@@ -47,6 +47,9 @@ def assert_scores(outputs: list[StepOutput], request: Request, model: str, top: 
     assert len(found) == len(reference)
     for token_id, each, row in zip(request.prompt_token_ids[1:], found, reference, strict=True):
         assert each.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        above, within = (int((row > row[token_id] + by).sum()) for by in (1e-4, -1e-4))
+        assert each.rank is not None
+        assert above < each.rank <= within
         values, _ = row.topk(top)
         assert [value for _, value in each.top] == pytest.approx(values.tolist(), abs=1e-4)
         assert all(value == pytest.approx(row[token].item(), abs=1e-4) for token, value in each.top)

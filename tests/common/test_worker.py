@@ -522,8 +522,9 @@ def test_drain_waits_for_those_who_were_held_a_place() -> None:
     with_worker(engine, scenario)
 
 
+@pytest.mark.parametrize("mistake", [KeyError("slot 3"), SystemExit(3)], ids=repr)
 def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
-    phase: str, monkeypatch: pytest.MonkeyPatch
+    phase: str, mistake: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
     engine = build(phase, RememberingModel(before_pass=gate), max_batch_size=2, clock=time.monotonic)
@@ -531,7 +532,6 @@ def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
     async def scenario(worker: EngineWorker) -> None:
         streams = [submit(worker, text, greedy(9)) for text in ("one", "two", "three", "four")]
         await until(gate.reached.is_set)
-        mistake = KeyError("slot 3")
 
         def plan() -> None:
             raise mistake

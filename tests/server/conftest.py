@@ -82,9 +82,9 @@ def start_gated(phase: str) -> ServerProcess:
     return ServerProcess(
         phase,
         *("--max-batch-size", "4", "--max-waiting-requests", "6", "--shutdown-timeout", "30"),
+        *("--send-timeout", "2"),
         *called_from_python(phase),
         module="tests.server.gated_server",
-        env={"TEST_STALL_TIMEOUT_S": "2"},
     )
 
 

@@ -7,7 +7,6 @@ when a pass waits, and echoes each order once it is in force.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch
 
 from common.phases import find_phase
 from common.server import cli, lifecycle
+from common.server.log_format import configure_logging
 
 SECRET = "the-secret-inside-the-server"
 
@@ -66,7 +66,6 @@ def main() -> None:
         engine.runner.model.register_forward_hook(after_pass)
         return engine
 
-    lifecycle.STALL_TIMEOUT_S = int(os.environ.get("TEST_STALL_TIMEOUT_S", "60"))
     bind = lifecycle.bind
 
     def bind_with_small_buffers(host: str, port: int) -> socket.socket:
@@ -79,7 +78,7 @@ def main() -> None:
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     options, config = cli.read_options(gated, sys.argv[2:])
-    cli.configure_logging(options.log_level)
+    configure_logging(options.log_level, options.log_format)
     sys.exit(lifecycle.serve(gated, options, config))
 
 

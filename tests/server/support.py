@@ -19,95 +19,37 @@ from typing import Any
 import httpx
 import psutil
 
+from common.phases import find_phase
+from common.server import lifecycle
+from common.server.app import create_app
+from common.server.backlogs import Backlogs
+from common.server.connections import Config, ConnectionLimits
+from common.server.service import Service
+from common.worker import EngineWorker
+
 HANG_S = 60.0  # nothing takes nearly so long; only a hang does
 
 Event = tuple[str, dict[str, Any]]
 
 
-class ServerProcess:
-    """A phase's server, started with flags, on a free port."""
+class Served:
+    """A server that listens, and requests to it.
 
-    def __init__(
-        self,
-        phase: str,
-        *flags: str,
-        module: str | None = None,
-        env: dict[str, str] | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        command = [sys.executable, "-m", *([module, phase] if module else [phase])]
-        self.process = subprocess.Popen(
-            [*command, "--port", "0", "--dtype", "float32", "--device", "cpu", *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-        )
-        self.log: list[str] = []
-        self.logged = 0  # lines that were there when the test began
-        self.counted: dict[str, Any] = {}  # the engine's counters then
-        self.said: queue.Queue[str] = queue.Queue()
-        self._ready = threading.Event()
-        self.url = ""
-        self._readers = [
-            threading.Thread(target=read, daemon=True) for read in (self._read_log, self._read_output)
-        ]
-        for reader in self._readers:
-            reader.start()
-        assert self._ready.wait(HANG_S), f"the server did not start:\n{self.log_text}"
-        assert self.url, f"the server ended:\n{self.log_text}"
-        self.client = httpx.Client(base_url=self.url, timeout=HANG_S, headers=headers)
+    Attributes:
+        url: where.
+        model: what it calls its model.
+        counted: the engine's counters when the test began.
+    """
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+        self.url = url
+        self.counted: dict[str, Any] = {}
+        self.client = httpx.Client(base_url=url, timeout=HANG_S, headers=headers)
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            ready = re.search(r"ready: .* at (http://\S+)", line)
-            if ready:
-                self.url = ready[1]
-                self._ready.set()
-        self._ready.set()
-
-    def _read_output(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.put(line.strip())
-
-    def begin_test(self) -> None:
-        """From here on a test counts and reads what it caused, and nothing older."""
-        self.counted, self.logged = {}, len(self.log)
-        self.counted = self.counters()
-
-    @property
-    def log_text(self) -> str:
-        """What was logged since the test began."""
-        return "".join(self.log[self.logged :])
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
-
-    # ------------------------------------------------------------------ orders to a gated server
-
-    def order(self, order: str) -> None:
-        """Send an order to a gated server, and wait until it is in force."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(order + "\n")
-        self.process.stdin.flush()
-        self.expect(order)
-
-    def expect(self, line: str) -> None:
-        deadline = time.monotonic() + HANG_S
-        while self.said.get(timeout=deadline - time.monotonic()) != line:
-            pass
-
-    def forget_output(self) -> None:
-        while not self.said.empty():
-            self.said.get_nowait()
-
-    # ------------------------------------------------------------------ requests
 
     def body(self, **fields: Any) -> dict[str, Any]:
         return {"model": self.model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8} | fields
@@ -125,7 +67,7 @@ class ServerProcess:
     @contextmanager
     def streaming(self, **fields: Any) -> Iterator[Iterator[Event]]:
         with (
-            httpx.Client(base_url=self.url, timeout=HANG_S) as client,
+            httpx.Client(base_url=self.url, timeout=HANG_S, headers=self.client.headers) as client,
             client.stream(
                 "POST", "/v1/completions", json=self.body(**({"stream": True} | fields))
             ) as response,
@@ -159,6 +101,84 @@ class ServerProcess:
         room: int = self.client.get("/telemetry", params={"since_step": 2**40}).json()["queue_room"]
         return room
 
+
+class ServerProcess(Served):
+    """A phase's server, started with flags, on a free port."""
+
+    def __init__(
+        self,
+        phase: str,
+        *flags: str,
+        module: str | None = None,
+        env: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        command = [sys.executable, "-m", *([module, phase] if module else [phase])]
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", "--dtype", "float32", "--device", "cpu", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        )
+        self.log: list[str] = []
+        self.logged = 0  # lines that were there when the test began
+        self.said: queue.Queue[str] = queue.Queue()
+        self._ready = threading.Event()
+        self._ready_url = ""
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read_log, self._read_output)
+        ]
+        for reader in self._readers:
+            reader.start()
+        assert self._ready.wait(HANG_S), f"the server did not start:\n{self.log_text}"
+        assert self._ready_url, f"the server ended:\n{self.log_text}"
+        super().__init__(self._ready_url, headers)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            ready = re.search(r'ready: .* at (http://[^\s"]+)', line)
+            if ready:
+                self._ready_url = ready[1]
+                self._ready.set()
+        self._ready.set()
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.put(line.strip())
+
+    def begin_test(self) -> None:
+        """From here on a test counts and reads what it caused, and nothing older."""
+        self.counted, self.logged = {}, len(self.log)
+        self.counted = self.counters()
+
+    @property
+    def log_text(self) -> str:
+        """What was logged since the test began."""
+        return "".join(self.log[self.logged :])
+
+    # ------------------------------------------------------------------ orders to a gated server
+
+    def order(self, order: str) -> None:
+        """Send an order to a gated server, and wait until it is in force."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+        self.expect(order)
+
+    def expect(self, line: str) -> None:
+        deadline = time.monotonic() + HANG_S
+        while self.said.get(timeout=deadline - time.monotonic()) != line:
+            pass
+
+    def forget_output(self) -> None:
+        while not self.said.empty():
+            self.said.get_nowait()
+
     def memory_mb(self) -> float:
         return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
 
@@ -182,6 +202,63 @@ class ServerProcess:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+class LocalServer(Served):
+    """A phase's server in a thread of this process, so that a test can take hold of its parts.
+
+    Args:
+        phase: its package's name.
+        settings: of connections, of bodies and of what is left unread.
+        options: of the engine.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        *,
+        limits: ConnectionLimits | None = None,
+        backlogs: Backlogs | None = None,
+        body_timeout_s: float = 30.0,
+        shutdown_timeout_s: float = 30.0,
+        **options: Any,
+    ) -> None:
+        package = find_phase(phase)
+        config = package.Config(device="cpu", dtype="float32", **options)
+        self.worker = EngineWorker(lambda: package.build_engine(config))
+        self.engine = self.worker.build()
+        self.listener = lifecycle.bind("127.0.0.1", 0)
+        # A few hundred tokens suffice to fill what the kernel takes for a client that reads nothing.
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s, backlogs=backlogs)
+        self.service: Service = app.state.server
+        self.http = lifecycle.Server(
+            Config(
+                app, limits or ConnectionLimits(), lifespan="on", ws="none", log_config=None, access_log=False
+            ),
+            self.service,
+            ready="ready",
+            shutdown_timeout_s=shutdown_timeout_s,
+        )
+        self._thread = threading.Thread(target=self.http.run, args=([self.listener],))
+        self._thread.start()
+        eventually(lambda: self.http.started)
+        super().__init__(lifecycle.url_of(self.listener))
+
+    def signal(self) -> None:
+        """As SIGTERM does."""
+        self.http.handle_exit(signal.SIGTERM, None)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        self.client.close()
+        if not self.ended:
+            self.http.should_exit = True
+        self._thread.join(HANG_S)
+        assert self.ended
 
 
 def read_events(response: httpx.Response) -> Iterator[Event]:

@@ -24,6 +24,7 @@ from common.phases import find_phase
 from common.request import SamplingParams
 from common.server.answers import interleave
 from common.server.app import create_app
+from common.server.backlogs import Backlogs
 from common.server.errors import ApiError, from_exception
 from common.server.service import served_model_name
 from common.server.transport import EventStream
@@ -86,12 +87,14 @@ class Connection:
                 self.left.set()
 
 
-def serve(connection: Connection, events: AsyncIterator[bytes], **options: float) -> list[str | None]:
+def serve(
+    connection: Connection, events: AsyncIterator[bytes], backlogs: Backlogs | None = None, **options: float
+) -> list[str | None]:
     """Send a stream to its end; what it was closed with."""
     closed: list[str | None] = []
 
     async def run() -> None:
-        response = EventStream(events, on_close=closed.append, **options)
+        response = EventStream(events, on_close=closed.append, backlogs=backlogs or Backlogs(), **options)
         await asyncio.wait_for(response({"type": "http"}, connection.receive, connection.send), 30)
 
     asyncio.run(run())
@@ -115,10 +118,11 @@ def test_quiet_streams_are_kept_open_by_comments() -> None:
 
 
 def test_a_reader_that_stalls_is_given_up() -> None:
-    for options in ({"send_timeout_s": 0.05}, {"send_timeout_s": 0.05, "ping_s": 0.01}):
-        connection = Connection(stalled=True)
-        assert serve(connection, quiet(0), **options) == ["the client took nothing for 0.05 s"]
+    for options in ({}, {"ping_s": 0.01}):
+        connection, backlogs = Connection(stalled=True), Backlogs(send_timeout_s=0.05)
+        assert serve(connection, quiet(0), backlogs, **options) == ["the client took too little for 0.05 s"]
         assert connection.sent == []
+        assert backlogs.bytes == 0
 
 
 def test_a_client_that_leaves_ends_the_stream() -> None:

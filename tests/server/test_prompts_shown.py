@@ -98,7 +98,12 @@ def test_prompt_logprobs_as_vllm_has_them(server: ServerProcess, count: int) -> 
         for token_id, entry in zip(ids[1:], entries[1:], strict=True):
             assert max(1, count) <= len(entry) <= count + 1
             assert entry[str(token_id)]["logprob"] <= 0
-            assert all(set(each) == {"logprob", "decoded_token"} for each in entry.values())
+            assert all(set(each) == {"logprob", "rank", "decoded_token"} for each in entry.values())
+            ranked = sorted(entry.values(), key=lambda each: each["rank"])
+            assert [each["rank"] for each in ranked[:count]] == list(range(1, count + 1))
+            assert [each["logprob"] for each in ranked] == sorted(
+                (e["logprob"] for e in ranked), reverse=True
+            )
     chunks = plain_chunks(
         server, prompt=PROMPT, prompt_logprobs=count, return_token_ids=True, max_tokens=3, ignore_eos=True
     )

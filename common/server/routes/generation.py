@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from common.server.answers import collect, stream_events
 from common.server.errors import from_exception, status_at
-from common.server.intake import read_json
 from common.server.request_log import log_departure, log_end, log_refusal
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
@@ -99,7 +98,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
     """Read a body, submit it, and answer with what comes of it."""
     service = service_of(request)
     try:
-        body = await read_json(request)
+        body = await service.bodies.read_json(request)
         asked_s = time.monotonic()
         wanted = parse(body, route.body, service.limits)
         streaming = route.streams(wanted, request)
@@ -135,8 +134,8 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         return EventStream(
             stream_events(answer, streams, wire),
             on_close=close,
+            backlogs=service.backlogs,
             ping_s=service.ping_s,
-            send_timeout_s=service.send_timeout_s,
         )
     client_gone = None
     try:

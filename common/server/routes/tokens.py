@@ -6,7 +6,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.server.intake import read_json
 from common.server.schemas.parsing import parse
 from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.service import service_of
@@ -19,7 +18,7 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation as chat would have it."""
     service = service_of(request)
-    wanted = parse(await read_json(request), TokenizeRequest, service.limits)
+    wanted = parse(await service.bodies.read_json(request), TokenizeRequest, service.limits)
     tokens, spelled = await service.intake.tokenize(wanted)
     return json_response(
         {
@@ -35,5 +34,5 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
-    wanted = parse(await read_json(request), DetokenizeRequest, service.limits)
+    wanted = parse(await service.bodies.read_json(request), DetokenizeRequest, service.limits)
     return json_response({"prompt": await service.intake.detokenize(wanted)})

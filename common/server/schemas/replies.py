@@ -45,6 +45,7 @@ class Logprobs(BaseModel):
 
 class PromptLogprob(BaseModel):
     logprob: float
+    rank: int = Field(ge=1, description="among all tokens, 1 for the likeliest")
     decoded_token: str
 
 

@@ -67,12 +67,16 @@ def _prompt_logprobs(
     """For each token of the prompt, by token id; nothing comes before the first."""
     entries: list[dict[str, Any] | None] = [None]
     for token_id, logprobs in zip(choice.prompt_ids[1:], first.prompt_logprobs or (), strict=True):
-        named = dict(logprobs.top[:count])
-        named.setdefault(token_id, logprobs.logprob)
+        named = {each: (logprob, place) for place, (each, logprob) in enumerate(logprobs.top[:count], 1)}
+        named.setdefault(token_id, (logprobs.logprob, logprobs.rank))
         entries.append(
             {
-                str(each): {"logprob": finite(logprob), "decoded_token": tokenizer.token_text(each)}
-                for each, logprob in named.items()
+                str(each): {
+                    "logprob": finite(logprob),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(each),
+                }
+                for each, (logprob, rank) in named.items()
             }
         )
     return entries

@@ -1,0 +1,41 @@
+"""`/metrics`, checked by Prometheus' own tool, where a machine has it (Debian's package `prometheus` does)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.clients.environments import Program
+from tests.server.support import ServerProcess
+
+PROMTOOL = shutil.which("promtool")
+TOOL = Program("promtool", ["promtool", "--version"])
+ON_PHASES = (5, 9)
+
+#: The one thing that it says of vLLM's names, and of ours that follow them.
+COLON = re.compile(r"\S+ metric names should not contain ':'")
+
+
+def check(page: str) -> tuple[int, list[str]]:
+    """The exit code (0: clean, 3: not as it should be written, 1: cannot be read), and what was said."""
+    if PROMTOOL is None:
+        pytest.skip("there is no promtool on this machine")
+    ran = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True, timeout=60, check=False
+    )
+    return ran.returncode, (ran.stdout + ran.stderr).split("\n")
+
+
+def test_the_page_of_a_server(server: ServerProcess) -> None:
+    """`promtool check metrics`: it finds fault with the colons of vLLM's names, and with nothing else."""
+    server.complete()
+    server.events()
+    page = server.client.get("/metrics").text
+    code, said = check(page)
+    complaints = list(filter(None, said))
+    assert code == 3, complaints
+    assert all(COLON.fullmatch(line) for line in complaints), complaints
+    assert check(re.sub(r"\b(vllm|infer):", r"\1_", page)) == (0, [""])

@@ -1,0 +1,193 @@
+"""Faults of the whole server, and of what it stands on.
+
+| fault | test |
+| --- | --- |
+| SIGTERM: idle, streaming, prefilling, with a slow reader | `test_the_end_comes` |
+| SIGTERM twice | `test_a_second_signal_ends_it_now` of `tests/server/test_lifecycle.py` |
+| SIGKILL and restart on the same port | `test_killed_and_started_again` |
+| disk full for logs | `test_a_full_disk_for_the_log` |
+| clock jump | `test_a_clock_that_jumps` |
+| port in use | `test_a_port_in_use` |
+| engine thread dies | `test_an_engines_thread_that_dies` |
+| event loop blocked for a second | `test_an_event_loop_that_is_blocked` |
+| 1,000 idle connections | `test_a_thousand_idle_connections` |
+
+The faults of one request are in `test_requests.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.errors import StartupError
+from common.server.connections import ConnectionLimits, allow_open_files
+from common.server.lifecycle import bind
+from tests.faults import breaking
+from tests.faults.breaking import MARKED
+from tests.faults.conftest import options_of
+from tests.faults.neighbours import PROMPTS, Neighbours
+from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
+from tests.server.test_lifecycle import in_background, post
+from tests.server.test_limits import connect
+
+FULL_DISK = Path("/dev/full")
+
+
+@pytest.fixture
+def mortal(phase: str) -> Iterator[LocalServer]:
+    """A server of the test's own, to bring to its end."""
+    server = LocalServer(phase, **options_of(phase))
+    yield server
+    server.close()
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("moment", ["idle", "streaming", "prefilling", "with a slow reader"])
+def test_the_end_comes(mortal: LocalServer, moment: str) -> None:
+    """Whoever was served before the signal has the whole answer after it; who reads nothing holds up nobody."""
+    gate = breaking.Gate()
+    running: list[Future[Any]] = []
+    with contextlib.ExitStack() as stack:
+        if moment == "streaming":
+            running = in_background(2, lambda _: mortal.events(max_tokens=200, ignore_eos=True))
+            eventually(lambda: mortal.counters()["decode_tokens"] > 4)
+        elif moment == "prefilling":
+            stack.enter_context(breaking.passes(mortal, before=gate))
+            running = in_background(1, lambda _: mortal.events(**MARKED))
+            gate.wait()
+        elif moment == "with a slow reader":
+            slow = stack.enter_context(mortal.raw(stream=True, max_tokens=300, ignore_eos=True))
+            eventually(lambda: mortal.counters()["decode_tokens"] > 4)
+        mortal.signal()
+        if moment == "prefilling":
+            eventually(lambda: mortal.client.get("/ready").status_code == 503)
+            assert_error(mortal.post(), 503, None, "shutting_down")
+            gate.open()
+        for each in running:
+            assert each.result(HANG_S)[-1][0] == "done"
+        if moment == "with a slow reader":  # which reads, in the end
+            slow.settimeout(HANG_S)
+            with slow.makefile("rb") as answer:
+                assert b"event: done" in answer.read()
+        eventually(lambda: mortal.ended)
+    assert not mortal.worker.running
+
+
+@pytest.mark.slow
+def test_killed_and_started_again(phase: str) -> None:
+    """Its port is free at once, although connections of the one that was killed are not over yet."""
+    first = ServerProcess(phase)
+    with contextlib.ExitStack() as stack:
+        stack.callback(first.close)
+        text = first.complete(prompt=PROMPTS[0])["choices"][0]["text"]
+        (interrupted,) = in_background(1, lambda _: first.events(max_tokens=4000, ignore_eos=True))
+        eventually(lambda: first.counters()["decode_tokens"] > 4)
+        first.process.kill()
+        assert first.wait() == -9
+        assert isinstance(interrupted.exception(HANG_S), httpx.TransportError)
+        second = ServerProcess(phase, "--port", str(first.port))
+        stack.callback(second.close)
+        assert second.port == first.port
+        assert second.complete(prompt=PROMPTS[0])["choices"][0]["text"] == text
+
+
+# ---------------------------------------------------------------------- what it stands on
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FULL_DISK.exists(), reason="there is no /dev/full")
+def test_a_full_disk_for_the_log(phase: str) -> None:
+    """Requests are served without a log, and the end is an ordinary one."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", phase, "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+    with FULL_DISK.open("w") as disk:
+        process = subprocess.Popen(command, stderr=disk)
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S))
+        eventually(lambda: answers(client))
+        body = {"model": "zoo:llama-tiny", "prompt": "Once", "max_tokens": 5, "stream": False}
+        for wanted in (body, body | {"temperature": -1}, body):
+            assert client.post("/v1/completions", json=wanted).status_code in (200, 422)
+        process.terminate()
+        assert process.wait(HANG_S) == 0
+
+
+def answers(client: httpx.Client) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return client.get("/ready").status_code == 200
+    return False
+
+
+def test_a_clock_that_jumps(
+    server: LocalServer, neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of day goes backwards and forwards; whatever waits goes by another clock."""
+    days, real = itertools.cycle([-1000, 1000, -1, 0]), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86400 * next(days))
+    for _ in range(4):
+        answer = server.complete(max_tokens=3)
+        assert isinstance(answer["created"], int)
+    assert server.client.get("/metrics").status_code == 200
+
+
+def test_a_port_in_use(server: LocalServer, neighbours: Neighbours) -> None:
+    with pytest.raises(StartupError, match=f"port {server.port} of 127.0.0.1 is in use"):
+        bind("127.0.0.1", server.port)
+
+
+def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbours) -> None:
+    loop = server.http._loop
+    assert loop is not None
+    loop.call_soon_threadsafe(time.sleep, 1)
+    assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours) -> None:
+    count = 1000
+    if allow_open_files(2 * count) < 2 * count:  # both ends are here
+        pytest.skip("this process may not have as many open files")
+    assert ConnectionLimits().connections > count
+    with contextlib.ExitStack() as idle:
+        for _ in range(count):
+            idle.enter_context(connect(server))
+        eventually(lambda: len(server.http.server_state.connections) >= count)
+        assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+        assert server.client.get("/health").status_code == 200
+    eventually(lambda: len(server.http.server_state.connections) < 20)
+
+
+# ---------------------------------------------------------------------- the engine's thread
+
+
+def test_an_engines_thread_that_dies(mortal: LocalServer) -> None:
+    """Everybody is told so, at once and later; the server can be asked how it is, and ends when it is told to."""
+    with breaking.passes(mortal, before=breaking.raising(SystemExit("out of here"))):  # type: ignore[arg-type]
+        streams = in_background(2, lambda _: mortal.events(max_tokens=900, ignore_eos=True))
+        eventually(lambda: mortal.counters()["decode_tokens"] > 4)
+        assert_error(post(mortal, **MARKED), 503, None, "engine_dead")
+    for each in streams:
+        name, data = each.result(HANG_S)[-1]
+        assert (name, data["error"]["code"]) == ("error", "engine_dead")
+    assert_error(mortal.client.get("/health"), 503, None, "engine_dead")
+    assert_error(mortal.client.get("/ready"), 503, None, "engine_dead")
+    assert_error(mortal.post(), 503, None, "engine_dead")
+    assert mortal.client.get("/version").status_code == 200
+    assert mortal.client.get("/metrics").status_code == 200
+    mortal.signal()
+    eventually(lambda: mortal.ended)

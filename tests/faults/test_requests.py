@@ -1,0 +1,277 @@
+"""Faults of one request, and of its client: its neighbours do not notice, and the next one is served.
+
+| fault | test |
+| --- | --- |
+| a pass raises | `test_a_pass_that_raises` |
+| out of memory in a pass | `test_a_pass_that_raises` |
+| NaN in one row | `test_a_row_without_numbers` |
+| sampler raises | `test_a_part_that_raises` |
+| detokenizer raises | `test_a_part_that_raises` |
+| grammar raises | `test_a_part_that_raises` |
+| tokenizer raises | `test_a_tokenizer_that_raises` |
+| client gone: waiting | `test_a_client_leaves_while_it_waits` |
+| client gone: prefilling, decoding, between chunks; streaming or not | `test_a_client_leaves_while_it_is_served` |
+| slow reader | `test_a_slow_reader` |
+| half body | `test_half_a_body` |
+| body too large | `test_a_body_too_large` |
+| queue full | `test_a_full_queue` |
+| pool full with preemption | `test_a_full_pool` |
+| cancel storm | `test_a_storm_of_cancellations` |
+| duplicate request ids | `test_one_id_many_times` |
+| an id that is 1 MB long | `test_an_id_of_a_megabyte` |
+
+The faults of the process are in `test_processes.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from common.request import Request
+from tests.faults import breaking
+from tests.faults.breaking import MARKED, SALT
+from tests.faults.conftest import BATCH, QUEUE, options_of
+from tests.server.support import HANG_S, LocalServer, assert_error, eventually
+from tests.server.test_lifecycle import in_background, post
+from tests.server.test_limits import HEAD, assert_told, connect, everything
+
+pytestmark = pytest.mark.usefixtures("neighbours")
+
+
+def ending(server: LocalServer, **fields: Any) -> tuple[int, str]:
+    """How many tokens a stream had, and the code of the error that was its last event."""
+    *tokens, (name, data) = server.events(**fields)
+    assert {each for each, _ in tokens} <= {"token"}
+    assert name == "error"
+    return len(tokens), data["error"]["code"]
+
+
+# ---------------------------------------------------------------------- in the engine
+
+
+@pytest.mark.parametrize("error", [RuntimeError("told to"), torch.OutOfMemoryError("no room")], ids=repr)
+def test_a_pass_that_raises(server: LocalServer, error: Exception) -> None:
+    with breaking.passes(server, before=breaking.raising(error)):
+        assert ending(server, **MARKED) == (2, "internal_error")
+        assert_error(server.post(**MARKED), 500, None, "internal_error")
+    assert server.complete(**MARKED)["usage"]["completion_tokens"] == 40
+
+
+def test_a_row_without_numbers(server: LocalServer) -> None:
+    with breaking.passes(server, after=breaking.no_number):
+        assert ending(server, **MARKED) == (0, "nan_logits")
+        assert_error(server.post(**MARKED), 500, None, "nan_logits")
+    assert server.complete(**MARKED)["usage"]["completion_tokens"] == 40
+
+
+def break_sampler(request: Request) -> None:
+    request._generator = "none"  # type: ignore[assignment]  # which torch does not take for one
+
+
+def break_detokenizer(request: Request) -> None:
+    assert request.detokenizer is not None
+    request.detokenizer.add = breaking.raises  # type: ignore[method-assign]
+
+
+def break_grammar(request: Request) -> None:
+    assert request.matcher is not None
+    request.matcher.advance = breaking.raises  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("breaks", [break_sampler, break_detokenizer, break_grammar])
+def test_a_part_that_raises(server: LocalServer, breaks: Any) -> None:
+    guilty: dict[str, Any] = {"cache_salt": SALT, "max_tokens": 9, "temperature": 1, "seed": 3}
+    if breaks is break_grammar:
+        guilty["structured_outputs"] = {"regex": "[a-z ]{30}"}
+    with breaking.requests(server, breaks):
+        assert ending(server, **guilty) == (0, "internal_error")
+        assert_error(server.post(**guilty), 500, None, "internal_error")
+    assert server.complete(**guilty)["usage"]["completion_tokens"] > 0
+
+
+def test_a_tokenizer_that_raises(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = server.engine.tokenizer
+    encode = tokenizer.encode
+
+    def picky(text: str, **named: Any) -> list[int]:
+        return breaking.raises() if "xyzzy" in text else encode(text, **named)
+
+    monkeypatch.setattr(tokenizer, "encode", picky)
+    for stream in (True, False):
+        assert_error(server.post(prompt="say xyzzy", stream=stream), 500, None, "internal_error")
+    assert_error(server.client.post("/tokenize", json={"prompt": "xyzzy"}), 500, None, "internal_error")
+
+
+# ---------------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_leaves_while_it_waits(
+    server: LocalServer, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = breaking.Gate()
+    before = server.counters()
+    with breaking.passes(server, before=gate):
+        (batch,) = in_background(1, lambda _: post(server, **MARKED | {"n": BATCH, "max_tokens": 2}))
+        gate.wait()
+        waiting = [server.raw(stream=stream, max_tokens=900, ignore_eos=True) for _ in range(2)]
+        eventually(lambda: server.worker.num_waiting() >= len(waiting))
+        for connection in waiting:
+            connection.close()
+        time.sleep(0.1)  # for the event loop to hear of it, which is not held
+        gate.open()
+        assert batch.result(HANG_S).status_code == 200
+        # A place is held before its request is tokenized: one that was left in between never came to the engine.
+        left = before["requests_cancelled"] + len(waiting)
+        dropped = "dropped: the client left"
+        eventually(lambda: server.counters()["requests_cancelled"] + caplog.text.count(dropped) == left)
+    decoded = server.counters()["decode_tokens"] - before["decode_tokens"]
+    assert decoded < 900, "what nobody waits for was computed"
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
+@pytest.mark.parametrize("moment", ["prefilling", "between chunks", "decoding"])
+def test_a_client_leaves_while_it_is_served(
+    server: LocalServer, phase: str, moment: str, stream: bool
+) -> None:
+    if moment == "between chunks" and phase < "phase7":
+        pytest.skip("prompts have no chunks yet")
+    long_prompt = {"prompt": [breaking.MARK] * 200} if moment != "decoding" else {}
+    gate = breaking.Gate({"prefilling": 1, "between chunks": 2, "decoding": 5}[moment])
+    before = server.counters()
+    with breaking.passes(server, before=gate):
+        connection = server.raw(**MARKED | long_prompt | {"stream": stream, "max_tokens": 800})
+        gate.wait()
+        connection.close()
+        time.sleep(0.1)  # for the event loop to hear of it, which is not held
+        gate.open()
+        eventually(lambda: server.counters()["requests_cancelled"] == before["requests_cancelled"] + 1)
+    assert server.counters()["requests_failed"] == before["requests_failed"]
+
+
+def test_a_slow_reader(server: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
+    """One who takes nothing is given up for its bytes; one who takes its time gets all of it."""
+    (patient,) = in_background(1, lambda _: read_slowly(server))
+    with server.raw(stream=True, max_tokens=900, ignore_eos=True, logprobs=5):
+        eventually(lambda: "bytes unread" in caplog.text)
+    assert "ended: cancelled (the client left " in caplog.text
+    assert patient.result(HANG_S) == server.complete(max_tokens=60, ignore_eos=True)["choices"][0]["text"]
+    eventually(lambda: server.service.backlogs.bytes == 0)
+
+
+def read_slowly(server: LocalServer) -> str:
+    text = ""
+    with server.streaming(max_tokens=60, ignore_eos=True) as events:
+        for name, data in events:
+            text += data["token"] if name == "token" else ""
+            time.sleep(0.005)
+    return text
+
+
+def test_a_storm_of_cancellations(server: LocalServer) -> None:
+    draw = random.Random(5)
+
+    def ask(number: int) -> None:
+        body = server.body(prompt=f"Once {number}", max_tokens=300, ignore_eos=True, stream=number % 2 == 0)
+        patience = draw.choice([0.001, 0.01, 0.1])
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=patience)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(60)))
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+def test_half_a_body(server: LocalServer) -> None:
+    with connect(server) as late, connect(server) as gone:
+        late.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
+        gone.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
+        gone.close()
+        assert_told(everything(late), 408, "body_timeout")
+
+
+def test_a_body_too_large(server: LocalServer) -> None:
+    body = b'{"prompt": "' + b"x" * 2**21 + b'"}'
+    response = server.client.post(
+        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert_error(response, 413, None, "body_too_large")
+
+
+# ---------------------------------------------------------------------- more than there is room for
+
+
+def test_a_full_queue(server: LocalServer) -> None:
+    gate = breaking.Gate()
+    with breaking.passes(server, before=gate):
+        (batch,) = in_background(1, lambda _: post(server, **MARKED | {"n": BATCH, "max_tokens": 2}))
+        gate.wait()
+        crowd = in_background(QUEUE + 5, lambda _: post(server, max_tokens=3))
+        eventually(lambda: sum(each.done() for each in crowd) >= 3)
+        for each in crowd:
+            if each.done():
+                assert_error(each.result(), 503, None, "queue_full")
+        gate.open()
+        statuses = [each.result(HANG_S).status_code for each in (batch, *crowd)]
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) >= 1 + QUEUE - 2, "the neighbours may have had two of the places"
+
+
+def test_a_full_pool(phase: str) -> None:
+    """More is wanted than there are blocks: the latest begin anew, and all get what they would have got alone."""
+    if phase < "phase6":
+        pytest.skip("memory is a slot for each sequence: nobody is preempted")
+    server = LocalServer(phase, **options_of(phase) | {"max_seq_len": 256, "num_blocks": 20})
+    try:
+        wanted = [
+            {"prompt": f"Once upon a time {i}", "max_tokens": 150, "ignore_eos": True} for i in range(4)
+        ]
+        alone = [server.complete(**each)["choices"][0]["text"] for each in wanted]
+        together = in_background(4, lambda number: post(server, **wanted[number]))
+        assert [each.result(HANG_S).json()["choices"][0]["text"] for each in together] == alone
+        assert server.counters()["preemptions"] > 0
+    finally:
+        server.close()
+
+
+# ---------------------------------------------------------------------- names
+
+
+def test_one_id_many_times(server: LocalServer) -> None:
+    def ask(_: int) -> Any:
+        body = server.body(stream=False, max_tokens=20, cache_salt="same", user="same")
+        return httpx.post(
+            f"{server.url}/v1/completions", json=body, headers={"X-Request-ID": "same"}, timeout=HANG_S
+        )
+
+    answers = [each.result(HANG_S).json() for each in in_background(4, ask)]
+    assert len({answer["id"] for answer in answers}) == 4
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+
+
+def test_an_id_of_a_megabyte(server: LocalServer) -> None:
+    long = "x" * 2**20
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as connection:
+        with contextlib.suppress(OSError):  # refused before all of it has gone out
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-ID: " + long.encode() + b"\r\n\r\n"
+            )
+        answer = everything(connection)
+    if answer:  # else the refusal was lost with what was not read
+        assert_told(answer, 400, "invalid_http")
+    for field in ("user", "cache_salt"):
+        response = server.post(**{field: long})
+        assert_error(response, 422, field)
+        assert len(json.dumps(response.json())) < 4096

@@ -1,0 +1,290 @@
+"""What connections may take: requests that come slowly, answers that are not taken, and too many at once.
+
+Each on real sockets, against a server in this process whose limits are short; and each time the next request is
+served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from common.server import connections
+from common.server.backlogs import Backlogs, SlowReaderError
+from common.server.connections import ConnectionLimits, allow_open_files
+from common.server.lifecycle import find_lost_peers
+from tests.server.support import HANG_S, LocalServer, eventually
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[LocalServer]:
+    """A server with little patience."""
+    server = LocalServer(
+        "phase5_continuous",
+        limits=ConnectionLimits(keep_alive_s=0.6, receive_s=0.4, send_s=0.5),
+        backlogs=Backlogs(limit_bytes=2**17, send_timeout_s=60.0),
+        body_timeout_s=0.4,
+        max_seq_len=4096,
+    )
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def next_request_is_served(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    caplog.set_level(logging.INFO, "common")
+    yield
+    if "strict" in request.fixturenames:
+        server = request.getfixturevalue("strict")
+        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+def connect(server: LocalServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All that comes until the server closes, in whatever way."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(65536):
+            received += more
+    return received
+
+
+def assert_told(answer: bytes, status: int, code: str) -> None:
+    """An answer in the form that all errors have, and the last of its connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"\r\nconnection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["code"], set(error)) == (code, {"message", "type", "param", "code"})
+
+
+# ---------------------------------------------------------------------- requests that come slowly, or never
+
+
+@pytest.mark.parametrize("half", [b"POST /v1/comp", HEAD, HEAD + b"Content-Length: 7\r\n"])
+def test_half_a_head(strict: LocalServer, half: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with connect(strict) as connection:
+        connection.sendall(half)
+        assert_told(everything(connection), 408, "request_timeout")
+    assert "refused: 408 request_timeout" in caplog.text
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+def test_half_a_body(strict: LocalServer, path: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(HEAD.replace(b"/v1/completions", path) + b'Content-Length: 100\r\n\r\n{"model": ')
+        assert_told(everything(connection), 408, "body_timeout")
+    assert strict.worker.num_waiting() == 0
+
+
+def test_a_body_that_trickles(strict: LocalServer) -> None:
+    """A byte now and then is not enough: it must come whole."""
+    with connect(strict) as connection:
+        connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n")
+        answer = b""
+        connection.settimeout(0.05)
+        for _ in range(int(HANG_S / 0.05)):
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65536)
+            if answer:
+                break
+            connection.sendall(b" ")
+    assert_told(answer, 408, "body_timeout")
+
+
+def test_a_body_that_goes_on_behind_its_answer(strict: LocalServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(HEAD + b"Content-Length: 9000000\r\n\r\n")
+        assert b" 413 " in connection.recv(65536)
+        with contextlib.suppress(OSError):  # closed while bytes are still coming
+            for _ in range(int(HANG_S / 0.05)):
+                connection.sendall(b" " * 100)
+                time.sleep(0.05)
+            pytest.fail("the connection is still open")
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_connection_without_a_request(strict: LocalServer, first: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(first)
+        answer = everything(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK" if first else b"")
+    assert bool(answer) == bool(first)
+
+
+def test_requests_one_behind_the_other(strict: LocalServer) -> None:
+    """All of them answered, although they came before the first was, and the last in pieces."""
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with connect(strict) as connection:
+        connection.sendall(request * 5 + request[:9])
+        time.sleep(0.1)
+        connection.sendall(request[9:])
+        assert everything(connection).count(b" 200 OK") == 6
+
+
+def test_what_is_no_http(strict: LocalServer) -> None:
+    for nonsense in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", HEAD + b"X: " + b"x" * 2**20):
+        with connect(strict) as connection:
+            with contextlib.suppress(OSError):  # refused before all of it has gone out
+                connection.sendall(nonsense)
+            answer = everything(connection)
+        if answer:  # else the refusal was lost with what was not read
+            assert_told(answer, 400, "invalid_http")
+
+
+def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(HEAD.replace(b"POST", b"PUT") + b"Transfer-Encoding: chunked\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(65536)
+        assert b" 405 " in answer
+        connection.sendall(b"no chunk\r\n")
+        assert everything(connection) == b""
+
+
+# ---------------------------------------------------------------------- answers that are not taken
+
+
+def test_a_stream_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Ended by its bytes, long before its time: the patience for those is a minute here."""
+    with strict.raw(stream=True, max_tokens=3000, ignore_eos=True, logprobs=5):
+        eventually(lambda: "bytes unread" in caplog.text)
+    assert "cancelled (the client left 13" in caplog.text, "the first event over 128 KiB"
+    eventually(lambda: strict.service.backlogs.bytes == 0)
+    assert not strict.service.backlogs.open_backlogs
+
+
+def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
+    """What is complete waits in the HTTP server."""
+    body = json.dumps({"prompt": "a b " * 50_000, "return_token_strs": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(HANG_S)
+        connection.connect(("127.0.0.1", strict.port))
+        connection.sendall(
+            HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
+        )
+        connection.sendall(body)
+        eventually(lambda: "took too little of its answer for 0.5 s" in caplog.text)
+        assert len(everything(connection)) < 2**18, "the rest was dropped"
+
+
+def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:
+    async def run() -> None:
+        backlogs = Backlogs(limit_bytes=1000, total_limit_bytes=1500)
+        with backlogs.open() as small, backlogs.open() as large, backlogs.open() as third:
+            small.put(b"x" * 400)
+            large.put(b"x" * 900)
+            assert not large.failed.done()
+            small.put(b"x" * 300)
+            assert (backlogs.bytes, small.failed.done()) == (1600, False)
+            with pytest.raises(SlowReaderError, match=r"^the client left 900 .* --max-total-unread-bytes$"):
+                await large.failed
+            third.put(b"x" * 10)  # until that one has gone, the next in size goes, too
+            with pytest.raises(SlowReaderError, match="left 700"):
+                await small.failed
+            piece = await third.next_piece()
+            third.taken(len(piece))
+            third.put(b"x" * 1001)
+            with pytest.raises(SlowReaderError, match=r"left 1001 .* --max-unread-bytes$"):
+                await third.failed
+        assert (backlogs.bytes, backlogs.open_backlogs) == (0, set())
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------------- too many at once
+
+
+def test_too_many_connections(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SPARE_CONNECTIONS", 4)
+    caplog.set_level(logging.INFO, "common")
+    limits = ConnectionLimits(connections=10)
+    server = LocalServer("phase5_continuous", limits=limits, max_seq_len=64)
+    server.client.close()
+    try:
+        eventually(lambda: not server.http.server_state.connections)
+        with contextlib.ExitStack() as idle:
+            for _ in range(limits.connections):
+                idle.enter_context(connect(server))
+            eventually(lambda: len(server.http.server_state.connections) == limits.connections)
+            with connect(server) as connection:
+                connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}")
+                assert_told(everything(connection), 503, "too_many_connections")
+            with connect(server) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b" 200 OK" in connection.recv(65536)
+            crowd = [idle.enter_context(connect(server)) for _ in range(12)]
+            eventually(lambda: len(server.http.server_state.connections) <= limits.connections + 4)
+            assert [everything(each) for each in crowd[4:]] == [b""] * 8
+            assert caplog.text.count("the most that --max-connections allows") == 1
+        eventually(lambda: not server.http.server_state.connections)
+        with connect(server) as connection:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b" 200 OK" in everything(connection)
+    finally:
+        server.close()
+
+
+def test_as_many_files_as_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [(1024, 2048)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: now.append(limits))
+    assert allow_open_files(500) == 500
+    assert now == [(1024, 2048)]
+    assert allow_open_files(1024) == 1024
+    assert now[-1] == (1024 + 160, 2048)
+    assert allow_open_files(5000) == 2048 - 160
+    assert now[-1] == (2048, 2048)
+    assert "--max-connections 5000 would need 5160 open files" in caplog.text
+
+
+def test_lost_peers_are_found_by_the_kernel() -> None:
+    with socket.socket() as listener:
+        find_lost_peers(listener, 60.0)
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_half_a_body_does_not_hold_up_the_end() -> None:
+    server = LocalServer("phase5_continuous", max_seq_len=64)
+    with connect(server) as body, connect(server) as head:
+        head.sendall(HEAD)
+        body.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
+        assert server.complete(max_tokens=1)  # behind both
+        began = time.monotonic()
+        server.signal()
+        assert_told(everything(body), 503, "shutting_down")
+        eventually(lambda: server.ended)
+        assert time.monotonic() - began < 20, "neither 30 s for bodies nor 30 s to shut down"
+    server.close()
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    server = LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2)
+    with server.raw(stream=True, max_tokens=3000, ignore_eos=True):
+        eventually(lambda: server.service.backlogs.bytes > 4096)  # the buffers before it are full
+        server.signal()
+        eventually(lambda: server.ended)
+    assert "some requests were not done in time" in caplog.text
+    assert "answers of 1 connections were not taken in time: closed" in caplog.text
+    server.close()

@@ -1,0 +1,193 @@
+"""What operators set: a proxy's prefix, pages of other origins, and a log for programs."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from common.phases import find_phase
+from common.server.app import create_app
+from common.server.cli import UsageError, read_options
+from common.server.log_format import FIELDS, JsonLines
+from tests.server.support import ServerProcess, assert_error, eventually
+
+PHASE = "phase5_continuous"
+
+
+def app_with(**options: Any) -> Iterator[TestClient]:
+    package = find_phase(PHASE)
+    engine = package.build_engine(package.Config(device="cpu", dtype="float32", max_seq_len=64))
+    with TestClient(create_app(engine, model_name="m", **options)) as client:
+        yield client
+
+
+# ---------------------------------------------------------------------- below a prefix
+
+
+@pytest.fixture(scope="module")
+def below() -> Iterator[TestClient]:
+    yield from app_with(root_path="/llm/five", api_keys=["key"])
+
+
+@pytest.mark.parametrize("prefix", ["/llm/five", ""], ids=["left", "taken away"])
+def test_a_proxy_may_take_its_prefix_away_or_leave_it(below: TestClient, prefix: str) -> None:
+    key = {"Authorization": "Bearer key"}
+    body = {"model": "m", "prompt": "Once", "max_tokens": 2, "stream": False}
+    assert below.get(f"{prefix}/health").status_code == 200  # which needs no key
+    assert below.get(f"{prefix}/v1/models").status_code == 401
+    assert below.get(f"{prefix}/v1/models/m", headers=key).json()["id"] == "m"
+    assert below.post(f"{prefix}/v1/completions", json=body, headers=key).status_code == 200
+    assert below.get(f"{prefix or '/llm/five'}/", headers=key).headers["content-type"].startswith("text/html")
+    # Statuses under the strict address are OpenAI's.
+    wrong = below.post(f"{prefix}/openai/v1/completions", json=body | {"temperature": -1}, headers=key)
+    assert_error(wrong, 400, "temperature")
+    nowhere = below.post(f"{prefix}/v1/completion", headers=key)
+    assert "did you mean /v1/completions" in nowhere.json()["error"]["message"]
+
+
+def test_only_that_prefix(below: TestClient) -> None:
+    key = {"Authorization": "Bearer key"}
+    assert_error(below.get("/llm/fivehealth", headers=key), 404, None, "not_found")
+    assert_error(below.get("/llm/health", headers=key), 404, None, "not_found")
+    assert below.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm/five"}]
+
+
+@pytest.mark.parametrize("value", ["llm", "/llm/", "/", "/a?b", "http://x"])
+def test_what_is_no_prefix(value: str) -> None:
+    with pytest.raises(UsageError, match="--root-path"):
+        read_options(find_phase(PHASE), ["--root-path", value])
+
+
+# ---------------------------------------------------------------------- pages of other origins
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TestClient]:
+    yield from app_with(cors_origins=["https://good.example"], api_keys=["key"])
+
+
+def test_a_page_of_a_named_origin(shared: TestClient) -> None:
+    """The browser asks first, without a key; then the page may read answers and refusals alike."""
+    origin = {"Origin": "https://good.example"}
+    asking = origin | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    first = shared.options("/v1/completions", headers=asking)
+    assert first.status_code == 200
+    assert first.headers["access-control-allow-origin"] == "https://good.example"
+    assert "POST" in first.headers["access-control-allow-methods"]
+    assert "authorization" in first.headers["access-control-allow-headers"]
+    for headers, status in ((origin | {"Authorization": "Bearer key"}, 200), (origin, 401)):
+        answer = shared.get("/v1/models", headers=headers)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "https://good.example"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_page_of_another(shared: TestClient, below: TestClient) -> None:
+    """Neither where others are named, nor where none is."""
+    headers = {"Origin": "https://bad.example", "Access-Control-Request-Method": "POST"}
+    for client in (shared, below):
+        assert client.options("/v1/completions", headers=headers).status_code >= 400
+        answer = client.get("/health", headers=headers)
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (200, False)
+
+
+def test_any_origin() -> None:
+    options, _ = read_options(find_phase(PHASE), ["--cors-origin", "*"])
+    for client in app_with(cors_origins=options.cors_origin):
+        answer = client.get("/health", headers={"Origin": "https://bad.example"})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+# ---------------------------------------------------------------------- the log
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Every line an object, with what all of them have."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        datetime.datetime.fromisoformat(line["time"])
+        assert line["level"] in ("DEBUG", "INFO", "WARNING", "ERROR")
+        assert line["message"]
+        assert line["logger"]
+    return lines
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What our own modules log, as JSON."""
+    handler, ours = logging.StreamHandler(io.StringIO()), logging.getLogger("common")
+    handler.setFormatter(JsonLines())
+    level = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    yield handler.stream
+    ours.removeHandler(handler)
+    ours.setLevel(level)
+
+
+def test_a_request_has_its_numbers_as_fields(logged: io.StringIO) -> None:
+    for client in app_with():
+        logged.truncate(0)
+        logged.seek(0)
+        body = {"model": "m", "prompt": ["Once", "A"], "max_tokens": 5, "ignore_eos": True, "stream": False}
+        answer = client.post("/v1/completions", json=body | {"user": "a\nb"}, headers={"x-request-id": "r1"})
+        assert client.post("/v1/completions", json=body | {"temperature": -1}).status_code == 422
+        end, refusal = json_lines(logged.getvalue())
+        usage = answer.json()["usage"]
+        assert end["message"].startswith(
+            f"{answer.json()['id']}: 2 choices, {usage['prompt_tokens']} prompt and 10 new"
+        )
+        assert {name: end[name] for name in ("id", "choices", "prompt_tokens", "new_tokens", "ended")} == {
+            "id": answer.json()["id"],
+            "choices": 2,
+            "prompt_tokens": usage["prompt_tokens"],
+            "new_tokens": 10,
+            "ended": {"length": 2},
+        }
+        assert (end["user"], end["request_id"], end["client_gone"]) == ("a\nb", "r1", None)
+        assert 0 < end["first_token_s"] < 60
+        assert 0 <= end["longest_gap_s"] < 60
+        assert (refusal["status"], refusal["code"], refusal["param"]) == (422, "invalid_value", "temperature")
+
+
+def test_an_exception_is_one_line() -> None:
+    try:
+        raise ZeroDivisionError("two\nlines")
+    except ZeroDivisionError:
+        record = logging.LogRecord("a", logging.ERROR, "", 1, "went %s", ("wrong",), sys.exc_info())
+    setattr(record, FIELDS, {"status": 500, "odd": {1}})
+    (line,) = json_lines(JsonLines().format(record))
+    assert (line["message"], line["status"], line["odd"]) == ("went wrong", 500, "{1}")
+    assert line["traceback"].endswith("ZeroDivisionError: two\nlines")
+
+
+@pytest.mark.slow
+def test_all_that_a_server_says_from_its_start_to_its_end() -> None:
+    server = ServerProcess(PHASE, "--log-format", "json", "--max-seq-len", "64")
+    try:
+        server.complete(max_tokens=2)
+        eventually(lambda: "ended" in server.log_text)
+        server.signal()
+        assert server.wait() == 0
+        server.read_the_rest()
+        messages = [line["message"] for line in json_lines(server.log_text)]
+        assert any(message.startswith("ready: ") for message in messages)
+        assert messages[-1].startswith("SIGTERM: finishing what runs")
+        second = [sys.executable, "-m", PHASE, "--log-format", "json", "--model", "no/such/model/anywhere"]
+        ended = subprocess.run(second, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 1
+        assert "no/such/model/anywhere" in json_lines(ended.stderr)[-1]["message"]
+    finally:
+        server.close()
