@@ -218,9 +218,8 @@ class FrameMaker:
             known.slot = known.request.slot
         ended = []
         for output in self._ended:
-            known = self._known.get(output.request_id)
-            if known is not None:
-                ended.append([known.number, output.finish_reason or "error"])
+            if (named := self._known.get(output.request_id)) is not None:
+                ended.append([named.number, output.finish_reason or "error"])
         if ended:
             frame["ended"] = ended
         self._ended.clear()
