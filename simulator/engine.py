@@ -1,0 +1,88 @@
+"""A phase's engine on a virtual clock: its own scheduler, pool and runner, no model and no memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from common.config import EngineConfig
+from common.engine import Engine
+from common.kv import KVShape
+from common.models.config import ModelConfig
+from common.models.layers import CausalLM
+from common.models.registry import Checkpoint, open_checkpoint
+from common.phases import PhasePackage, find_phase
+from common.telemetry import Telemetry
+from common.text import Tokenizer
+from simulator.clock import VirtualClock
+from simulator.cost import Cost
+from simulator.runner import make_runner
+
+CPU = torch.device("cpu")
+
+
+class NoStore(KVShape):
+    """Keys and values that take no memory: one number, seen wherever one looks."""
+
+    def allocate(
+        self, blocks: int, block_size: int, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        store = torch.zeros((), dtype=self.dtype, device=device).expand(blocks, block_size, 1, 1)
+        return [store], [store]
+
+
+@dataclass(frozen=True, slots=True)
+class NoModel:
+    """What engine and runner ask of a model beside its passes."""
+
+    config: ModelConfig
+    max_positions: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    is_packed: bool = False
+
+
+@functools.cache
+def _opened(name: str) -> tuple[Checkpoint, Tokenizer]:
+    checkpoint = open_checkpoint(name)
+    return checkpoint, checkpoint.tokenizer()
+
+
+def simulate_engine(
+    phase: int | str | PhasePackage, cost: Cost, *, clock: VirtualClock | None = None, **options: Any
+) -> Engine:
+    """An engine of a phase that takes the time that `cost` says.
+
+    Args:
+        phase: the package, or a name that `find_phase` knows.
+        cost: what takes how long.
+        clock: the engine's; a new one if None.
+        options: of the phase's `Config`; `max_seq_len` is 4096, or what the model has, unless given.
+
+    Raises:
+        StartupError: there is no such phase or model.
+        pydantic.ValidationError: the phase has no such options.
+    """
+    package = find_phase(phase) if isinstance(phase, int | str) else phase
+    clock = clock if clock is not None else VirtualClock()
+    config: EngineConfig = package.Config(**options)
+    checkpoint, tokenizer = _opened(config.model)
+    limit = config.resolve_max_seq_len(checkpoint.config.max_position_embeddings)
+    config = config.model_copy(update={"max_seq_len": limit})
+    model = cast(CausalLM, NoModel(checkpoint.config, limit))
+    builder = package.build_engine
+    pool = builder.pool(config, NoStore(1, 1, 1, torch.float32), CPU)
+    telemetry = Telemetry()
+    return Engine(
+        phase=package.PHASE,
+        config=config,
+        scheduler=builder.scheduler(config, clock),
+        runner=make_runner(builder.runner(config), model, pool, telemetry, clock=clock, cost=cost),
+        tokenizer=tokenizer,
+        telemetry=telemetry,
+        clock=clock,
+    )

@@ -1,0 +1,220 @@
+"""Servers and their clients in virtual time: whatever happens next is what the clock goes on to.
+
+```text
+   arrivals, in order ──> route ──> a server's door ──> add_request ──> step ──> outputs ──> observer
+            ^                                                                        │
+            └────────────────── who waited for an answer comes again ────────────────┘
+```
+
+Each server has a clock of its own, which its steps move. Events are taken in the order of their times, so a server
+that is in the middle of a step is not asked before the others have caught up with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from common.engine import Engine
+from common.request import Request, SamplingParams, StepOutput
+from common.telemetry import StepRecord
+from simulator.arrivals import Arrival
+from simulator.runner import SimulatedRunner
+
+
+class Observer(Protocol):
+    """Who is told what happened, and when: seconds since the simulation began."""
+
+    def on_sent(self, arrival: Arrival, prompt_tokens: int, time_s: float) -> None:
+        """A client sends a request."""
+
+    def on_outputs(self, outputs: Sequence[StepOutput], time_s: float) -> None:
+        """Clients get what a step had for them. Request ids are the arrivals' indices."""
+
+    def on_step(self, server: Server, record: StepRecord) -> None:
+        """An engine's step is over."""
+
+
+class Server:
+    """A simulated engine, and those who have not been let in yet.
+
+    Whoever finds the queue full waits at the door, as a client would who tries again at once.
+
+    Attributes:
+        unanswered: prompt and new tokens of the requests that were sent here and not answered.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        runner = engine.runner
+        if not isinstance(runner, SimulatedRunner):
+            raise TypeError("an engine that computes cannot be simulated: see simulate_engine")
+        self.engine = engine
+        self.clock, self.cost = runner.clock, runner.cost
+        self.unanswered: dict[str, int] = {}
+        self._door: deque[tuple[float, Request]] = deque()
+
+    def send(self, request: Request, time_s: float) -> None:
+        self._door.append((time_s + self.cost.arrival_s, request))
+        self.unanswered[request.request_id] = request.max_total_tokens
+
+    def next_s(self) -> float | None:
+        """When there is something to do; None: not before somebody comes."""
+        wake = self.engine.next_wake()
+        if self._door and self.engine.scheduler.queue_room() > 0:
+            arrival = max(self.clock.now, self._door[0][0])
+            return arrival if wake is None else min(wake, arrival)
+        return wake
+
+    def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
+        """Let in who has come by then, and compute a step if one is due: its outputs; None: none was."""
+        self.clock.wait_until(time_s)
+        while self._door and self._door[0][0] <= self.clock.now:
+            if not self.engine.add_request(self._door[0][1]):
+                break
+            self._door.popleft()
+        wake = self.engine.next_wake()
+        return self.engine.step() if wake is not None and wake <= self.clock.now else None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were sent here and have no seat yet."""
+        return len(self._door) + self.engine.scheduler.num_waiting
+
+
+Route = Callable[[Sequence[int], Sequence[Server]], int]
+
+
+def only_server(_prompt: Sequence[int], _servers: Sequence[Server]) -> int:
+    return 0
+
+
+def run(
+    engines: Engine | Sequence[Engine],
+    arrivals: Iterable[Arrival],
+    observer: Observer,
+    *,
+    route: Route = only_server,
+) -> float:
+    """Serve all arrivals to their end; how many seconds that took.
+
+    Args:
+        engines: of `simulate_engine`, at rest.
+        arrivals: by time. Those that come after another one stand behind it, and are read when it is: nobody can
+            have been answered by then.
+        observer: is told.
+        route: which server gets a prompt.
+
+    Raises:
+        ValueError: a request is too long for the engines; or comes after one that is not there.
+    """
+    servers = [Server(engine) for engine in ([engines] if isinstance(engines, Engine) else engines)]
+    return _Simulation(servers, arrivals, observer, route).run()
+
+
+# The order of events at the same time: clients get their answers, then requests come, then steps begin.
+_ANSWER, _ARRIVAL, _STEP = range(3)
+
+
+class _Simulation:
+    def __init__(
+        self, servers: Sequence[Server], arrivals: Iterable[Arrival], observer: Observer, route: Route
+    ) -> None:
+        self._servers = servers
+        self._arrivals = iter(arrivals)
+        self._observer = observer
+        self._route = route
+        self._limit = min(server.engine.max_request_tokens for server in servers)
+        self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
+        self._places = itertools.count()  # what happens at the same time happens in the order it was found
+        self._due: dict[
+            Server, float
+        ] = {}  # when each server goes on; an event with another time is out of date
+        self._live: dict[str, tuple[Server, Request]] = {}
+        self._followers: dict[
+            int, list[Arrival]
+        ] = {}  # an arrival that is not answered -> who comes after it
+
+    def run(self) -> float:
+        now = 0.0
+        self._read_on()
+        while self._events:
+            now, _, _, happen = heapq.heappop(self._events)
+            happen(now)
+        return now
+
+    def _at(self, time_s: float, kind: int, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_s, kind, next(self._places), happen))
+
+    # ------------------------------------------------------------------ clients
+
+    def _read_on(self) -> None:
+        """The next arrival that has a time, and those before it that wait for others."""
+        for arrival in self._arrivals:
+            self._followers[arrival.index] = []
+            if arrival.after is None:
+                self._at(arrival.at_s, _ARRIVAL, functools.partial(self._arrive, arrival))
+                return
+            if arrival.after not in self._followers:
+                raise ValueError(
+                    f"arrival {arrival.index} comes after {arrival.after}, which is not on its way"
+                )
+            self._followers[arrival.after].append(arrival)
+
+    def _arrive(self, arrival: Arrival, now: float) -> None:
+        self._read_on()
+        self._send(arrival, list(arrival.prompt), now)
+
+    def _send(self, arrival: Arrival, prompt: list[int], now: float) -> None:
+        if len(prompt) + arrival.new_tokens > self._limit:
+            raise ValueError(
+                f"arrival {arrival.index} has {len(prompt)} tokens and asks for {arrival.new_tokens}; "
+                f"{self._limit} are the most that a request can have"
+            )
+        request = Request(str(arrival.index), prompt, params(arrival.new_tokens))
+        server = self._servers[self._route(prompt, self._servers)]
+        self._live[request.request_id] = server, request
+        self._observer.on_sent(arrival, len(prompt), now)
+        server.send(request, now)
+        self._schedule(server)
+
+    def _answer(self, outputs: Sequence[StepOutput], now: float) -> None:
+        self._observer.on_outputs(outputs, now)
+        for output in outputs:
+            if output.finished:
+                server, request = self._live.pop(output.request_id)
+                del server.unanswered[output.request_id]
+                for follower in self._followers.pop(int(output.request_id)):
+                    before = request.token_ids if follower.continues else []
+                    happen = functools.partial(self._send, follower, [*before, *follower.prompt])
+                    self._at(now + follower.at_s, _ARRIVAL, happen)
+
+    # ------------------------------------------------------------------ servers
+
+    def _schedule(self, server: Server) -> None:
+        time_s = server.next_s()
+        if time_s is not None and self._due.get(server) != time_s:
+            self._due[server] = time_s
+            self._at(time_s, _STEP, functools.partial(self._go_on, server))
+
+    def _go_on(self, server: Server, now: float) -> None:
+        if self._due.get(server) != now:
+            return
+        del self._due[server]
+        outputs = server.go_on(now)
+        if outputs is not None:
+            self._observer.on_step(server, server.engine.telemetry.latest)
+            if outputs:
+                answer = functools.partial(self._answer, outputs)
+                self._at(server.clock.now + server.cost.delivery_s, _ANSWER, answer)
+            server.clock.advance(server.cost.between_s)
+        self._schedule(server)
+
+
+@functools.cache
+def params(new_tokens: int) -> SamplingParams:
+    """So many tokens, whatever they are. With a seed, so that none is drawn."""
+    return SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, seed=0)

@@ -1,0 +1,137 @@
+"""A phase's own runner, whose forward passes compute nothing: they take time, and every token asked for comes.
+
+Plans become passes as they always do (`Runner.passes`), lengths advance, tokens end requests, full blocks are
+shared. What is left out is the model, and the index tensors that it would read.
+
+```text
+synchronous   host    [plan][ pass ............ ][read][plan][ pass ……
+pipelined     host    [plan t][plan t+1][ wait .. ][read t][plan t+2][ wait ……
+              device          [ pass t .......... ][ pass t+1 ....... ][ pass t+2 ……
+```
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from common.kv import KVPool
+from common.models.layers import CausalLM
+from common.request import Request, StepOutput
+from common.runner import ForwardPass, Launched, Runner, SampledPass, commit_token
+from common.sampling import Sampled
+from common.scheduling import StepPlan
+from common.streams import Pending
+from common.telemetry import Telemetry
+from phase9_pipelined import Runner as PipelinedRunner
+from phase9_pipelined.slots import LaunchedPass
+from simulator.clock import VirtualClock
+from simulator.cost import Cost, Work
+
+TOKEN = 0  # what everybody gets, every time
+
+_NOTHING = torch.zeros(0, dtype=torch.int64)  # where a pass's tokens would be
+
+
+class SimulatedRunner(Runner):
+    """Comes before a phase's runner in the order of its classes: see `simulated`.
+
+    Attributes:
+        clock: the engine's.
+        cost: what takes how long.
+    """
+
+    clock: VirtualClock
+    cost: Cost
+
+    def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
+        self.clock.advance(self.cost.pass_s(Work.of(forward_pass)))
+        launched.sampled.append(SampledPass(self._count(forward_pass), Sampled(_NOTHING)))
+
+    def _count(self, forward_pass: ForwardPass) -> tuple[Request, ...]:
+        """All that a pass changes beside the stores; whose tokens it brings."""
+        shares = forward_pass.shares
+        self.telemetry.current.passes += 1
+        self.pool.advance([share.span for share in shares])
+        self.count_as_computed(forward_pass)
+        return tuple([share.request for share in shares if share.sample_at is not None])
+
+    def commit(self, launched: Launched) -> list[StepOutput]:
+        outputs = [
+            commit_token(request, TOKEN)
+            for done in launched.sampled
+            for request in done.requests
+            if not request.is_terminal
+        ]
+        self.clock.advance(self.cost.host_step_s + self.cost.host_row_s * len(outputs))
+        self.register_prefixes(launched.plan)
+        return outputs
+
+
+class _Due(Pending):
+    """A pass that will be over at a certain time."""
+
+    def __init__(self, clock: VirtualClock, time_s: float) -> None:
+        self._clock = clock
+        self._time_s = time_s
+
+    def done(self, within_s: float = 0.0) -> bool:
+        return self._clock.now + within_s >= self._time_s
+
+    def wait(self) -> tuple[Tensor, ...]:
+        self._clock.wait_until(self._time_s)
+        return (_NOTHING,)
+
+
+class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
+    """The device works through what it is handed, one pass after the other, while the host's time goes on."""
+
+    _device_free_s = 0.0  # when all it was handed will be done
+
+    def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
+        begins_s = max(self.clock.now, self._device_free_s)
+        self._device_free_s = begins_s + self.cost.pass_s(Work.of(forward_pass))
+        return LaunchedPass(self._count(forward_pass), _Due(self.clock, self._device_free_s))
+
+    def _sample_one(self, launched: LaunchedPass) -> Pending:
+        return launched.forward  # choosing is part of the pass's time
+
+    # Nothing computes beside the host, so there is no stream to go to.
+
+    def register_prefixes(self, plan: StepPlan) -> None:
+        Runner.register_prefixes(self, plan)
+
+    def release(self, requests: Iterable[Request]) -> None:
+        Runner.release(self, requests)
+
+
+@functools.cache
+def simulated(runner: type[Runner]) -> type[Runner]:
+    """A phase's runner with simulated passes; all else is its own."""
+    stand_in = SimulatedPipelinedRunner if issubclass(runner, PipelinedRunner) else SimulatedRunner
+    return type(f"Simulated{runner.__name__}", (stand_in, runner), {})
+
+
+def make_runner(
+    factory: object, model: CausalLM, pool: KVPool, telemetry: Telemetry, *, clock: VirtualClock, cost: Cost
+) -> Runner:
+    """The simulated form of what a phase's `build_engine.runner` makes.
+
+    Args:
+        factory: a runner's class, or a partial call of one.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    made, options = (
+        (factory.func, factory.keywords) if isinstance(factory, functools.partial) else (factory, {})
+    )
+    if not (isinstance(made, type) and issubclass(made, Runner)):
+        raise TypeError(f"{made!r} is no runner's class: its passes cannot be replaced")
+    runner = simulated(made)(model, pool, telemetry, **options)
+    assert isinstance(runner, SimulatedRunner)
+    runner.clock, runner.cost = clock, cost
+    return runner
