@@ -26,7 +26,7 @@ in several tables is shared. `memory`, `waiting`, `tables` and `kept` are told w
 `found`, `preempted` and `ended` when there are any. Who is not `running` has no table. A reader may start at any
 frame with `key`, and needs those after it up to the one that it shows.
 
-Steps may be left out (`skip`): a frame tells what has changed since the last, and what its own step computed.
+Steps may be left out: a frame tells what has changed since the last, and what its own step computed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class _Known:
 class FrameMaker:
     """Frames of an engine's steps, each the difference to the one before.
 
-    It asks scheduler and pool what anybody may ask, right after a step, in the thread that steps.
+    `note` is told of every step, `frame` asked for those that are to be shown. It asks scheduler and pool what anybody
+    may ask, between two steps, in the thread that steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -91,13 +92,12 @@ class FrameMaker:
         this."""
         self._until_key = 0
 
-    def skip(self, outputs: Sequence[StepOutput]) -> None:
-        """A step without a frame. That requests ended in it is told with the next."""
+    def note(self, outputs: Sequence[StepOutput]) -> None:
+        """What a step gave its requests: those that ended are told with the next frame."""
         self._ended += [output for output in outputs if output.finished]
 
     def frame(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> Frame:
-        """What a step did, from what its watchers are told of it."""
-        self.skip(outputs)
+        """What the latest step did, from what its watchers are told of it."""
         frame: Frame = {
             "step": record.step,
             "start": round(record.started_s, 6),
@@ -256,6 +256,7 @@ class StepTrace:
         engine.watchers.append(self._watch)
 
     def _watch(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
+        self._maker.note(outputs)
         self.frames.append(self._maker.frame(record, plan, outputs))
 
     def as_json(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     ping_s: float = 15.0,
     send_timeout_s: float = 60.0,
+    live_view: bool = True,
 ) -> FastAPI:
     """The app around an engine, which it owns from start-up to shutdown.
 
@@ -40,6 +41,7 @@ def create_app(
         api_keys: of which clients must send one; none: everybody is answered.
         ping_s: seconds between comments in a quiet stream.
         send_timeout_s: a client that takes nothing of its stream for so long is dropped.
+        live_view: whether the engine's steps can be watched.
     """
     service = Service(
         engine,
@@ -47,6 +49,7 @@ def create_app(
         (model_name or served_model_name(engine.config.model), *other_names),
         ping_s=ping_s,
         send_timeout_s=send_timeout_s,
+        live_view=live_view,
     )
 
     @contextlib.asynccontextmanager

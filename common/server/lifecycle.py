@@ -51,6 +51,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             model_name=names[0] if names else None,
             other_names=names[1:],
             api_keys=options.api_key,
+            live_view=options.live_view,
             send_timeout_s=STALL_TIMEOUT_S,
         )
         service: Service = app.state.server

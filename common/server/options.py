@@ -31,6 +31,9 @@ class ServerOptions(BaseModel):
         description="what clients must send as a bearer token, one of several; better set in the environment, "
         "which other users of the machine do not see; without one, everybody is answered",
     )
+    live_view: bool = Field(
+        default=True, description="the page at / shows the engine's steps as they come; GET /steps has them"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="info has a line for each request"
     )

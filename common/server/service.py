@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from common.engine import Engine
 from common.server.intake import Intake
+from common.server.live_view import LiveView
 from common.server.page import render_page
 from common.server.schemas.parsing import Limits
 from common.worker import EngineWorker
@@ -22,6 +23,7 @@ class Service:
         created: when it began, in seconds since 1970.
         ping_s: seconds between comments in a quiet stream.
         send_timeout_s: a client that takes nothing of its stream for so long is dropped.
+        live_view: the engine's steps, for those who look; None: nobody may.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Service:
         *,
         ping_s: float,
         send_timeout_s: float,
+        live_view: bool,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -45,7 +48,8 @@ class Service:
             vocab_size=engine.runner.model.config.vocab_size,
         )
         self.intake = Intake(engine, worker)
-        self.page = render_page(engine, self.model_name)
+        self.live_view = LiveView(worker) if live_view else None
+        self.page = render_page(engine, self.model_name, live_view=live_view)
 
 
 def service_of(request: Request) -> Service:

@@ -70,8 +70,8 @@ class StepTrace {
   stateAt(index) {
     const state = this.state;
     let first = index;
-    while (!this.frames[first].key && first !== state.index + 1) first -= 1;
     if (state.index === index) return state;
+    while (!this.frames[first].key && first !== state.index + 1) first -= 1;
     for (let at = first; at <= index; at++) this.apply(this.frames[at]);
     state.index = index;
     return state;
@@ -152,8 +152,15 @@ class StepPanel {
     element.addEventListener("focusin", event => this.light(this.requestOf(event.target)));
     element.addEventListener("focusout", () => this.light(null));
     this.time.addEventListener("click", event => this.jump(event));
-    /** @type {number | null} */
-    this.hot = null;
+  }
+
+  get hot() {
+    return this.viewer.hot;
+  }
+
+  /** @param {number | null} request */
+  light(request) {
+    this.viewer.light(request);
   }
 
   /** @param {EventTarget | null} target @returns {number | null} */
@@ -177,13 +184,6 @@ class StepPanel {
     const block = row * per + column;
     for (const [number, table] of this.trace.stateAt(this.index).tables) if (table.includes(block)) return number;
     return null;
-  }
-
-  /** @param {number | null} request the one that is shown among the others */
-  light(request) {
-    if (request === this.hot) return;
-    this.hot = request;
-    this.draw(this.index);
   }
 
   /** @param {MouseEvent} event */
@@ -432,6 +432,9 @@ const ICONS = {
 
 /** Panels with one row of controls. */
 class StepViewer {
+  static letterOf = letterOf;
+  static hueOf = hueOf;
+
   /** @param {HTMLElement} element @param {{live?: boolean}} options */
   constructor(element, { live = false } = {}) {
     this.live = live;
@@ -445,6 +448,8 @@ class StepViewer {
     this.origin = 0;
     this.playing = live;
     this.timer = 0;
+    /** @type {number | null} */
+    this.hot = null;
     element.classList.add("steps-viewer");
     element.setAttribute("role", "group");
     const button = (name, label) => `<button type="button" data-do="${name}" aria-label="${label}" title="${label}">
@@ -519,6 +524,12 @@ class StepViewer {
     });
   }
 
+  /** @param {string} id a request's @returns {number | null} what its letter and colour are made of */
+  numberOf(id) {
+    for (const { trace } of this.panels) for (const [number, name] of trace.names) if (name.id === id) return number;
+    return null;
+  }
+
   /** @param {StepTrace[]} traces */
   fill(traces) {
     this.box.replaceChildren();
@@ -529,6 +540,13 @@ class StepViewer {
       return new StepPanel(element, trace, this);
     });
     this.box.dataset.panels = String(traces.length);
+  }
+
+  /** @param {number | null} request the one that stands out, in all panels */
+  light(request) {
+    if (request === this.hot) return;
+    this.hot = request;
+    this.draw();
   }
 
   /** How far a panel is scrolled: all show the same time. @param {StepPanel} panel @param {number} now @param {number} view */

@@ -183,9 +183,8 @@ class Sparse:
 
     def watch(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         self.steps += 1
-        if self.steps % 3:
-            self.maker.skip(outputs)
-        else:
+        self.maker.note(outputs)
+        if self.steps % 3 == 0:
             self.frames.append(self.maker.frame(record, plan, outputs))
 
 
