@@ -66,6 +66,8 @@ def define_env(env: Any) -> None:
         rounding.three_numbers,
         samples.event_stream,
         samples.zoo_samples,
+        stepper.live_view_limit,
         stepper.stepper,
+        stepper.stepper_cost,
     ):
         env.macro(function)

@@ -19,6 +19,9 @@ PAGE_HEADERS = {
 }
 
 
+MOST_COPIES = 32  # of a prompt that the form sends at once
+
+
 def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
     """The page of an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("page.html"))
@@ -30,6 +33,7 @@ def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
         "model": model_name,
         "max_seq_len": engine.max_seq_len,
         "most_tokens": most_tokens,
+        "most_copies": min(MOST_COPIES, engine.config.max_waiting_requests),
         "max_tokens": min(DEFAULT_MAX_TOKENS, most_tokens),
     }
     escaped = {name: html.escape(str(value)) for name, value in values.items()}

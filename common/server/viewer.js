@@ -272,7 +272,7 @@ class StepPanel {
     const least = 70 / scale, power = 10 ** Math.floor(Math.log10(least));
     const every = power * [1, 2, 5, 10].find(each => power * each >= least);
     const marks = [];
-    for (let n = Math.ceil(this.scroll / scale / every); n * every * scale < this.scroll + view; n++)
+    for (let n = Math.ceil(this.scroll / scale / every); n * every * scale < this.scroll + view - 20; n++)
       marks.push(text("sv-tick", LABEL + n * every * scale - this.scroll + (n ? 0 : 2), 13, timeOf(n * every),
         n ? 'text-anchor="middle"' : ""));
     return marks.join("");
@@ -289,7 +289,7 @@ class StepPanel {
       const height = BARS * frame.took / longest;
       parts.push(rect("sv-took", x + 4, AXIS + BARS - height, width - 8, height));
       if (left_out > 0) parts.push(`<path class="sv-gap" d="M${px(x)} ${AXIS}V${below}"/>`);
-      if (index === now || frame.step % 5 === 0) parts.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
+      if (index === now || (index + this.trace.forgotten) % 5 === 0 && Math.abs(index - now) > 1) parts.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
     }
     if (frame.waiting[0] && width > 9)
       parts.push(text("sv-tick", middle, below + 16, frame.waiting[0], 'text-anchor="middle"'));
@@ -364,7 +364,7 @@ class StepPanel {
     if (height >= 12 && width >= 7 * words.length) {
       const lettered = width > 60 ? x + 10 : x + width / 2;
       const on = used * width > (width > 60 ? 20 : width * 0.75) ? "sv-on" : "sv-off";
-      parts.push(text(held.length > 1 ? "sv-share" : on, lettered, y + height / 2 + 4, words, 'text-anchor="middle"'));
+      parts.push(text(held.length > 1 ? "sv-share" : `${on} ${hueOf(number)}`, lettered, y + height / 2 + 4, words, 'text-anchor="middle"'));
     }
     return parts.join("");
   }
@@ -459,7 +459,7 @@ class StepViewer {
         ${button("first", "to the first step")}${button("back", "a step back")}
         ${button("play", "play")}${button("on", "a step on")}${button("last", live ? "to the latest step" : "to the last step")}
         <input type="range" min="0" max="0" value="0" aria-label="step">
-        <label class="sv-speed">speed <select>${[0.5, 1, 2, 4].map(each =>
+        <label class="sv-speed"${live ? " hidden" : ""}>speed <select>${[0.5, 1, 2, 4].map(each =>
           `<option value="${each}"${each === 1 ? " selected" : ""}>${each}×</option>`).join("")}</select></label>
       </div>
       <div class="sv-panels"></div>
@@ -467,7 +467,7 @@ class StepViewer {
         <span><i class="sv-k-prompt"></i>prompt</span><span><i class="sv-k-token"></i>one more token</span>
         <span><i class="sv-k-held"></i>held, not computed</span><span><i class="sv-k-idle"></i>padding, done</span>
         <span><i class="sv-k-end"></i>ends</span><span><i class="sv-k-found"></i>found in memory</span>
-        <span><i class="sv-k-kept"></i>kept</span><span>↩ lost its memory</span>
+        <span><i class="sv-k-kept"></i>kept</span><span>↩ lost its memory</span>${live ? "<span>┊ steps left out</span>" : ""}
       </div>
       <p class="sv-said" role="status"></p>`;
     this.controls = /** @type {HTMLElement} */ (element.querySelector(".sv-controls"));

@@ -48,8 +48,10 @@ def test_it_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
 
 
 def test_a_models_name_cannot_be_markup() -> None:
-    phase = find_phase("phase5_continuous").PHASE
-    page = render_page(SimpleNamespace(phase=phase, max_seq_len=64), '<script>"&$idea')
+    package = find_phase("phase5_continuous")
+    phase = package.PHASE
+    engine = SimpleNamespace(phase=phase, max_seq_len=64, config=package.Config())
+    page = render_page(engine, '<script>"&$idea', live_view=True)
     assert "&lt;script&gt;&quot;&amp;$idea" in page
     assert 'value="63"' in page, "no more than fits"
 
@@ -64,10 +66,11 @@ PROBE = """<!doctype html><title>probe</title>
   const frame = document.getElementById("frame");
   const errors = [];
   let stopped = false;
+  const made = () => frame.contentDocument.querySelector(".made");
   const find = id => frame.contentDocument.getElementById(id);
   function look() {
     const page = frame.contentDocument, status = find("status").textContent;
-    if ("ACTION" === "stop" && !stopped && find("made").textContent.length > 5) {
+    if ("ACTION" === "stop" && !stopped && made().textContent.length > 5) {
       stopped = true;
       find("stop").click();
     }
@@ -76,8 +79,8 @@ PROBE = """<!doctype html><title>probe</title>
       return;
     }
     fetch("/__found", {method: "POST", body: JSON.stringify({
-      given: find("given").textContent,
-      made: find("made").textContent,
+      given: page.querySelector(".given").textContent,
+      made: made().textContent,
       status,
       error: find("status").classList.contains("error"),
       idle: !find("complete").disabled && find("stop").disabled,

@@ -26,12 +26,16 @@ async def welcome(request: Request) -> Response:
     return Response(service_of(request).page, headers=PAGE_HEADERS, media_type="text/html")
 
 
-@router.get("/steps", include_in_schema=False)  # it never ends, and whoever tries out all that is in there waits
+@router.get(
+    "/steps", include_in_schema=False
+)  # it never ends, and whoever tries out all that is in there waits
 async def steps(request: Request) -> Response:
     """The engine's steps as they come, for as long as somebody looks (`common.server.live_view`)."""
     service = service_of(request)
     if service.live_view is None:
-        raise ApiError(404, "the live view is off: this server runs with --no-live-view", code="live_view_off")
+        raise ApiError(
+            404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
+        )
     viewer = service.live_view.open()
     return EventStream(
         viewer.events(),
