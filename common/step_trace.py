@@ -65,6 +65,7 @@ class _Known:
 
     request: Request
     number: int
+    named_in: int = -1  # step of the frame that named it last
     slot: int | None = None
     table: list[int] = field(default_factory=list)
 
@@ -72,8 +73,8 @@ class _Known:
 class FrameMaker:
     """Frames of an engine's steps, each the difference to the one before.
 
-    `note` is told of every step, `frame` asked for those that are to be shown. It asks scheduler and pool what anybody
-    may ask, between two steps, in the thread that steps.
+    `note` is told of every step, `frame` asked for those that are to be shown. It asks scheduler and pool what
+    anybody may ask, between two steps, in the thread that steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -86,6 +87,7 @@ class FrameMaker:
         self._kept: set[int] = set()
         self._ended: list[StepOutput] = []  # not told yet
         self._until_key = 0
+        self._key_step = 0  # of the latest frame that told everything
 
     def next_is_key(self) -> None:
         """Let the next frame say all there is: somebody begins to read, or has missed some. Any thread may call
@@ -105,6 +107,7 @@ class FrameMaker:
         }
         if self._until_key <= 0:
             frame["key"] = True
+            self._key_step = record.step
             self._forget()
         self._until_key -= 1
         before, self._running = self._running, self._seated(frame)
@@ -121,10 +124,11 @@ class FrameMaker:
         for known in self._known.values():
             known.table = []
         seated = set(self._engine.scheduler.active)
+        told_next = {output.request_id for output in self._ended}
         self._known = {
             name: known
             for name, known in self._known.items()
-            if known.request in seated or not known.request.is_terminal
+            if known.request in seated or name in told_next or not known.request.is_terminal
         }
 
     def _know(self, request: Request, frame: Frame) -> _Known:
@@ -133,11 +137,11 @@ class FrameMaker:
         if known is None or known.request is not request:
             known = self._known[request.request_id] = _Known(request, self._named)
             self._named += 1
-        elif not frame.get("key"):
-            return known
-        frame.setdefault("requests", []).append(
-            [known.number, request.request_id, request.num_prompt_tokens, request.params.max_new_tokens]
-        )
+        if known.named_in < self._key_step:
+            known.named_in = frame["step"]
+            frame.setdefault("requests", []).append(
+                [known.number, request.request_id, request.num_prompt_tokens, request.params.max_new_tokens]
+            )
         return known
 
     # ------------------------------------------------------------------ who and where
@@ -209,17 +213,18 @@ class FrameMaker:
 
     def _tell_ends(self, frame: Frame, before: Sequence[_Known]) -> None:
         """Who lost its seat, and who is done."""
-        preempted = [known.number for known in before if _was_preempted(known)]
+        preempted = [self._know(known.request, frame).number for known in before if _was_preempted(known)]
         if preempted:
             frame["preempted"] = preempted
         for known in before:
             known.slot = None
         for known in self._running:
             known.slot = known.request.slot
-        ended = []
-        for output in self._ended:
-            if (named := self._known.get(output.request_id)) is not None:
-                ended.append([named.number, output.finish_reason or "error"])
+        ended = [
+            [self._know(ending.request, frame).number, output.finish_reason or "error"]
+            for output in self._ended
+            if (ending := self._known.get(output.request_id)) is not None
+        ]
         if ended:
             frame["ended"] = ended
         self._ended.clear()

@@ -292,7 +292,7 @@ class EngineWorker:
         return await asyncio.wrap_future(dropped)
 
     def between_steps(self, call: Callable[[Engine], None]) -> None:
-        """Let the engine's thread make a call, soon and between two steps; nobody waits for it. It is not to raise."""
+        """Let the engine's thread make a call soon, between two steps. Nobody waits for it; it must not raise."""
         with self._wakeup:
             self._calls.append(call)
             self._wakeup.notify()

@@ -6,9 +6,9 @@ engine thread                                        event loop
                                                                └─> another's, full: emptied, and counted
 ```
 
-Watching must not slow down what is watched. Frames are `MAX_FRAMES_PER_S` at the most, and making them takes no more
-than `ENGINE_SHARE` of the engine's time, however short its steps are: those in between are left out. A viewer that
-does not keep up misses frames and goes on with one that tells everything.
+Watching must not slow down what is watched. Frames are `MAX_FRAMES_PER_S` at the most, and making them takes no
+more than `ENGINE_SHARE` of the engine's time, however short its steps are: those in between are left out. A viewer
+that does not keep up misses frames and goes on with one that tells everything.
 
 ```text
 event: begin     what holds for all frames: `common.step_trace`, header

@@ -37,6 +37,8 @@ class Reader:
             self.__init__()  # type: ignore[misc]  # forgets everything
         self.ids |= {number: name for number, name, *_ in frame.get("requests", ())}
         self.running = frame["running"]
+        told = [each[0] for each in frame.get("ended", ())] + frame.get("preempted", [])
+        assert self.ids.keys() >= set(told), "who is spoken of is named"
         self.memory = frame.get("memory", self.memory)
         self.waiting = frame.get("waiting", self.waiting)
         for number, stays, *blocks in frame.get("tables", ()):
@@ -131,6 +133,17 @@ def test_what_was_computed_adds_up_to_the_steps_own_counts(phase: str) -> None:
         assert sum(each[3] for each in work if each[0] == "p") == record.padded_tokens
         assert sum(each[0] == "i" for each in work) == record.idle_rows
         assert sum(each[0] == "d" for each in work) == record.decode_tokens
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_request_that_had_a_seat_ends_once(phase: str) -> None:
+    engine = engine_of(phase)
+    trace = StepTrace(engine)
+    busy(engine, seed=4)
+    seated = {row[0] for frame in trace.frames for row in frame["running"]}
+    ended = [number for frame in trace.frames for number, _ in frame.get("ended", ())]
+    assert len(ended) == len(set(ended))
+    assert set(ended) >= seated
 
 
 @pytest.mark.parametrize("phase", PHASES)

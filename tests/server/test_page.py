@@ -84,7 +84,8 @@ PROBE = """<!doctype html><title>probe</title>
       status,
       error: find("status").classList.contains("error"),
       idle: !find("complete").disabled && find("stop").disabled,
-      unnamed: [...page.querySelectorAll("input, textarea")].filter(each => !each.labels.length).length,
+      unnamed: [...page.querySelectorAll("input, textarea")].filter(
+        each => !each.labels.length && !each.ariaLabel).length,
       width: page.documentElement.scrollWidth,
       background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
       errors,
