@@ -113,9 +113,10 @@ class Tab:
 
     def _send(self, body: bytes) -> None:
         mask, size = os.urandom(4), len(body)
-        head = bytes([0x80 | size]) if size < 126 else b"\xfe" + struct.pack(">H", size)
-        if size >= 1 << 16:
-            head = b"\xff" + struct.pack(">Q", size)
+        if size < 126:
+            head = bytes([0x80 | size])
+        else:
+            head = b"\xfe" + struct.pack(">H", size) if size < 1 << 16 else b"\xff" + struct.pack(">Q", size)
         masked = bytes(each ^ mask[i % 4] for i, each in enumerate(body))
         self._socket.sendall(b"\x81" + head + mask + masked)
 
@@ -137,6 +138,9 @@ class Tab:
 
     def open(self, url: str, *, width: int = DESKTOP, dark: bool = False, still: bool = False) -> None:
         """Load a page. `still`: its reader wants less motion."""
+        self.ask("try { localStorage.clear() } catch {}")  # where the theme keeps what was chosen
+        self.command("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank'")
         size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
         self.command("Emulation.setDeviceMetricsOverride", **size)
         features = {
@@ -176,12 +180,12 @@ class Tab:
                 **(text if kind == "keyDown" else {}),
             )
 
-    def point(self, selector: str, *, click: bool = False) -> None:
-        """Move the pointer to the middle of an element."""
+    def point(self, selector: str, *, click: bool = False, corner: bool = False) -> None:
+        """Move the pointer to the middle of an element, or just into its upper left corner."""
+        inside = "{x: b.x + 9, y: b.y + 9}" if corner else "{x: b.x + b.width / 2, y: b.y + b.height / 2}"
         place = self.ask(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
-            " const b = e.getBoundingClientRect();"
-            " return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
+            f" const b = e.getBoundingClientRect(); return {inside}; }})()"
         )
         self.command("Input.dispatchMouseEvent", type="mouseMoved", **place)
         if click:

@@ -123,6 +123,59 @@ function workOf(row, name) {
   return kind === "i" ? "done, its row goes along" : "holds its seat";
 }
 
+/**
+ * Shapes of one look and one request become one path, and letters of one look one text: a picture of a thousand boxes
+ * has a hundred elements.
+ */
+class Layer {
+  /** @param {number | null} hot the request that stands out */
+  constructor(hot) {
+    this.hot = hot;
+    /** @type {Map<string, string[]>} */
+    this.paths = new Map();
+    /** @type {Map<string, [string, number][]>} */
+    this.texts = new Map();
+    /** @type {string[]} */
+    this.others = [];
+  }
+
+  /** @param {number | null} request whose it is @param {string} kind @returns {string} the attributes of its look */
+  look(request, kind) {
+    if (request === null) return `class="${kind}"`;
+    const cold = this.hot !== null && this.hot !== request ? " sv-cold" : "";
+    return `class="${kind} ${hueOf(request)}${cold}" data-r="${request}"`;
+  }
+
+  /** @param {string} kind @param {number | null} request */
+  box(kind, request, x, y, width, height, round = 0) {
+    const look = this.look(request, kind), r = Math.min(round, width / 2, height / 2);
+    const w = px(width - 2 * r), h = px(height - 2 * r), arc = (dx, dy) => r ? `a${r} ${r} 0 0 1 ${dx} ${dy}` : "";
+    const path = `M${px(x + r)} ${px(y)}h${w}${arc(r, r)}v${h}${arc(-r, r)}h${-w}${arc(-r, -r)}v${-h}${arc(r, -r)}z`;
+    const paths = this.paths.get(look);
+    if (paths) paths.push(path);
+    else this.paths.set(look, [path]);
+  }
+
+  /** A few letters or digits around x. @param {string} kind @param {number | null} request @param {string} words */
+  letters(kind, request, x, y, words) {
+    const key = `${this.look(request, kind)} y="${px(y)}"`, texts = this.texts.get(key) ?? [];
+    this.texts.set(key, texts);
+    [...words].forEach((each, place) => texts.push([each, x + (place - (words.length - 1) / 2) * 7]));
+  }
+
+  /** @param {string} stripes address of the pattern that lies over prompts */
+  svg(stripes) {
+    const fills = [...this.paths].map(([look, paths]) => {
+      const path = paths.join("");
+      const lined = look.includes("sv-prompt") ? `<path class="sv-over" fill="url(#${stripes})" d="${path}"/>` : "";
+      return `<path ${look} d="${path}"/>${lined}`;
+    });
+    const texts = [...this.texts].map(([key, letters]) =>
+      `<text text-anchor="middle" ${key} x="${letters.map(each => px(each[1])).join(" ")}">${letters.map(each => each[0]).join("")}</text>`);
+    return fills.join("") + texts.join("") + this.others.join("");
+  }
+}
+
 let viewers = 0;
 
 /** One trace, drawn. */
@@ -146,8 +199,7 @@ class StepPanel {
     [this.head, this.time, this.memoryHead, this.memory, this.chipBox, this.about] =
       [".sv-head span", ".sv-time", ".sv-memory-head", ".sv-memory", ".sv-chips", ".sv-about"].map(
         each => /** @type {HTMLElement} */ (element.querySelector(each)));
-    element.addEventListener("pointerover", event => this.point(event));
-    element.addEventListener("pointermove", event => this.point(event));
+    element.addEventListener("pointerover", event => this.light(this.requestOf(event.target)));
     element.addEventListener("pointerleave", () => this.light(null));
     element.addEventListener("focusin", event => this.light(this.requestOf(event.target)));
     element.addEventListener("focusout", () => this.light(null));
@@ -167,23 +219,6 @@ class StepPanel {
   requestOf(target) {
     const found = target instanceof Element ? target.closest("[data-r]") : null;
     return found ? Number(found.getAttribute("data-r")) : null;
-  }
-
-  /** @param {PointerEvent} event */
-  point(event) {
-    const request = this.requestOf(event.target);
-    this.light(request ?? this.ownerAt(event));
-  }
-
-  /** @param {PointerEvent} event @returns {number | null} who holds the block below the pointer */
-  ownerAt(event) {
-    if (!this.grid || !this.memory.contains(/** @type {Node} */ (event.target))) return null;
-    const box = this.memory.getBoundingClientRect();
-    const { per, width, height } = this.grid;
-    const column = Math.floor((event.clientX - box.left) / width), row = Math.floor((event.clientY - box.top) / height);
-    const block = row * per + column;
-    for (const [number, table] of this.trace.stateAt(this.index).tables) if (table.includes(block)) return number;
-    return null;
   }
 
   /** @param {MouseEvent} event */
@@ -246,9 +281,8 @@ class StepPanel {
     while (first > 0 && this.right(first - 1) > this.scroll) first--;
     while (last + 1 < frames.length && this.left(last + 1) < this.scroll + view) last++;
     const longest = Math.max(...frames.slice(first, last + 1).map(frame => frame.took));
-    const past = [], future = [];
-    for (let index = first; index <= last; index++)
-      (index <= now ? past : future).push(this.drawStep(index, now, top, longest));
+    const past = new Layer(this.hot), future = new Layer(this.hot);
+    for (let index = first; index <= last; index++) this.drawStep(index <= now ? past : future, index, now, top, longest);
     const y = seat => top + seat * ROW;
     const seats = Array.from({ length: header.seats }, (_, seat) =>
       rect("sv-lane", LABEL, y(seat) + EDGE, view, ROW - 2 * EDGE) + text("sv-label", 0, y(seat) + 15, `seat ${seat}`));
@@ -256,14 +290,12 @@ class StepPanel {
     this.time.innerHTML = `<svg width="${width}" height="${height}" role="img" aria-label="${escaped(this.words())}">
       <defs><pattern id="${this.id}p" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
         <rect class="sv-stripe" width="2" height="5"/></pattern>
-        <pattern id="${this.id}k" width="6" height="6" patternUnits="userSpaceOnUse">
-        <circle class="sv-dot" cx="3" cy="3" r="1.3"/></pattern>
         <clipPath id="${this.id}c"><rect x="${LABEL}" y="0" width="${view}" height="${height}"/></clipPath></defs>
       ${seats.join("")}
       ${text("sv-label", 0, y(header.seats) + 16, "waiting")}${text("sv-label", 0, 13, bars ? "step" : "time")}
       ${bars ? text("sv-label", 0, AXIS + 15, timeOf(longest)) : ""}
       <g clip-path="url(#${this.id}c)">${nowBand}${bars ? "" : this.axis(view)}
-      <g>${past.join("")}</g><g class="sv-future">${future.join("")}</g></g></svg>`;
+      <g>${past.svg(`${this.id}p`)}</g><g class="sv-future">${future.svg(`${this.id}p`)}</g></g></svg>`;
   }
 
   /** @param {number} view how wide @returns {string} where which time is */
@@ -278,43 +310,40 @@ class StepPanel {
     return marks.join("");
   }
 
-  /** @param {number} index @param {number} now @param {number} top @param {number} longest of the steps in view */
-  drawStep(index, now, top, longest) {
+  /** @param {Layer} layer @param {number} index @param {number} now @param {number} top @param {number} longest of the steps in view */
+  drawStep(layer, index, now, top, longest) {
     const frame = this.trace.frames[index];
     const x = LABEL + this.left(index) - this.scroll, width = this.right(index) - this.left(index);
     const middle = x + width / 2, below = top + this.trace.header.seats * ROW;
-    const parts = frame.running.map(row => this.drawCell(row, frame, x, width, top + row[1] * ROW));
+    for (const row of frame.running) this.drawCell(layer, row, frame, x, width, top + row[1] * ROW);
     if (!this.viewer.scale) {
-      const left_out = index > 0 ? frame.step - this.trace.frames[index - 1].step - 1 : 0;
-      const height = BARS * frame.took / longest;
-      parts.push(rect("sv-took", x + 4, AXIS + BARS - height, width - 8, height));
-      if (left_out > 0) parts.push(`<path class="sv-gap" d="M${px(x)} ${AXIS}V${below}"/>`);
-      if (index === now || (index + this.trace.forgotten) % 5 === 0 && Math.abs(index - now) > 1) parts.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
+      const missing = index > 0 ? frame.step - this.trace.frames[index - 1].step - 1 : 0;
+      const height = BARS * frame.took / longest, known = index + this.trace.forgotten;
+      layer.box("sv-took", null, x + 4, AXIS + BARS - height, width - 8, height);
+      if (missing > 0) layer.others.push(`<path class="sv-gap" d="M${px(x)} ${AXIS}V${below}"/>`);
+      if (index === now || (known % 5 === 0 && Math.abs(index - now) > 1))
+        layer.others.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
     }
-    if (frame.waiting[0] && width > 9)
-      parts.push(text("sv-tick", middle, below + 16, frame.waiting[0], 'text-anchor="middle"'));
+    if (frame.waiting[0] && width > 9) layer.letters("sv-tick", null, middle, below + 16, String(frame.waiting[0]));
     for (const number of frame.preempted ?? [])
-      parts.push(text("sv-lost", x + 1, below + 16, `↩${letterOf(number)}`, `data-r="${number}"`));
-    return parts.join("");
+      layer.others.push(text("sv-lost", x + 1, below + 16, `↩${letterOf(number)}`, `data-r="${number}"`));
   }
 
-  /** @param {Row} row @param {Frame} frame @param {number} x @param {number} width @param {number} y */
-  drawCell(row, frame, x, width, y) {
+  /** @param {Layer} layer @param {Row} row @param {Frame} frame @param {number} x @param {number} width @param {number} y */
+  drawCell(layer, row, frame, x, width, y) {
     const [number, , , kind, start = 0, end = 0, padding = 0] = row;
-    const cold = this.hot !== null && this.hot !== number ? " sv-cold" : "";
-    const inner = Math.max(width - EDGE, 1), height = ROW - 2 * EDGE, own = kind === "p" ? (end - start) / (end - start + padding) : 1;
-    const style = { p: "sv-full", d: "sv-full", i: "sv-idle" }[kind] ?? "sv-held";
-    const parts = [rect(style, x, y + EDGE, inner * own, height, 'rx="3"')];
-    if (kind === "p") parts.push(rect("", x, y + EDGE, inner * own, height, `rx="3" fill="url(#${this.id}p)"`));
-    if (padding) parts.push(rect("sv-idle", x + inner * own, y + EDGE, inner * (1 - own), height, 'rx="3"'));
-    const found = (frame.found ?? []).some(each => each[0] === number);
-    const ended = (frame.ended ?? []).some(each => each[0] === number);
-    const words = kind === "p" && inner * own > 62 ? `${letterOf(number)} ${start}–${end}` : letterOf(number);
-    if (inner * own > 8 * words.length * 0.8)
-      parts.push(text(style === "sv-full" ? "sv-on" : "sv-off", x + (inner * own) / 2, y + 15.5, words, 'text-anchor="middle"'));
-    if (found) parts.push(`<path class="sv-found" d="M${px(x)} ${y + EDGE}h9l-9 9z"/>`);
-    if (ended) parts.push(rect("sv-end", x + inner - 3, y + EDGE, 3, height));
-    return `<g class="${hueOf(number)}${cold}" data-r="${number}">${parts.join("")}</g>`;
+    const inner = Math.max(width - EDGE, 1), height = ROW - 2 * EDGE;
+    const own = kind === "p" ? (inner * (end - start)) / (end - start + padding) : inner;
+    const look = { p: "sv-full sv-prompt", d: "sv-full", i: "sv-idle" }[kind] ?? "sv-held";
+    layer.box(look, number, x, y + EDGE, own, height, 3);
+    if (padding) layer.box("sv-idle", number, x + own, y + EDGE, inner - own, height, 3);
+    const on = kind === "p" || kind === "d" ? "sv-on" : "sv-off", letter = letterOf(number), middle = x + own / 2;
+    if (kind === "p" && own > 66)
+      layer.others.push(text(`${on} ${hueOf(number)}`, middle, y + 15.5, `${letter} ${start}–${end}`, 'text-anchor="middle"'));
+    else if (own > 7 * letter.length) layer.letters(on, number, middle, y + 15.5, letter);
+    if ((frame.found ?? []).some(each => each[0] === number))
+      layer.others.push(`<path class="sv-found" d="M${px(x)} ${y + EDGE}h9l-9 9z"/>`);
+    if ((frame.ended ?? []).some(each => each[0] === number)) layer.box("sv-end", null, x + inner - 3, y + EDGE, 3, height);
   }
 
   /* ---------------------------------------------------------------- memory */
@@ -338,35 +367,33 @@ class StepPanel {
     const slots = blocks <= this.trace.header.seats;
     const side = Math.max(5, Math.min(24, Math.floor(Math.sqrt((width * 130) / Math.max(shown, 1)))));
     const per = slots ? 1 : Math.max(1, Math.floor(width / side));
-    this.grid = { per, width: slots ? width : width / per, height: slots ? 16 : Math.min(side, 22) };
-    const { width: w, height: h } = this.grid, rows = Math.ceil(shown / per), gap = side > 10 ? 1 : 0.5;
-    const parts = [];
+    const w = width / per, h = slots ? 16 : Math.min(side, 22), gap = side > 10 ? 1 : 0.5, round = side > 10 ? 2.5 : 0;
+    const layer = new Layer(this.hot);
+    let before = -1;
     for (let block = 0; block < shown; block++) {
       const x = (block % per) * w + gap, y = Math.floor(block / per) * h + gap;
-      const round = `rx="${side > 10 ? 2.5 : 1}"`, held = owners.get(block);
-      if (held) parts.push(this.drawBlock(held, x, y, w - 2 * gap, h - 2 * gap, round));
-      else if (state.kept.has(block)) parts.push(rect("sv-kept", x, y, w - 2 * gap, h - 2 * gap, `${round} style="fill:url(#${this.id}k)"`));
-      else parts.push(rect("sv-free", x, y, w - 2 * gap, h - 2 * gap, round));
+      const held = owners.get(block);
+      if (held) this.drawBlock(layer, held, x, y, w - 2 * gap, h - 2 * gap, round, shown > 200 && block % per > 0 && held[0][0] === before);
+      else layer.box(state.kept.has(block) ? "sv-kept" : "sv-free", null, x, y, w - 2 * gap, h - 2 * gap, round);
+      before = held?.length === 1 ? held[0][0] : -1;
     }
-    this.memory.innerHTML = `<svg width="${width}" height="${Math.max(rows * h, 1)}" role="img" aria-label="${escaped(this.memoryHead.textContent)}">${parts.join("")}</svg>`;
+    const dots = `<pattern id="${this.id}k" width="6" height="6" patternUnits="userSpaceOnUse"><circle class="sv-dot" cx="3" cy="3" r="1.3"/></pattern>`;
+    this.memory.innerHTML = `<svg width="${width}" height="${Math.max(Math.ceil(shown / per) * h, 1)}" role="img" aria-label="${
+      escaped(this.memoryHead.textContent)}" style="--sv-dots: url(#${this.id}k)"><defs>${dots}</defs>${layer.svg("")}</svg>`;
   }
 
-  /** A block, with a band for each who has it. @param {[number, number][]} held */
-  drawBlock(held, x, y, width, height, round) {
+  /** A block, with a band for each who has it. @param {Layer} layer @param {[number, number][]} held @param {boolean} again the letter stands before it */
+  drawBlock(layer, held, x, y, width, height, round, again) {
     const bands = held.slice(0, 4), band = height / bands.length;
-    const parts = bands.map(([number, used], place) => {
-      const cold = this.hot !== null && this.hot !== number ? " sv-cold" : "";
-      return `<g class="${hueOf(number)}${cold}">${rect("sv-held", x, y + place * band, width, band, round)}`
-        + `${rect("sv-full", x, y + place * band, width * used, band, round)}</g>`;
+    bands.forEach(([number, used], place) => {
+      layer.box("sv-held", number, x, y + place * band, width, band, round);
+      layer.box("sv-full", number, x, y + place * band, width * used, band, round);
     });
-    const [number, used] = held[0];
-    const words = held.length > 1 ? `×${held.length}` : letterOf(number);
-    if (height >= 12 && width >= 7 * words.length) {
-      const lettered = width > 60 ? x + 10 : x + width / 2;
-      const on = used * width > (width > 60 ? 20 : width * 0.75) ? "sv-on" : "sv-off";
-      parts.push(text(held.length > 1 ? "sv-share" : `${on} ${hueOf(number)}`, lettered, y + height / 2 + 4, words, 'text-anchor="middle"'));
-    }
-    return parts.join("");
+    const [number, used] = held[0], shared = held.length > 1;
+    const words = shared ? `×${held.length}` : letterOf(number);
+    if (again || height < 10 || width < 7 * words.length) return;
+    const wide = width > 60, on = used * width > (wide ? 20 : width * 0.75) ? "sv-on" : "sv-off";
+    layer.letters(shared ? "sv-share" : on, shared ? null : number, wide ? x + 10 : x + width / 2, y + height / 2 + 4, words);
   }
 
   /* ---------------------------------------------------------------- requests */
@@ -377,6 +404,7 @@ class StepPanel {
     const shown = new Set([...rows.map(row => row[0]), ...frame.waiting[1]]);
     for (const [number, chip] of this.chips)
       if (!shown.has(number)) {
+        if (document.activeElement === chip) this.viewer.element.focus(); /* or its keys would be lost */
         chip.remove();
         this.chips.delete(number);
       }
@@ -452,6 +480,8 @@ class StepViewer {
     this.hot = null;
     element.classList.add("steps-viewer");
     element.setAttribute("role", "group");
+    element.setAttribute("aria-label", "steps");
+    element.tabIndex = -1;
     const button = (name, label) => `<button type="button" data-do="${name}" aria-label="${label}" title="${label}">
       <svg viewBox="0 0 20 20" aria-hidden="true"><path d="${ICONS[name]}"/></svg></button>`;
     element.innerHTML = `
