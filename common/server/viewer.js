@@ -511,7 +511,7 @@ class StepViewer {
     });
     this.slider.addEventListener("input", () => this.goTo(Number(this.slider.value)));
     element.addEventListener("keydown", event => this.key(event));
-    new ResizeObserver(() => this.draw()).observe(this.box);
+    new ResizeObserver(() => this.drawSoon()).observe(this.box);
   }
 
   /* ---------------------------------------------------------------- what is shown */
@@ -548,6 +548,10 @@ class StepViewer {
     trace.add(frame);
     this.moments = trace.frames.map(each => each.start);
     this.moment = this.playing ? this.moments.length - 1 : Math.max(this.moment - (trace.forgotten - before), 0);
+    this.drawSoon();
+  }
+
+  drawSoon() {
     this.due ??= requestAnimationFrame(() => {
       this.due = undefined;
       this.draw();
