@@ -29,6 +29,10 @@ class ContiguousCache(KVPool):
         return self._tokens
 
     @property
+    def num_blocks(self) -> int:
+        return self._sequences
+
+    @property
     def block_tables(self) -> Tensor:
         return self._block_tables
 

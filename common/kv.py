@@ -104,6 +104,11 @@ class KVPool(ABC):
 
     @property
     @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks of the store, free ones included."""
+
+    @property
+    @abstractmethod
     def block_tables(self) -> Tensor:
         """[seats, N] int64, on the host: the physical blocks of every seat's sequence, in column order.
 
@@ -135,6 +140,10 @@ class KVPool(ABC):
     def reset_prefix_cache(self) -> int:
         """Forget what is kept for requests to come and used by nobody now; how many blocks that were."""
         return 0
+
+    def kept_blocks(self) -> Sequence[int]:
+        """Blocks kept for requests to come and used by nobody now, those that go first in front."""
+        return ()
 
     @property
     def evictions(self) -> int:

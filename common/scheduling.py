@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.kv import KVPool
@@ -52,6 +53,7 @@ class Scheduler(ABC):
     """
 
     preemptions = 0  # since the start
+    waiting: Sequence[Request]  # not admitted yet, or not again; whoever is first in line in front
 
     @abstractmethod
     def add_request(self, request: Request) -> bool:

@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
@@ -36,6 +37,8 @@ from common.telemetry import RequestTelemetry
 logger = logging.getLogger(__name__)
 
 STOPPED = "the server was stopped"
+
+T = TypeVar("T")
 
 
 class RequestStream:
@@ -158,7 +161,7 @@ class EngineWorker:
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
-        self._resets: list[Future[int]] = []  # how many blocks each has dropped
+        self._calls: list[Callable[[Engine], None]] = []  # to be made between two steps
         self._held = 0  # places whose requests are not yet with the scheduler
         self._abort: Exception | None = None
         self._stopping = False
@@ -280,10 +283,19 @@ class EngineWorker:
         """
         self._refuse_at_the_end()
         dropped: Future[int] = Future()
-        with self._wakeup:
-            self._resets.append(dropped)
-            self._wakeup.notify()
+
+        def reset(engine: Engine) -> None:
+            if dropped.set_running_or_notify_cancel():  # its client may have left
+                dropped.set_result(engine.reset_prefix_cache())
+
+        self.between_steps(reset)
         return await asyncio.wrap_future(dropped)
+
+    def between_steps(self, call: Callable[[Engine], None]) -> None:
+        """Let the engine's thread make a call soon, between two steps. Nobody waits for it; it must not raise."""
+        with self._wakeup:
+            self._calls.append(call)
+            self._wakeup.notify()
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -379,7 +391,7 @@ class EngineWorker:
 
     def _wait_for_work(self) -> None:
         """Block until there is news or the engine has something to do. The lock is held, and let go meanwhile."""
-        while not (self._arrived or self._cancelled or self._resets or self._abort or self._stopping):
+        while not (self._arrived or self._cancelled or self._calls or self._abort or self._stopping):
             wake = self.engine.next_wake()
             timeout = None if wake is None else wake - self.engine.clock()
             if timeout is not None and timeout <= 0:
@@ -408,20 +420,22 @@ class EngineWorker:
         for request_id in self._cancelled:
             self.engine.cancel(request_id)
         self._cancelled.clear()
-        for dropped in self._resets:
-            if dropped.set_running_or_notify_cancel():  # its client may have left
-                dropped.set_result(self.engine.reset_prefix_cache())
-        self._resets.clear()
+        for call in self._calls:
+            call(self.engine)
+        self._calls.clear()
         if self._abort is not None:
             outputs += self.engine.abort_all(self._abort)
             self._abort = None
         return outputs
 
     def _hand_back(self, outputs: list[StepOutput]) -> None:
-        if not outputs:
-            return
+        if outputs:
+            self.on_event_loop(self._deliver, outputs)
+
+    def on_event_loop(self, call: Callable[[T], None], argument: T) -> None:
+        """Make a call there, from the engine's thread."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+            self._loop.call_soon_threadsafe(call, argument)
         except RuntimeError:  # the loop is closed: nobody is left to read
-            logger.debug("outputs of a closed event loop were dropped")
+            logger.debug("what a closed event loop was to be told was dropped")

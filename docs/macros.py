@@ -22,6 +22,7 @@ from docs.building import (  # noqa: E402 - needs the path
     rounding,
     samples,
     simulation,
+    stepper,
 )
 
 
@@ -83,5 +84,8 @@ def define_env(env: Any) -> None:
         simulation.replicas_table,
         simulation.router_limits,
         simulation.what_if_table,
+        stepper.live_view_limit,
+        stepper.stepper,
+        stepper.stepper_cost,
     ):
         env.macro(function)

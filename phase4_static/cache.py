@@ -49,6 +49,10 @@ class StaticKVCache(KVPool):
         return min(self._longest_prompt + self._most_new, self.max_seq_len)
 
     @property
+    def num_blocks(self) -> int:
+        return self._rows
+
+    @property
     def block_tables(self) -> Tensor:
         return torch.arange(self._rows).unsqueeze(1)
 

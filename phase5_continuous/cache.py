@@ -58,6 +58,10 @@ class SlottedKVCache(KVPool):
         return self.max_seq_len
 
     @property
+    def num_blocks(self) -> int:
+        return self.num_slots
+
+    @property
     def block_tables(self) -> Tensor:
         return self._block_tables
 

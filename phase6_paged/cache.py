@@ -90,6 +90,10 @@ class PagedKVCachePool(KVPool):
         return self._block_size
 
     @property
+    def num_blocks(self) -> int:
+        return self.allocator.num_blocks
+
+    @property
     def block_tables(self) -> Tensor:
         return self._rows.tensor
 

@@ -123,6 +123,9 @@ class PrefixCachingPool(PagedKVCachePool):
         ends = sum(self.capacity(slot) - length for slot, length in self._lengths.items())
         return self.reserved_tokens - ends
 
+    def kept_blocks(self) -> Sequence[int]:
+        return self.tree.unused_blocks()
+
     @property
     def evictions(self) -> int:
         return self.allocator.evictions

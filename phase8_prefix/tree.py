@@ -103,6 +103,10 @@ class PrefixTree:
     def evictable_count(self) -> int:
         return len(self._unused)
 
+    def unused_blocks(self) -> list[int]:
+        """Blocks of the nodes that nobody uses, in the order in which they would be evicted."""
+        return [node.block for node in self._unused]
+
     def walk(self) -> Iterator[tuple[int, Node]]:
         """Every node and its depth, parents before their children."""
         stack = [(0, child) for child in reversed(self._root.children.values())]

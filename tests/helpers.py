@@ -156,6 +156,10 @@ class ScatteredPool(KVPool):
         return self._block_size
 
     @property
+    def num_blocks(self) -> int:
+        return len(self.k[0])
+
+    @property
     def block_tables(self) -> Tensor:
         tables = [torch.tensor(table) for table in self._tables.values()]
         return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)

@@ -278,7 +278,7 @@ def test_the_store_has_a_shape_and_starts_at_zero(kind: Kind, pool: KVPool) -> N
     pool.view([Span.exact(slot_of(r), 0, 1) for r in requests])
     assert len(pool.k) == len(pool.v) == LAYERS
     for layer in (*pool.k, *pool.v):
-        assert layer.shape[1:] == (pool.block_size, KV_HEADS, HEAD_DIM)
+        assert layer.shape == (pool.num_blocks, pool.block_size, KV_HEADS, HEAD_DIM)
         assert layer.is_contiguous()
         assert not layer.any()
 

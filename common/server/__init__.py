@@ -10,12 +10,12 @@ client ───────> routes/ ───> intake ───> EngineWorker 
                    └ generation   completions and chat, in one wire format or another
                      tokens       text to token ids and back
                      models       what is served
-                     operation    health, version, telemetry, metrics, the page
+                     operation    health, version, telemetry, metrics, the page, its steps
 
 service      what the routes share             errors       one JSON shape for all of them, and their statuses
 app          routes, errors, life: the app     request_log  a line for each request
 lifecycle    port, signals, draining           cli, options flags and environment
 openapi      the machine's description         page         the form at /
-metrics      what Prometheus reads
+metrics      what Prometheus reads             live_view    steps as they come, for the page's viewer.js
 ```
 """

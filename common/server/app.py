@@ -35,6 +35,7 @@ def create_app(
     body_timeout_s: float = 30.0,
     backlogs: Backlogs | None = None,
     ping_s: float = 15.0,
+    live_view: bool = True,
 ) -> FastAPI:
     """The app around an engine, which it owns from start-up to shutdown.
 
@@ -49,6 +50,7 @@ def create_app(
         body_timeout_s: from a request's head to the end of its body.
         backlogs: how much clients may leave unread; by default as `--max-unread-bytes` and the like.
         ping_s: seconds between comments in a quiet stream.
+        live_view: whether the engine's steps can be watched.
     """
     service = Service(
         engine,
@@ -57,6 +59,7 @@ def create_app(
         bodies=Bodies(body_timeout_s),
         backlogs=backlogs or Backlogs(),
         ping_s=ping_s,
+        live_view=live_view,
     )
 
     @contextlib.asynccontextmanager

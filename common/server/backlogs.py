@@ -36,6 +36,7 @@ class Backlog:
         self._made = bytearray()
         self._ended = False
         self._news = asyncio.Event()
+        self._empty = asyncio.Event()
 
     def __enter__(self) -> Backlog:
         self._all.open_backlogs.add(self)
@@ -73,6 +74,14 @@ class Backlog:
 
     def taken(self, count: int) -> None:
         self._count(-count)
+        if not self.bytes:
+            self._empty.set()
+
+    async def all_taken(self) -> None:
+        """Until nothing is left of what was made so far."""
+        self._empty.clear()
+        if self.bytes:
+            await self._empty.wait()
 
     def _count(self, more: int) -> None:
         self.bytes += more

@@ -65,6 +65,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             root_path=options.root_path,
             body_timeout_s=options.body_timeout,
             backlogs=Backlogs(options.max_unread_bytes, options.max_total_unread_bytes, options.send_timeout),
+            live_view=options.live_view,
         )
         service: Service = app.state.server
         address = url_of(listener)

@@ -15,8 +15,9 @@ from common.server.errors import ApiError
 from common.server.request_log import log_refusal
 from common.server.transport import json_response
 
-#: What is told without a key: nothing in it is anybody's, and whoever watches over servers has none.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+#: What is told without a key: nothing in it is anybody's, and whoever watches over servers has none. A browser has
+#: none either when it opens the page: that asks for one, and sends it with all that it asks.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 REQUEST_ID = "x-request-id"
 _REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log

@@ -41,6 +41,9 @@ class ServerOptions(BaseModel):
         description="whose pages a browser lets talk to this server, such as https://example.org; one of several, "
         "* for all; without one, none but its own",
     )
+    live_view: bool = Field(
+        default=True, description="the page at / shows the engine's steps as they come; GET /steps has them"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="info has a line for each request"
     )

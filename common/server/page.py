@@ -1,4 +1,7 @@
-"""The page at `/`: what runs here, and a form to try it. One file, with nothing that is loaded from elsewhere."""
+"""The page at `/`: what runs here, a form to try it, and the engine's steps. It loads nothing from elsewhere.
+
+The viewer is `viewer.js`, which the documentation's site has, too.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ PAGE_HEADERS = {
 }
 
 
-def render_page(engine: Engine, model_name: str) -> str:
+MOST_COPIES = 32  # of a prompt that the form sends at once
+
+
+def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
     """The page of an app that serves `engine`'s model under `model_name`."""
-    template = Template(resources.files("common.server").joinpath("page.html").read_text("utf-8"))
+    template = Template(_read("page.html"))
     most_tokens = engine.max_seq_len - 1
     values = {
         "number": engine.phase.number,
@@ -27,6 +33,13 @@ def render_page(engine: Engine, model_name: str) -> str:
         "model": model_name,
         "max_seq_len": engine.max_seq_len,
         "most_tokens": most_tokens,
+        "most_copies": min(MOST_COPIES, engine.config.max_waiting_requests),
         "max_tokens": min(DEFAULT_MAX_TOKENS, most_tokens),
     }
-    return template.substitute({name: html.escape(str(value)) for name, value in values.items()})
+    escaped = {name: html.escape(str(value)) for name, value in values.items()}
+    parts = {"viewer": _read("viewer.js"), "viewer_style": _read("viewer.css")}
+    return template.substitute(escaped | parts, live_view="on" if live_view else "off")
+
+
+def _read(name: str) -> str:
+    return resources.files("common.server").joinpath(name).read_text("utf-8")

@@ -11,6 +11,7 @@ from common.engine import Engine
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.intake import Intake
+from common.server.live_view import LiveView
 from common.server.page import render_page
 from common.server.schemas.parsing import Limits
 from common.worker import EngineWorker
@@ -25,6 +26,7 @@ class Service:
         bodies: reads what clients send.
         backlogs: what clients have not taken of what they are sent.
         ping_s: seconds between comments in a quiet stream.
+        live_view: the engine's steps, for those who look; None: nobody may.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Service:
         bodies: Bodies,
         backlogs: Backlogs,
         ping_s: float,
+        live_view: bool,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -50,7 +53,8 @@ class Service:
             vocab_size=engine.runner.model.config.vocab_size,
         )
         self.intake = Intake(engine, worker)
-        self.page = render_page(engine, self.model_name)
+        self.live_view = LiveView(worker) if live_view else None
+        self.page = render_page(engine, self.model_name, live_view=live_view)
 
 
 def service_of(request: Request) -> Service:

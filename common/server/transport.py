@@ -32,6 +32,7 @@ class EventStream(Response):
         on_close: called once at the end, with what became of the client (it left, or it is too slow); None if it
             took everything.
         backlogs: where this stream's is counted.
+        waits: makes nothing before what it has made is taken; for events that come as news, not as parts.
         ping_s: seconds between comments that keep idle connections open; none comes earlier.
     """
 
@@ -43,6 +44,7 @@ class EventStream(Response):
         *,
         on_close: Callable[[str | None], None],
         backlogs: Backlogs,
+        waits: bool = False,
         ping_s: float = 15.0,
     ) -> None:
         self.status_code = 200
@@ -50,6 +52,7 @@ class EventStream(Response):
         self.events = events
         self.on_close = on_close
         self.backlogs = backlogs
+        self.waits = waits
         self.ping_s = ping_s
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
@@ -85,6 +88,8 @@ class EventStream(Response):
         try:
             async for chunk in self.events:
                 backlog.put(chunk)
+                if self.waits:
+                    await backlog.all_taken()
         except Exception as error:
             backlog.fail(error)
         backlog.end()

@@ -40,7 +40,7 @@ def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1/models", "/openai/v1/models", "/telemetry", "/openapi.json", "/no"]
+    "path", ["/steps", "/v1/models", "/openai/v1/models", "/telemetry", "/openapi.json", "/no"]
 )
 def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
     wrong = ("", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x")
@@ -59,7 +59,7 @@ def test_each_of_the_keys_opens(named: ServerProcess) -> None:
             assert ask(named, "/v1/models", Authorization=f"{scheme} {key}").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/version"])
 def test_whoever_watches_over_servers_needs_none(named: ServerProcess, path: str) -> None:
     assert ask(named, path).status_code == 200
 

@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.page import render_page
+from tests.browser import Tab, new_tab
 from tests.docs.test_browser import CHROMIUM, DESKTOP, PHONE, Record, browse
 from tests.server.support import HANG_S, ServerProcess, eventually
 
@@ -48,8 +49,10 @@ def test_it_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
 
 
 def test_a_models_name_cannot_be_markup() -> None:
-    phase = find_phase("phase5_continuous").PHASE
-    page = render_page(SimpleNamespace(phase=phase, max_seq_len=64), '<script>"&$idea')
+    package = find_phase("phase5_continuous")
+    phase = package.PHASE
+    engine = SimpleNamespace(phase=phase, max_seq_len=64, config=package.Config())
+    page = render_page(engine, '<script>"&$idea', live_view=True)
     assert "&lt;script&gt;&quot;&amp;$idea" in page
     assert 'value="63"' in page, "no more than fits"
 
@@ -64,10 +67,11 @@ PROBE = """<!doctype html><title>probe</title>
   const frame = document.getElementById("frame");
   const errors = [];
   let stopped = false;
+  const made = () => frame.contentDocument.querySelector(".made");
   const find = id => frame.contentDocument.getElementById(id);
   function look() {
     const page = frame.contentDocument, status = find("status").textContent;
-    if ("ACTION" === "stop" && !stopped && find("made").textContent.length > 5) {
+    if ("ACTION" === "stop" && !stopped && made().textContent.length > 5) {
       stopped = true;
       find("stop").click();
     }
@@ -76,12 +80,13 @@ PROBE = """<!doctype html><title>probe</title>
       return;
     }
     fetch("/__found", {method: "POST", body: JSON.stringify({
-      given: find("given").textContent,
-      made: find("made").textContent,
+      given: page.querySelector(".given").textContent,
+      made: made().textContent,
       status,
       error: find("status").classList.contains("error"),
       idle: !find("complete").disabled && find("stop").disabled,
-      unnamed: [...page.querySelectorAll("input, textarea")].filter(each => !each.labels.length).length,
+      unnamed: [...page.querySelectorAll("input, textarea")].filter(
+        each => !each.labels.length && !each.ariaLabel).length,
       width: page.documentElement.scrollWidth,
       background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
       errors,
@@ -159,3 +164,84 @@ def test_a_refusal_is_shown(page: SimpleNamespace, tmp_path: Path) -> None:
     found = browse(page.record, tmp_path, "too%20long", width=PHONE)
     assert found["status"].startswith("the prompt has ")
     assert (found["made"], found["error"], found["idle"]) == ("", True, True)
+
+
+# ---------------------------------------------------------------------- live, over a real server
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with new_tab(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[ServerProcess]:
+    """A server that wants a key, as the strictest do."""
+    process = ServerProcess(
+        "phase7_chunked",
+        *("--max-seq-len", "512", "--max-batch-size", "4", "--num-blocks", "64"),
+        env={"INFER_API_KEY": "a-key"},
+        headers={"Authorization": "Bearer a-key"},
+    )
+    yield process
+    process.close()
+
+
+def give_key(tab: Tab) -> None:
+    tab.until("!document.getElementById('keyed').hidden")
+    tab.ask(
+        "(key => { key.value = 'a-key'; key.dispatchEvent(new Event('change')); })(document.getElementById('key'))"
+    )
+    tab.until("document.querySelector('.sv-head') !== null")
+
+
+def send(tab: Tab, count: int, tokens: int) -> None:
+    tab.ask(
+        f"document.getElementById('copies').value = {count}; "
+        f"document.getElementById('max_tokens').value = {tokens}; document.getElementById('complete').click()"
+    )
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "dark"), [(DESKTOP, False), (PHONE, True)], ids=["desk", "phone at night"])
+def test_requests_are_seen_sharing_the_steps(tab: Tab, live: ServerProcess, width: int, dark: bool) -> None:
+    tab.open(live.url, width=width, dark=dark)
+    tab.until("document.getElementById('live-status').textContent.includes('wants a key')")
+    tab.errors.clear()  # that one request was refused
+    give_key(tab)
+    send(tab, 6, 100)
+    tab.until("document.querySelectorAll('.sv-chip').length > 4")  # four seats, and who waits
+    assert "blocks" in tab.until("document.querySelector('.sv-memory-head').textContent")
+    tab.until("document.querySelectorAll('.answer b:not([hidden])').length === 6")
+    letters = tab.ask("[...document.querySelectorAll('.answer b')].map(each => each.textContent)")
+    assert len(set(letters)) == 6
+    tab.until("document.getElementById('stop').disabled && !document.querySelector('.sv-chip')")
+    assert tab.ask("document.querySelector('.sv-head span').textContent").endswith("6 done")
+    ends = tab.ask("[...document.querySelectorAll('.answer .about')].map(each => each.textContent)")
+    assert all(" tokens, ended: " in each for each in ends)
+
+    tab.point("[data-do=back]", click=True)  # pauses: what comes is not shown until it is asked for
+    shown = tab.ask("document.querySelector('.sv-head span').textContent")
+    send(tab, 1, 5)
+    tab.until("document.getElementById('stop').disabled")
+    assert tab.ask("document.querySelector('.sv-head span').textContent") == shown
+    tab.point("[data-do=last]", click=True)
+    tab.until("document.querySelector('.sv-head span').textContent.endsWith('7 done')")
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    tab.assert_well(live.url)
+    assert tab.violations("body") == []
+
+
+@pytest.mark.browser
+def test_a_server_without_the_view_says_so(tab: Tab) -> None:
+    server = ServerProcess("phase5_continuous", "--no-live-view")
+    try:
+        tab.open(server.url)
+        assert "--no-live-view" in tab.until("document.getElementById('live-status').textContent")
+        send(tab, 1, 5)
+        tab.until("document.querySelector('.answer .about').textContent.includes('ended: length')")
+        assert not any(each.endswith("/steps") for each in tab.requested)
+        tab.assert_well(server.url)
+    finally:
+        server.close()

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import EngineDeadError, ShuttingDownError
-from common.server.errors import from_exception
+from common.server.errors import ApiError, from_exception
 from common.server.metrics import Metrics
 from common.server.page import PAGE_HEADERS
 from common.server.service import Service, service_of
-from common.server.transport import json_response
+from common.server.transport import EventStream, json_response
 from kernels.dispatch import kernels_on
 
 router = APIRouter()
@@ -24,6 +24,26 @@ router = APIRouter()
 async def welcome(request: Request) -> Response:
     """What a person sees who opens the server's address."""
     return Response(service_of(request).page, headers=PAGE_HEADERS, media_type="text/html")
+
+
+@router.get(
+    "/steps", include_in_schema=False
+)  # it never ends, and whoever tries out all that is in there waits
+async def steps(request: Request) -> Response:
+    """The engine's steps as they come, for as long as somebody looks (`common.server.live_view`)."""
+    service = service_of(request)
+    if service.live_view is None:
+        raise ApiError(
+            404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
+        )
+    viewer = service.live_view.open()
+    return EventStream(
+        viewer.events(),
+        on_close=lambda _: viewer.close(),
+        backlogs=service.backlogs,
+        waits=True,
+        ping_s=service.ping_s,
+    )
 
 
 @router.get("/health")

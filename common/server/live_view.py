@@ -1,0 +1,218 @@
+"""The running engine, for those who look: its steps as they come. Nothing is made while nobody does.
+
+```text
+engine thread                                        event loop
+  step ─> watcher: a frame, unless it is too soon ──> publish ─┬─> a viewer's queue ─> events ─> its page
+                                                               └─> another's, full: emptied, and counted
+```
+
+Watching must not slow down what is watched. Frames are `MAX_FRAMES_PER_S` at the most, and making them takes no
+more than `ENGINE_SHARE` of the engine's time, however short its steps are: those in between are left out. A viewer
+that does not keep up misses frames and goes on with one that tells everything.
+
+```text
+event: begin     what holds for all frames: `common.step_trace`, header
+event: step      a frame
+event: missed    {"frames": n}: dropped for this viewer, since its first
+event: end       there is nothing more to see: the server shuts down, or its engine is dead
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from common.engine import Engine
+from common.errors import ShuttingDownError
+from common.request import StepOutput
+from common.scheduling import StepPlan
+from common.server.errors import from_exception, unavailable
+from common.server.wire.format import event
+from common.step_trace import Frame, FrameMaker, Header, header
+from common.telemetry import StepRecord
+from common.worker import EngineWorker
+
+logger = logging.getLogger(__name__)
+
+MAX_VIEWERS = 8
+MAX_QUEUED = 50  # frames a viewer
+MAX_FRAMES_PER_S = 20
+ENGINE_SHARE = 0.003  # of its time
+TICK_S = 0.25  # after the last step of many it takes so long at the most until that is shown
+
+Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
+
+
+class Watcher:
+    """One of an engine's: makes frames in the engine's thread and hands them to the event loop.
+
+    Args:
+        worker: the engine's.
+        publish: is called with each frame, on the event loop.
+    """
+
+    def __init__(self, worker: EngineWorker, live_view: LiveView) -> None:
+        self._worker = worker
+        self._live_view = live_view
+        self._maker = FrameMaker(worker.engine)
+        self._due_s = 0.0
+        self._left_out: Step | None = None  # the latest step, if no frame tells of it
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def attach(self, engine: Engine) -> None:
+        engine.watchers.append(self)
+
+    def detach(self, engine: Engine) -> None:
+        engine.watchers.remove(self)
+
+    def __call__(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
+        self._maker.note(outputs)
+        self._left_out = record, plan, outputs
+        self._make_frame()
+
+    def catch_up(self, _: Engine) -> None:
+        """Tell of the latest step after all: another may not come for long."""
+        self._make_frame()
+
+    def _make_frame(self) -> None:
+        now_s, began_s = time.monotonic(), time.thread_time()
+        if self._left_out is None or now_s < self._due_s:
+            return
+        try:
+            frame = self._maker.frame(*self._left_out)
+        except Exception:  # whoever waits for a token is not to suffer from it
+            logger.exception("the live view failed")
+            self._due_s = math.inf
+            self._worker.on_event_loop(self._live_view.end, None)
+            return
+        self._left_out = None
+        self._worker.on_event_loop(self._live_view.publish, frame)
+        took_s = time.thread_time() - began_s  # what others of the machine take is not the view's
+        self._due_s = now_s + max(took_s / ENGINE_SHARE, 1 / MAX_FRAMES_PER_S)
+
+    # ------------------------------------------------------------------ any thread
+
+    def next_is_key(self) -> None:
+        self._maker.next_is_key()
+
+
+class Viewer:
+    """One who looks."""
+
+    def __init__(self, live_view: LiveView) -> None:
+        self._live_view = live_view
+        self._frames: deque[Frame] = deque()
+        self._news = asyncio.Event()
+        self._has_begun = self._ended = False
+        self.needs_key = True
+        self.missed = 0  # frames
+
+    def put(self, frame: Frame) -> None:
+        if self.needs_key and not frame.get("key"):
+            self.missed += self._has_begun
+            return
+        self.needs_key, self._has_begun = False, True
+        if len(self._frames) >= MAX_QUEUED:
+            self.missed += len(self._frames) + 1
+            self._frames.clear()
+            self.needs_key = True
+            return
+        self._frames.append(frame)
+        self._news.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def close(self) -> None:
+        """It has gone."""
+        self._live_view.close(self)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        yield event(self._live_view.header, "begin")
+        told = 0
+        while not self._ended:
+            await self._news.wait()
+            self._news.clear()
+            frames = list(self._frames)
+            self._frames.clear()
+            lines = [event(frame, "step") for frame in frames]
+            if self.missed > told:
+                told = self.missed
+                lines.append(event({"frames": told}, "missed"))
+            if lines:
+                yield b"".join(lines)
+        yield event({}, "end")
+
+
+class LiveView:
+    """Who looks, and the watcher that is there as long as anybody does. Belongs to the event loop."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        self._worker = worker
+        self._viewers: list[Viewer] = []
+        self._watcher: Watcher | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def header(self) -> Header:
+        return header(self._worker.engine)
+
+    def open(self) -> Viewer:
+        """One more who looks; `close` is to be called when it has gone.
+
+        Raises:
+            ApiError: 503, as many as there may be look already, or the server takes nothing any more.
+        """
+        if self._is_over():
+            raise from_exception(ShuttingDownError("the server is shutting down, or its engine is dead"))
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise unavailable(
+                f"{MAX_VIEWERS} look already, as many as may: close another page",
+                code="too_many_viewers",
+                retry_after_s=5,
+            )
+        viewer = Viewer(self)
+        self._viewers.append(viewer)
+        if self._watcher is None:
+            self._watcher = Watcher(self._worker, self)
+            self._worker.between_steps(self._watcher.attach)
+            self._ticking = asyncio.create_task(self._tick())
+        self._watcher.next_is_key()
+        return viewer
+
+    def close(self, viewer: Viewer) -> None:
+        self._viewers.remove(viewer)
+        if not self._viewers and self._watcher is not None and self._ticking is not None:
+            self._worker.between_steps(self._watcher.detach)
+            self._ticking.cancel()
+            self._watcher = self._ticking = None
+
+    def publish(self, frame: Frame) -> None:
+        for viewer in self._viewers:
+            viewer.put(frame)
+        if self._watcher is not None and any(viewer.needs_key for viewer in self._viewers):
+            self._watcher.next_is_key()
+
+    def end(self, _: None) -> None:
+        """There is nothing more to see."""
+        for viewer in self._viewers:
+            viewer.end()
+
+    async def _tick(self) -> None:
+        """See to what no step does."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._is_over():
+                self.end(None)
+            elif self._watcher is not None:
+                self._worker.between_steps(self._watcher.catch_up)
+
+    def _is_over(self) -> bool:
+        return self._worker.draining or self._worker.dead is not None

@@ -1,0 +1,77 @@
+/* The stepper's controls: two phases beside each other, the same arrivals, sliders for what they are given. */
+"use strict";
+
+/** @type {Record<string, {header: any, frames: any[]}>} filled by the files in `steps` */
+globalThis.stepTraces ??= {};
+
+(() => {
+  const here = /** @type {HTMLScriptElement} */ (document.currentScript).src;
+  /** @type {Map<string, Promise<void>>} */
+  const loads = new Map();
+
+  /** @param {string} name @returns {Promise<any>} the trace of a setting, loaded when it is first asked for */
+  async function traceOf(name) {
+    if (!loads.has(name))
+      loads.set(name, new Promise((resolve, reject) => {
+        const script = document.createElement("script");
+        script.src = new URL(`steps/${name}.js`, here).href;
+        script.onload = () => resolve();
+        script.onerror = reject;
+        document.head.append(script);
+      }));
+    await loads.get(name);
+    return globalThis.stepTraces[name];
+  }
+
+  /** @param {HTMLElement} element */
+  function start(element) {
+    const { choices, opened } = JSON.parse(/** @type {Element} */ (element.querySelector("script")).textContent ?? "");
+    const number = ++started;
+    const phases = side => `<select name="${side}" aria-label="phase, ${side}">${Object.entries(choices.phases).map(([each, title]) =>
+      `<option value="${each}"${Number(each) === opened[side] ? " selected" : ""}>${each}: ${title.toLowerCase()}</option>`).join("")}</select>`;
+    const slider = (name, label, values, unit) => `<label for="stepper${number}${name}">${label} <output></output></label>
+      <input id="stepper${number}${name}" name="${name}" type="range" min="0" max="${values.length - 1}" data-unit="${unit}"
+        value="${Math.max(values.indexOf(opened[name]), 0)}">`;
+    element.innerHTML = `<form class="stepper-settings">
+        <div>${phases("left")} <span>against</span> ${phases("right")}</div>
+        <div><label for="stepper${number}story">who comes</label> <select id="stepper${number}story" name="story">${
+          Object.entries(choices.stories).map(([each, title]) =>
+            `<option value="${each}"${each === opened.story ? " selected" : ""}>${title}</option>`).join("")}</select></div>
+        <div class="stepper-slider">${slider("seats", "seats", choices.seats, "")}</div>
+        <div class="stepper-slider">${slider("blocks", "memory, from phase 6 on", choices.blocks, ` blocks of ${choices.block_size} tokens`)}</div>
+        <div class="stepper-slider">${slider("chunk", "chunks, from phase 7 on", choices.chunks, " tokens a step")}</div>
+      </form><div></div>`;
+    const form = /** @type {HTMLFormElement} */ (element.firstElementChild);
+    /** @type {any} */
+    const viewer = new StepViewer(/** @type {HTMLElement} */ (element.lastElementChild));
+    const values = { seats: choices.seats, blocks: choices.blocks, chunk: choices.chunks };
+
+    async function show() {
+      const chosen = Object.fromEntries(new FormData(form));
+      for (const name of Object.keys(values)) {
+        const input = /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
+        const value = values[name][Number(input.value)];
+        chosen[name] = value;
+        const output = /** @type {Element} */ (input.parentElement?.querySelector("output"));
+        output.textContent = `${value}${input.dataset.unit}`;
+        input.setAttribute("aria-valuetext", output.textContent);
+      }
+      const numbers = [Number(chosen.left), Number(chosen.right)];
+      for (const [name, from] of [["blocks", choices.blocks_from], ["chunk", choices.chunks_from]])
+        /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).disabled = numbers.every(each => each < from);
+      const names = numbers.map(phase => [`p${phase}`, `s${chosen.seats}`, ...(phase >= choices.blocks_from ? [`b${chosen.blocks}`] : []),
+        ...(phase >= choices.chunks_from ? [`c${chosen.chunk}`] : []), chosen.story].join("-"));
+      const wanted = names.join();
+      element.dataset.wanted = wanted;
+      const traces = await Promise.all([...new Set(names)].map(traceOf));
+      if (element.dataset.wanted !== wanted) return; /* another choice was quicker */
+      viewer.show(traces, { byTime: true });
+    }
+    form.addEventListener("input", show);
+    form.addEventListener("submit", event => event.preventDefault());
+    show();
+  }
+
+  let started = 0;
+  document.querySelectorAll(".stepper").forEach(each => start(/** @type {HTMLElement} */ (each)));
+})();

@@ -1,0 +1,26 @@
+"""What the site has that lies nowhere below `docs`: the viewer, as servers have it, and the stepper's traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # mkdocs loads this file by itself, before it loads macros
+
+from docs.building import stepper  # noqa: E402 - needs the path
+
+VIEWER = ROOT / "common" / "server"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name in ("viewer.js", "viewer.css"):
+        files.append(File.generated(config, f"assets/{name}", abs_src_path=str(VIEWER / name)))
+    for setting in stepper.settings():
+        files.append(
+            File.generated(config, f"assets/steps/{setting.name}.js", content=stepper.script(setting))
+        )
+    return files

@@ -1,0 +1,168 @@
+"""The stepper: traces of every phase for a grid of settings, made when the site is built.
+
+Schedulers, pools and the engine's step are the real ones. `simulator` stands in for the model and for time: a pass
+takes a while, and each of its tokens a little more.
+
+```text
+docs/building/stepper.py    a file for each setting of each phase    assets/steps/p7-s4-b40-c16-long.js
+common/server/viewer.js     what draws them                          assets/viewer.js, as servers have it
+docs/assets/stepper.js      the controls; loads a file when its setting is chosen
+```
+
+The files are scripts, which a page that was opened from disk may load; JSON it may not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.phases import find_phase, phase_names
+from common.server import live_view
+from common.step_trace import StepTrace
+from docs.building import pictures
+from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
+
+MAX_SEQ_LEN, BLOCK_SIZE = 128, 8
+SEATS, BLOCKS, CHUNKS = (2, 4, 8), (24, 40, 64), (16, 64)
+
+#: Time as the pages count it: a pass, and what each token adds. A prompt's tokens and a decode token cost alike.
+COST = LinearCost(pass_base_s=0.010, token_s=0.0006, row_s=0.0006, host_step_s=0.003)
+
+PHASES_WITH_BLOCKS, PHASES_WITH_CHUNKS = 6, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Who comes when.
+
+    Attributes:
+        title: for the page.
+        clients: for each the second of its arrival, prompt tokens of its own, and tokens it asks for.
+        shared: tokens that all prompts begin with.
+    """
+
+    title: str
+    clients: Sequence[tuple[float, int, int]]
+    shared: int = 0
+
+    def arrivals(self) -> Iterator[Arrival]:
+        common = list(range(1, self.shared + 1))
+        for index, (at_s, prompt, new) in enumerate(self.clients):
+            own = range(1000 * (index + 1), 1000 * (index + 1) + prompt)
+            yield Arrival(index, at_s, [*common, *own], new)
+
+
+STORIES = {
+    "mixed": Story(
+        "answers of all lengths",
+        [
+            (0.00, 12, 5), (0.00, 20, 26), (0.00, 8, 4), (0.00, 16, 7), (0.06, 10, 5), (0.09, 24, 12),
+            (0.14, 8, 4), (0.20, 14, 16), (0.24, 12, 6), (0.30, 18, 9),
+        ],
+    ),
+    "long": Story(
+        "a long prompt among short ones",
+        [(0.00, 10, 30), (0.00, 14, 26), (0.08, 104, 10), (0.12, 12, 14), (0.20, 8, 10), (0.26, 88, 8)],
+    ),
+    "prefix": Story(
+        "prompts that begin alike",
+        [
+            (0.00, 6, 8), (0.03, 10, 6), (0.06, 5, 12), (0.10, 9, 5), (0.18, 7, 8), (0.24, 12, 6),
+            (0.32, 5, 8), (0.40, 8, 5),
+        ],
+        shared=56,
+    ),
+    "crowd": Story(
+        "many at once",
+        [(0.0, 8 + 5 * (i % 4), 8 + 7 * ((i * 3) % 5)) for i in range(14)],
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the sliders say. A phase takes no notice of what it has not: see `name`."""
+
+    phase: int
+    seats: int
+    blocks: int
+    chunk: int
+    story: str
+
+    @property
+    def name(self) -> str:
+        """Of its file, and what `stepper.js` asks for."""
+        parts = [f"p{self.phase}", f"s{self.seats}"]
+        if self.phase >= PHASES_WITH_BLOCKS:
+            parts.append(f"b{self.blocks}")
+        if self.phase >= PHASES_WITH_CHUNKS:
+            parts.append(f"c{self.chunk}")
+        return "-".join([*parts, self.story])
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"max_batch_size": self.seats, "max_seq_len": MAX_SEQ_LEN}
+        if self.phase >= PHASES_WITH_BLOCKS:
+            options |= {"block_size": BLOCK_SIZE, "num_blocks": self.blocks}
+        if self.phase >= PHASES_WITH_CHUNKS:
+            options["prefill_chunk_size"] = self.chunk
+        return options
+
+
+def settings() -> list[Setting]:
+    """Every point of the grid, each name once."""
+    numbers = [find_phase(name).PHASE.number for name in phase_names()]
+    grid = itertools.product(numbers, SEATS, BLOCKS, CHUNKS, STORIES)
+    return list({setting.name: setting for setting in itertools.starmap(Setting, grid)}.values())
+
+
+def trace(setting: Setting) -> dict[str, Any]:
+    """What a phase does with a story."""
+    engine = simulate_engine(setting.phase, COST, **setting.options())
+    steps = StepTrace(engine)
+    run(engine, STORIES[setting.story].arrivals(), Timelines())
+    return steps.as_json()
+
+
+def script(setting: Setting) -> str:
+    """A trace as a file that a page loads."""
+    return f"stepTraces[{setting.name!r}]={json.dumps(trace(setting), separators=(',', ':'))};\n"
+
+
+def stepper_cost(name: str) -> str:
+    """A price of `COST`, in milliseconds."""
+    return f"{getattr(COST, name) * 1000:g}"
+
+
+def live_view_limit(name: str) -> str:
+    """One of the live view's; a share as a percentage."""
+    value = getattr(live_view, name)
+    return f"{value * 100:g}" if isinstance(value, float) else str(value)
+
+
+def stepper(left: int, right: int, story: str, *, seats: int = 4, blocks: int = 40, chunk: int = 16) -> str:
+    """The stepper on a page, opened at these settings. Who has no JavaScript sees the phases' plain pictures."""
+    choices = {
+        "seats": SEATS,
+        "blocks": BLOCKS,
+        "chunks": CHUNKS,
+        "stories": {name: each.title for name, each in STORIES.items()},
+        "phases": {find_phase(name).PHASE.number: find_phase(name).PHASE.title for name in phase_names()},
+        "blocks_from": PHASES_WITH_BLOCKS,
+        "chunks_from": PHASES_WITH_CHUNKS,
+        "max_seq_len": MAX_SEQ_LEN,
+        "block_size": BLOCK_SIZE,
+    }
+    opened = {"left": left, "right": right, "story": story, "seats": seats, "blocks": blocks, "chunk": chunk}
+    data = json.dumps({"choices": choices, "opened": opened}).replace("<", "\\u003c")
+    still = "".join(
+        f"<p><strong>Phase {phase.number}: {phase.title.lower()}</strong></p>{pictures.timeline(phase.slug)}"
+        for phase in (find_phase(number).PHASE for number in (left, right))
+    )
+    return (
+        f'<div class="stepper"><script type="application/json">{data}</script>{still}</div>\n'
+        '<script src="assets/viewer.js"></script><script src="assets/stepper.js"></script>\n'
+    )

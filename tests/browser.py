@@ -1,0 +1,227 @@
+"""A page in Chromium that a test points at, types into and asks, by its DevTools protocol: no driver is needed.
+
+Keys and the pointer are the browser's own events, as a person's would be.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+AXE = Path(__file__).resolve().parents[1] / ".clients/axe-core/node_modules/axe-core/axe.min.js"
+PHONE, DESKTOP = 390, 1280
+HANG_S = 60.0
+
+#: Of keys that are not letters: the codes that Chromium wants beside their names.
+KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Tab": 9, " ": 32}
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--proxy-server=127.0.0.1:9",  # nothing listens there; loopback addresses do not go through it
+)
+
+
+class Tab:
+    """One page.
+
+    Attributes:
+        errors: what the page's scripts have thrown, and what the browser has complained about.
+        requested: addresses that were asked for.
+    """
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        self._process = subprocess.Popen(
+            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._number = 0
+        self.errors: list[str] = []
+        self.requested: list[str] = []
+        host, path = self._address()
+        self._socket = socket.create_connection(host, timeout=HANG_S)
+        self._reader = self._socket.makefile("rb")
+        key = base64.b64encode(os.urandom(16)).decode()
+        self._socket.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        )
+        while self._reader.readline() != b"\r\n":
+            pass
+        self._session: dict[str, str] = {}
+        target = self.command("Target.getTargets")["targetInfos"]
+        page = next(each["targetId"] for each in target if each["type"] == "page")
+        attached = self.command("Target.attachToTarget", targetId=page, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Runtime", "Log", "Page", "Network"):
+            self.command(f"{domain}.enable")
+
+    def _address(self) -> tuple[tuple[str, int], str]:
+        """Where Chromium says that it listens."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if "DevTools listening on " in line:
+                url = urlsplit(line.split("DevTools listening on ")[1].strip())
+                assert url.hostname is not None
+                assert url.port is not None
+                return (url.hostname, url.port), url.path
+        raise AssertionError("chromium did not start")
+
+    # ------------------------------------------------------------------ the protocol
+
+    def command(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        self._send(json.dumps(message | getattr(self, "_session", {})).encode())
+        while True:
+            received = self._receive()
+            if received.get("id") == self._number:
+                assert "error" not in received, f"{method}: {received['error']}"
+                result: dict[str, Any] = received["result"]
+                return result
+            self._note(received)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        params = event.get("params", {})
+        match event["method"]:
+            case "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(params["exceptionDetails"]))
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                self.errors.append(params["entry"]["text"])
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "assert"):
+                self.errors.append(json.dumps(params["args"]))
+            case "Network.requestWillBeSent":
+                self.requested.append(params["request"]["url"])
+
+    def _send(self, body: bytes) -> None:
+        mask, size = os.urandom(4), len(body)
+        if size < 126:
+            head = bytes([0x80 | size])
+        else:
+            head = b"\xfe" + struct.pack(">H", size) if size < 1 << 16 else b"\xff" + struct.pack(">Q", size)
+        masked = bytes(each ^ mask[i % 4] for i, each in enumerate(body))
+        self._socket.sendall(b"\x81" + head + mask + masked)
+
+    def _receive(self) -> dict[str, Any]:
+        body = b""
+        while True:
+            first, second = self._reader.read(2)
+            size = second & 127
+            if size == 126:
+                (size,) = struct.unpack(">H", self._reader.read(2))
+            elif size == 127:
+                (size,) = struct.unpack(">Q", self._reader.read(8))
+            body += self._reader.read(size)
+            if first & 0x80:
+                message: dict[str, Any] = json.loads(body)
+                return message
+
+    # ------------------------------------------------------------------ what a test does
+
+    def open(self, url: str, *, width: int = DESKTOP, dark: bool = False, still: bool = False) -> None:
+        """Load a page. `still`: its reader wants less motion."""
+        self.ask("try { localStorage.clear() } catch {}")  # where the theme keeps what was chosen
+        self.command("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank'")
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.command("Emulation.setDeviceMetricsOverride", **size)
+        features = {
+            "prefers-color-scheme": "dark" if dark else "light",
+            "prefers-reduced-motion": "reduce" if still else "no-preference",
+        }
+        wanted = [{"name": name, "value": value} for name, value in features.items()]
+        self.command("Emulation.setEmulatedMedia", features=wanted)
+        self.errors.clear()
+        self.requested.clear()
+        self.command("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def ask(self, script: str) -> Any:
+        """The value of an expression, or of the promise that it is."""
+        answer = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
+        return answer["result"].get("value")
+
+    def until(self, script: str) -> Any:
+        """Wait for an expression that is true, as all that a page does comes in its own time."""
+        deadline = time.monotonic() + HANG_S
+        while not (value := self.ask(script)):
+            assert time.monotonic() < deadline, f"it did not happen: {script}"
+            time.sleep(0.03)
+        return value
+
+    def press(self, key: str) -> None:
+        text = {"text": key} if key == " " else {}
+        for kind in ("keyDown", "keyUp"):
+            self.command(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code="Space" if key == " " else key,
+                windowsVirtualKeyCode=KEYS[key],
+                **(text if kind == "keyDown" else {}),
+            )
+
+    def point(self, selector: str, *, click: bool = False, corner: bool = False) -> None:
+        """Move the pointer to the middle of an element, or just into its upper left corner."""
+        inside = "{x: b.x + 9, y: b.y + 9}" if corner else "{x: b.x + b.width / 2, y: b.y + b.height / 2}"
+        place = self.ask(
+            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
+            f" const b = e.getBoundingClientRect(); return {inside}; }})()"
+        )
+        self.command("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        if click:
+            for kind in ("mousePressed", "mouseReleased"):
+                self.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def violations(self, selector: str) -> list[str]:
+        """What axe-core finds fault with below an element: contrast, names, roles."""
+        if not AXE.is_file():
+            pytest.skip("no axe-core here: npm install --prefix .clients/axe-core axe-core@4")
+        self.ask(AXE.read_text(encoding="utf-8") + ";0")
+        found: list[str] = self.ask(
+            f"axe.run({selector!r}).then(found => found.violations.flatMap(rule => rule.nodes.map("
+            "node => `${rule.id}: ${node.html} ${node.any.map(each => each.message).join()}`)))"
+        )
+        return found
+
+    def assert_well(self, home: str) -> None:
+        """No error so far, and nothing was asked of anybody but `home`."""
+        self.ask("new Promise(resolve => requestAnimationFrame(resolve))")
+        assert self.errors == []
+        assert [each for each in self.requested if not each.startswith((home, "data:"))] == []
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.terminate()
+        self._process.wait(HANG_S)
+
+
+@contextmanager
+def new_tab(profile: Path) -> Iterator[Tab]:
+    """Chromium, for as long as a test wants it."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium here")
+    tab = Tab(profile)
+    try:
+        yield tab
+    finally:
+        tab.close()

@@ -1,0 +1,259 @@
+"""The stepper in a real browser, in a site opened from disk: steps, sliders, keys, phones, contrast, and length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.step_trace import StepTrace
+from docs.building import stepper
+from simulator import Arrival, Timelines, run, simulate_engine
+from tests.browser import DESKTOP, PHONE, Tab, new_tab
+
+FRAME_MS = 60  # at most, for a picture of a trace of 10,000 steps
+
+browser = pytest.mark.browser
+
+
+# ---------------------------------------------------------------------- what is drawn
+
+
+def test_every_setting_of_the_sliders_has_its_trace_and_no_two_share_a_name() -> None:
+    settings = stepper.settings()
+    assert len({setting.name for setting in settings}) == len(settings)
+    assert {setting.phase for setting in settings} == set(range(4, 10))
+
+
+@pytest.mark.parametrize("phase", range(4, 10))
+@pytest.mark.parametrize("story", stepper.STORIES)
+def test_a_story_ends_for_everybody(phase: int, story: str) -> None:
+    """Also where memory is as short as it gets."""
+    setting = stepper.Setting(phase, 2, min(stepper.BLOCKS), min(stepper.CHUNKS), story)
+    frames = stepper.trace(setting)["frames"]
+    ended = [number for frame in frames for number, reason in frame.get("ended", ())]
+    assert sorted(ended) == list(range(len(stepper.STORIES[story].clients)))
+    assert frames[-1]["running"] == []
+
+
+def test_the_stories_show_what_their_page_says() -> None:
+    def frames(phase: int, story: str, **changes: int) -> list[dict]:
+        values = {"seats": 4, "blocks": 40, "chunk": 16} | changes
+        return stepper.trace(stepper.Setting(phase, story=story, **values))["frames"]
+
+    def kinds(found: list[dict]) -> set[str]:
+        return {row[3] for frame in found for row in frame["running"]}
+
+    assert "i" in kinds(frames(4, "mixed"))
+    assert "i" not in kinds(frames(5, "mixed"))
+    assert any("preempted" in frame for frame in frames(6, "crowd", seats=8, blocks=24))
+    widest = {phase: max(f["took"] for f in frames(phase, "long")) for phase in (6, 7)}
+    usual = sorted(frame["took"] for frame in frames(6, "long"))
+    assert widest[6] > 5 * usual[len(usual) // 2]
+    assert widest[7] < 2 * usual[len(usual) // 2]
+    assert any("found" in frame for frame in frames(8, "prefix"))
+    assert not any("found" in frame for frame in frames(7, "prefix"))
+
+
+def test_who_has_no_javascript_sees_pictures() -> None:
+    page = stepper.stepper(4, 5, "mixed")
+    assert page.count("<svg") == 2
+    assert page.index("<svg") < page.index("</div>\n<script")
+
+
+# ---------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with new_tab(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def page(site: Path) -> str:
+    return (site / "stepper.html").as_uri()
+
+
+def step_of(tab: Tab, panel: int = 0) -> int:
+    said = tab.ask(f"document.querySelectorAll('.sv-head span')[{panel}].textContent")
+    return int(said.split(",")[0].removeprefix("step "))
+
+
+def opened(tab: Tab, url: str, **how: bool | int) -> None:
+    tab.open(url, **how)  # type: ignore[arg-type]  # the words that `open` takes
+    tab.until("document.querySelectorAll('.sv-time svg').length === 2")
+
+
+@browser
+def test_buttons_keys_and_slider_step(tab: Tab, page: str, site: Path) -> None:
+    opened(tab, page)
+    assert (step_of(tab), step_of(tab, 1)) == (0, 0)
+    tab.point("[data-do=on]", click=True)
+    assert step_of(tab) + step_of(tab, 1) == 1, "both show the same time, and one has got further in it"
+    assert "step 1." in tab.ask("document.querySelector('.sv-said').textContent")
+    tab.ask("document.querySelector('.sv-chip').focus()")
+    tab.press("ArrowRight")
+    assert step_of(tab) + step_of(tab, 1) > 1
+    tab.press("End")
+    last = [step_of(tab), step_of(tab, 1)]
+    assert min(last) > 20
+    tab.press("ArrowLeft")
+    assert [step_of(tab), step_of(tab, 1)] != last
+    tab.press("Home")
+    assert step_of(tab) == 0
+    tab.ask("document.querySelector('.sv-controls input').focus()")
+    tab.press("ArrowRight")
+    assert tab.ask("document.activeElement.value") == "1"
+    assert tab.ask("document.activeElement.getAttribute('aria-valuetext')").startswith("step ")
+    tab.assert_well(site.as_uri())
+
+
+@browser
+def test_it_plays_and_pauses_and_ends_at_the_end(tab: Tab, page: str) -> None:
+    opened(tab, page, still=True)
+    assert tab.ask("document.querySelector('[data-do=play]').ariaLabel") == "play"
+    tab.point("[data-do=play]", click=True)
+    tab.until("document.querySelector('.sv-controls input').value > 2")
+    assert tab.ask("document.querySelector('[data-do=play]').ariaLabel") == "pause"
+    tab.point("[data-do=play]", click=True)
+    stopped = tab.ask("document.querySelector('.sv-controls input').value")
+    assert tab.ask("new Promise(r => setTimeout(r, 900, document.querySelector('input').value))")
+    assert tab.ask("document.querySelector('.sv-controls input').value") == stopped
+    tab.ask("document.querySelector('.sv-speed select').value = 4")
+    tab.press("End")
+    tab.press("ArrowLeft")
+    tab.point("[data-do=play]", click=True)
+    tab.until("document.querySelector('[data-do=play]').ariaLabel === 'play'")
+    assert tab.ask("(e => e.value === e.max)(document.querySelector('.sv-controls input'))")
+
+
+@browser
+def test_the_settings_choose_what_is_shown(tab: Tab, page: str, site: Path) -> None:
+    opened(tab, page)
+    tab.ask(
+        "(form => { form.elements.left.value = 6; form.elements.right.value = 9; form.elements.blocks.value = 0;"
+        " form.elements.seats.value = 2; form.elements.chunk.value = 1; form.elements.story.value = 'crowd';"
+        " form.dispatchEvent(new Event('input')); })(document.querySelector('form.stepper-settings'))"
+    )
+    tab.until("document.querySelector('.sv-head strong').textContent === 'Phase 6: paged attention'")
+    assert tab.ask("document.querySelectorAll('.sv-head strong')[1].textContent") == (
+        "Phase 9: pipelined decoding"
+    )
+    assert tab.ask("document.querySelectorAll('.sv-panel:first-child .sv-lane').length") == 8
+    assert "of 24 blocks" in tab.ask("document.querySelector('.sv-memory-head').textContent")
+    loaded = [each for each in tab.requested if "/steps/" in each]
+    assert any(each.endswith("p6-s8-b24-crowd.js") for each in loaded)
+    assert any(each.endswith("p9-s8-b24-c64-crowd.js") for each in loaded)
+    assert len(loaded) == 4, "what was shown first, and what is shown now"
+    tab.assert_well(site.as_uri())
+
+
+@browser
+def test_pointer_and_focus_name_a_request(tab: Tab, page: str) -> None:
+    opened(tab, page)
+    for _ in range(6):
+        tab.point("[data-do=on]", click=True)
+    tab.point(".sv-time")
+    about = "document.querySelector('.sv-about').textContent"
+    assert "a prompt of " in tab.until(about)
+    tab.point(".md-header")
+    assert tab.ask(about) == ""
+    tab.ask("document.querySelectorAll('.sv-chip')[1].focus()")
+    assert tab.ask(about).startswith("B ")
+    assert tab.ask("document.querySelectorAll('.sv-cold').length") > 0
+    tab.point(".sv-memory svg", corner=True)
+    assert tab.ask(about).startswith("A ")
+
+
+@browser
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_can_be_read_everywhere(tab: Tab, page: str, site: Path, width: int, dark: bool) -> None:
+    opened(tab, page, width=width, dark=dark)
+    for _ in range(12):
+        tab.ask("document.querySelector('[data-do=on]').click()")
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    paper = tab.ask("getComputedStyle(document.querySelector('.steps-viewer')).backgroundColor")
+    assert paper == ("rgb(30, 33, 41)" if dark else "rgb(255, 255, 255)")
+    tab.assert_well(site.as_uri())
+    assert tab.violations(".stepper") == []
+
+
+@browser
+def test_the_start_page_has_it(tab: Tab, site: Path) -> None:
+    opened(tab, (site / "index.html").as_uri(), width=PHONE)
+    assert tab.ask("document.documentElement.scrollWidth") <= PHONE
+    tab.assert_well(site.as_uri())
+
+
+@browser
+def test_an_id_cannot_be_markup(tab: Tab, page: str) -> None:
+    opened(tab, page)
+    frame = {
+        "step": 0,
+        "start": 0,
+        "took": 1,
+        "key": True,
+        "memory": [4, 4],
+        "running": [[0, 0, 3, "p", 0, 3, 0]],
+    }
+    frame |= {"tables": [[0, 0, 1]], "requests": [[0, "<img/src=x/onerror=document.title=1>", 3, 3]]}
+    header = {"format": "infer-steps", "version": 1, "phase": [6, "x"], "seats": 2, "max_seq_len": 9}
+    trace = json.dumps({"header": header, "frames": [frame]})
+    tab.ask(
+        f"(v => {{ v.show([{trace}]); v.light(0); }})(new StepViewer(document.querySelector('.steps-viewer')))"
+    )
+    assert "onerror" in tab.ask("document.querySelector('.sv-about').textContent")
+    assert tab.ask("document.querySelectorAll('.steps-viewer img').length") == 0
+
+
+def long_trace(steps: int) -> str:
+    """A busy engine of eight seats and 512 blocks, as JSON."""
+    engine = simulate_engine(
+        8, stepper.COST, max_batch_size=8, max_seq_len=256, num_blocks=512, max_waiting_requests=10_000
+    )
+    trace = StepTrace(engine)
+    per_request = 55  # steps, with eight at once
+    arrivals = (
+        Arrival(i, i * 0.1, range(i % 7 * 1000, i % 7 * 1000 + 40 + i % 90), 30 + i % 60)
+        for i in range(steps * 8 // per_request)
+    )
+    run(engine, arrivals, Timelines())
+    trace.frames = trace.frames[:steps]
+    assert len(trace.frames) == steps
+    return json.dumps(trace.as_json())
+
+
+@browser
+def test_ten_thousand_steps_stay_smooth(tab: Tab, page: str) -> None:
+    opened(tab, page)
+    tab.ask(
+        "globalThis.long = new StepViewer(document.querySelector('.steps-viewer')); "
+        f"long.show([{long_trace(10_000)}]); 0"
+    )
+    times = tab.ask(
+        """(async () => {
+          const best = [];
+          for (let i = 0; i < 50; i++) {
+            const moment = i < 25 ? 5000 + i : (i * 7919) % 10000; /* played, then scrubbed */
+            const times = [];
+            for (let turn = 0; turn < 3; turn++) { /* what else the machine does is not the viewer's */
+              long.goTo(moment + 1);
+              const began = performance.now();
+              long.goTo(moment);
+              long.box.getBoundingClientRect(); /* laid out, too */
+              times.push(performance.now() - began);
+            }
+            best.push(Math.min(...times));
+            await new Promise(requestAnimationFrame);
+          }
+          return best;
+        })()"""
+    )
+    assert tab.ask("long.moments.length") == 10_000
+    times.sort()
+    print(f"a picture takes {times[len(times) // 2]:.1f} ms, at most {times[-1]:.1f} ms")
+    assert times[-1] <= FRAME_MS

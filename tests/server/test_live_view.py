@@ -1,0 +1,281 @@
+"""The live view: steps of a running engine, for those who look, and at nobody's expense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from common.engine import Engine
+from common.server import live_view
+from common.server.app import create_app
+from common.server.errors import ApiError
+from common.server.live_view import LiveView, Viewer
+from common.step_trace import FrameMaker
+from common.worker import EngineWorker
+from tests.common.test_worker import read, submit, tokens, until, with_worker
+from tests.engine_helpers import build, continuation, greedy
+from tests.server.support import HANG_S, Event, ServerProcess, assert_error, read_events
+
+
+def engine_of() -> Engine:
+    return build("chunked", clock=time.monotonic)
+
+
+async def events_of(viewer: Viewer) -> AsyncIterator[Event]:
+    """What its stream says, an event at a time."""
+    async for chunk in viewer.events():
+        for block in chunk.decode().removesuffix("\n\n").split("\n\n"):
+            name, data = block.split("\n")
+            yield name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def frames_until_idle(events: AsyncIterator[Event]) -> list[dict[str, Any]]:
+    """Frames up to one in which nobody has a seat any more, nor waits."""
+    frames, waiting = [], 0
+    async for name, data in events:
+        if name == "step":
+            frames.append(data)
+            waiting = data.get("waiting", [waiting])[0]
+            if not data["running"] and not waiting:
+                return frames
+    raise AssertionError("the view has ended")
+
+
+def test_two_requests_are_seen_sharing_the_steps() -> None:
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        viewer = LiveView(worker).open()
+        await until(lambda: bool(engine.watchers))
+        events = events_of(viewer)
+        assert await anext(events) == (
+            "begin",
+            {
+                "format": "infer-steps",
+                "version": 1,
+                "phase": [7, "Chunked prefill"],
+                "seats": 4,
+                "max_seq_len": 64,
+            },
+        )
+        streams = [submit(worker, prompt, greedy(30)) for prompt in ("one", "two")]
+        frames = await frames_until_idle(events)
+        for stream, prompt in zip(streams, ("one", "two"), strict=True):
+            assert tokens(await read(stream)) == continuation(prompt.encode(), 30)
+        named = [each[1] for frame in frames for each in frame.get("requests", ())]
+        assert named == [stream.request.request_id for stream in streams]
+        assert sum(len(frame.get("ended", ())) for frame in frames) == 2
+        assert frames[0]["key"]
+        assert frames[-1]["step"] == engine.telemetry.latest.step, "the last step is told of, if late"
+        viewer.close()
+
+    with_worker(engine, scenario)
+
+
+def test_nothing_is_made_while_nobody_looks() -> None:
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        view, tasks = LiveView(worker), asyncio.all_tasks()
+        assert engine.watchers == []
+        first, second = view.open(), view.open()
+        await until(lambda: len(engine.watchers) == 1)
+        first.close()
+        assert len(await read(submit(worker, "one", greedy(3)))) == 3
+        assert len(engine.watchers) == 1
+        second.close()
+        await until(lambda: not engine.watchers)
+        await until(lambda: asyncio.all_tasks() == tasks)
+        third = view.open()
+        await until(lambda: len(engine.watchers) == 1)
+        third.close()
+
+    with_worker(engine, scenario)
+
+
+def test_who_comes_in_the_middle_begins_with_a_frame_that_tells_everything() -> None:
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        view = LiveView(worker)
+        first = view.open()
+        stream = submit(worker, "one", greedy(55))
+        await read(stream)
+        events = events_of(second := view.open())
+        await read(submit(worker, "two", greedy(5)))
+        frames = await frames_until_idle(events)
+        assert frames[0]["key"]
+        assert second.missed == 0, "what was before is not missed"
+        first.close()
+        second.close()
+
+    with_worker(engine, scenario)
+
+
+def test_frames_come_no_faster_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "MAX_FRAMES_PER_S", 10)
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        viewer = LiveView(worker).open()
+        await until(lambda: bool(engine.watchers))
+        events = events_of(viewer)
+        await anext(events)
+        began_s = time.monotonic()
+        await read(submit(worker, "one", greedy(60)))
+        frames = await frames_until_idle(events)
+        assert len(frames) <= (time.monotonic() - began_s) * 10 + 1
+        assert frames[-1]["step"] == engine.telemetry.latest.step
+        viewer.close()
+
+    with_worker(engine, scenario)
+
+
+def test_who_does_not_read_misses_frames_and_goes_on_with_a_whole_one() -> None:
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        view = LiveView(worker)
+        slow, quick = view.open(), view.open()
+        seen = []
+
+        async def look() -> None:
+            async for name, data in events_of(quick):
+                if name == "step":
+                    seen.append(data["step"])
+
+        looking = asyncio.create_task(look())
+        view.publish({"step": 0, "key": True, "running": []})
+        for step in range(1, 3 * live_view.MAX_QUEUED):
+            view.publish({"step": step, "running": []})
+            await asyncio.sleep(0)
+        assert len(slow._frames) <= live_view.MAX_QUEUED
+        dropped = slow.missed
+        assert dropped == 3 * live_view.MAX_QUEUED
+        view.publish({"step": 1000, "key": True, "running": []})
+        events = events_of(slow)
+        assert (await anext(events))[0] == "begin"
+        assert await anext(events) == ("step", {"step": 1000, "key": True, "running": []})
+        assert await anext(events) == ("missed", {"frames": dropped})
+        await until(lambda: len(seen) == 3 * live_view.MAX_QUEUED + 1)
+        assert quick.missed == 0
+        looking.cancel()
+        slow.close()
+        quick.close()
+
+    with_worker(engine, scenario)
+
+
+def test_as_many_may_look_as_may() -> None:
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        view = LiveView(worker)
+        viewers = [view.open() for _ in range(live_view.MAX_VIEWERS)]
+        with pytest.raises(ApiError, match="as many as may") as refused:
+            view.open()
+        assert (refused.value.status, refused.value.code) == (503, "too_many_viewers")
+        viewers.pop().close()
+        viewers.append(view.open())
+        for viewer in viewers:
+            viewer.close()
+
+    with_worker(engine, scenario)
+
+
+def test_it_ends_when_nothing_more_is_taken() -> None:
+    engine = engine_of()
+
+    async def scenario(worker: EngineWorker) -> None:
+        view = LiveView(worker)
+        viewer = view.open()
+        worker.stop_accepting()
+        assert [name async for name, _ in events_of(viewer)] == ["begin", "end"]
+        with pytest.raises(ApiError) as refused:
+            view.open()
+        assert refused.value.status == 503
+        viewer.close()
+
+    with_worker(engine, scenario)
+
+
+def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+
+    def fail(*_: object) -> None:
+        raise ValueError("no frame")
+
+    async def scenario(worker: EngineWorker) -> None:
+        view = LiveView(worker)
+        viewer = view.open()
+        await until(lambda: bool(engine.watchers))
+        with monkeypatch.context() as broken:
+            broken.setattr(FrameMaker, "frame", fail)
+            assert len(await read(submit(worker, "one", greedy(3)))) == 3
+            assert [name async for name, _ in events_of(viewer)] == ["begin", "end"]
+        viewer.close()
+        events = events_of(again := view.open())
+        await until(lambda: bool(engine.watchers))
+        await read(submit(worker, "two", greedy(3)))
+        assert (await frames_until_idle(events))[0]["key"]
+        again.close()
+
+    with_worker(engine, scenario)
+
+
+# ---------------------------------------------------------------------- over HTTP
+
+
+def test_a_server_tells_its_steps(server: ServerProcess) -> None:
+    """Its requests are in the steps by their ids; whoever hangs up disturbs nobody."""
+    with (
+        httpx.Client(base_url=server.url, timeout=HANG_S) as client,
+        client.stream("GET", "/steps") as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = read_events(response)
+        assert next(events)[0] == "begin"
+        answer = server.complete(n=2, max_tokens=20, ignore_eos=True)
+        wanted = {f"{answer['id']}-{choice}" for choice in range(2)}
+        seen: set[str] = set()
+        for name, frame in events:
+            assert name == "step"
+            seen |= {each[1] for each in frame.get("requests", ())} & wanted
+            if seen == wanted:
+                break
+    assert server.complete()["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_an_open_view_does_not_hold_up_a_shutdown() -> None:
+    server = ServerProcess("phase5_continuous", "--shutdown-timeout", "50")
+    try:
+        with (
+            httpx.Client(base_url=server.url, timeout=HANG_S) as client,
+            client.stream("GET", "/steps") as response,
+        ):
+            events = read_events(response)
+            assert next(events)[0] == "begin"
+            server.signal()
+            assert [name for name, _ in events] == ["end"]
+            assert server.wait() == 0
+    finally:
+        server.close()
+
+
+def test_it_can_be_switched_off() -> None:
+    app = create_app(engine_of(), model_name="mine", live_view=False)
+    with TestClient(app) as client:
+        assert_error(client.get("/steps"), 404, None, "live_view_off")
+        page = client.get("/").text
+        assert 'data-live="off"' in page
+        assert "--no-live-view" in page
+        body = {"model": "mine", "prompt": "Once", "max_tokens": 3, "stream": False}
+        assert client.post("/v1/completions", json=body).status_code == 200
