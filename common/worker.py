@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
@@ -34,6 +35,8 @@ from common.runner import fail
 from common.telemetry import RequestTelemetry
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STOPPED = "the server was stopped"
 
@@ -158,7 +161,7 @@ class EngineWorker:
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
-        self._resets: list[Future[int]] = []  # how many blocks each has dropped
+        self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to be made between two steps
         self._held = 0  # places whose requests are not yet with the scheduler
         self._abort: Exception | None = None
         self._stopping = False
@@ -279,11 +282,21 @@ class EngineWorker:
             EngineDeadError, ShuttingDownError: nothing is taken any more.
         """
         self._refuse_at_the_end()
-        dropped: Future[int] = Future()
+        return await asyncio.wrap_future(self.call(lambda engine: engine.reset_prefix_cache()))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Between two steps, in the engine's thread, call a function of the engine: soon, what it returns.
+
+        Raises:
+            ShuttingDownError: the thread is being ended.
+        """
+        outcome: Future[T] = Future()
         with self._wakeup:
-            self._resets.append(dropped)
+            if self._stopping:
+                raise ShuttingDownError(STOPPED)
+            self._calls.append((function, outcome))
             self._wakeup.notify()
-        return await asyncio.wrap_future(dropped)
+        return outcome
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -365,7 +378,7 @@ class EngineWorker:
 
     def _wait_for_work(self) -> None:
         """Block until there is news or the engine has something to do. The lock is held, and let go meanwhile."""
-        while not (self._arrived or self._cancelled or self._resets or self._abort or self._stopping):
+        while not (self._arrived or self._cancelled or self._calls or self._abort or self._stopping):
             wake = self.engine.next_wake()
             timeout = None if wake is None else wake - self.engine.clock()
             if timeout is not None and timeout <= 0:
@@ -394,10 +407,13 @@ class EngineWorker:
         for request_id in self._cancelled:
             self.engine.cancel(request_id)
         self._cancelled.clear()
-        for dropped in self._resets:
-            if dropped.set_running_or_notify_cancel():  # its client may have left
-                dropped.set_result(self.engine.reset_prefix_cache())
-        self._resets.clear()
+        for function, outcome in self._calls:
+            if outcome.set_running_or_notify_cancel():  # its client may have left
+                try:
+                    outcome.set_result(function(self.engine))
+                except Exception as error:  # whoever waits raises it
+                    outcome.set_exception(error)
+        self._calls.clear()
         if self._abort is not None:
             outputs += self.engine.abort_all(self._abort)
             self._abort = None

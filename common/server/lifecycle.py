@@ -28,6 +28,7 @@ from common.phases import PhasePackage
 from common.server.app import create_app
 from common.server.options import ServerOptions
 from common.server.service import Service
+from common.trace import TraceFile
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,11 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     """Serve until a signal: the exit code.
 
     Raises:
-        StartupError: the port is taken, or the engine cannot be built.
+        StartupError: the port is taken, the trace's file cannot be written, or the engine cannot be built.
     """
     worker = EngineWorker(lambda: package.build_engine(config))
     with bind(options.host, options.port) as listener:  # before the model, whose loading may take minutes
+        trace = None if options.trace is None else TraceFile(options.trace)
         engine = worker.build()
         names = options.served_model_name
         app = create_app(
@@ -68,9 +70,14 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}",
             shutdown_timeout_s=options.shutdown_timeout,
         )
+        recording = (
+            None if trace is None else service.tracer.start(trace)
+        )  # nothing runs before the server does
         server.run(sockets=[listener])
     if worker.running:
         exit_at_once(0)  # every client has its answer: nobody waits for this step
+    if recording is not None:
+        service.tracer.stop(recording)
     return 0
 
 

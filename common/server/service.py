@@ -11,6 +11,7 @@ from common.engine import Engine
 from common.server.intake import Intake
 from common.server.page import render_page
 from common.server.schemas.parsing import Limits
+from common.trace import Tracer
 from common.worker import EngineWorker
 
 
@@ -22,6 +23,7 @@ class Service:
         created: when it began, in seconds since 1970.
         ping_s: seconds between comments in a quiet stream.
         send_timeout_s: a client that takes nothing of its stream for so long is dropped.
+        tracer: the engine's, to be called in its thread (`EngineWorker.call`).
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Service:
         )
         self.intake = Intake(engine, worker)
         self.page = render_page(engine, self.model_name)
+        self.tracer = Tracer(engine)
 
 
 def service_of(request: Request) -> Service:
