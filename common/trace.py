@@ -126,10 +126,8 @@ class RequestTrack:
         stage = _ADMITTED.get(request.state, "waiting")
         return [self._begin(now, request.request_id, known), self._begin(now, stage)]
 
-    def step(
-        self, began: float, ended: float, chunk: PrefillChunk | None, output: StepOutput | None
-    ) -> list[Event]:
-        """What a step has done with the request: its chunk in it, and what it gave the client."""
+    def step(self, began: float, ended: float, chunk: PrefillChunk | None, first_token: bool) -> list[Event]:
+        """What a step has done with the request: its chunk in it, and whether the client got its first token."""
         state = self.request.state
         events: list[Event] = []
         prefills_again = self.stage == "decode" and chunk is not None
@@ -141,7 +139,7 @@ class RequestTrack:
             events += [self._begin(began, f"chunk {chunk.start}:{chunk.end}"), self._end(ended)]
         if self.stage == "prefill" and state is RequestState.DECODE:
             events += [self._end(ended), self._begin(ended, "decode")]
-        if output is not None and output.token_id is not None and output.completion_tokens == 1:
+        if first_token:
             events.append(self._moment(ended, "first token"))
         return events + (self.end(ended) if self.request.is_terminal else [])
 
@@ -221,9 +219,9 @@ class Recording:
         ):
             events.append({"ph": "C", "name": name, "ts": began, "args": values})
         chunks = {chunk.request.arrival: chunk for chunk in plan.prefill}
-        given = {output.request_id: output for output in outputs}
+        first = {o.request_id for o in outputs if o.token_id is not None and o.completion_tokens == 1}
         for arrival, track in list(self._tracks.items()):
-            events += track.step(began, ended, chunks.get(arrival), given.get(track.request.request_id))
+            events += track.step(began, ended, chunks.get(arrival), track.request.request_id in first)
             if track.request.is_terminal:
                 del self._tracks[arrival]
         self._write(events)

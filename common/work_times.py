@@ -76,7 +76,7 @@ class DeviceTimes:
         return done
 
     def _seconds(self, event: torch.cuda.Event) -> float:
-        return self._zero_s + self._zero.elapsed_time(event) / 1e3  # type: ignore[no-untyped-call,no-any-return]
+        return self._zero_s + self._zero.elapsed_time(event) / 1e3
 
 
 def _mark() -> torch.cuda.Event:
