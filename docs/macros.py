@@ -20,6 +20,7 @@ from docs.building import (  # noqa: E402 - needs the path
     results,
     rounding,
     samples,
+    traces,
 )
 
 
@@ -65,5 +66,6 @@ def define_env(env: Any) -> None:
         rounding.three_numbers,
         samples.event_stream,
         samples.zoo_samples,
+        traces.trace_pictures,
     ):
         env.macro(function)
