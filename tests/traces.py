@@ -26,7 +26,7 @@ def assert_valid(events: list[Event]) -> None:
         assert event["name"]
         assert isinstance(event["pid"], int)
         assert event["ph"] == "M" or event["ts"] >= 0, event
-    assert {e["name"] for e in events if e["ph"] == "M"} == {"process_name", "thread_name"}
+    assert {e["name"] for e in events if e["ph"] == "M"} <= {"process_name", "process_labels", "thread_name"}
     named = {e["tid"] for e in events if e["name"] == "thread_name"}
     threads: dict[int, list[Event]] = defaultdict(list)
     counters: dict[str, list[Event]] = defaultdict(list)
