@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does
 
 from docs.building import (  # noqa: E402 - needs the path
     code,
+    learning,
     memory,
     options,
     paging,
@@ -31,6 +32,9 @@ def define_env(env: Any) -> None:
         code.source,
         code.solution,
         code.exercise_command,
+        learning.learn_commands,
+        learning.learn_sample,
+        learning.learn_table,
         memory.memory_table,
         memory.kv_size,
         memory.sliding_share,

@@ -62,7 +62,7 @@ def empty(text: str, module: str, names: Sequence[str]) -> tuple[str, list[str]]
                 before = method.body[0].end_lineno if first is not method.body[0] else first.lineno - 1
                 assert before is not None
                 assert method.end_lineno is not None
-                lines[before : method.end_lineno] = _owing(f"{name}: {_owed(module, name)}")
+                lines[before : method.end_lineno] = _owing(f"{name}: {owed_words(module, name)}")
                 emptied.insert(0, name)
     missing = [
         name for name in names if not any(done == name or done.startswith(f"{name}.") for done in emptied)
@@ -87,7 +87,7 @@ def _owing(words: str) -> list[str]:
     return [f"{INDENT}raise NotImplementedError(", *(f"{INDENT}    {part}" for part in quoted), f"{INDENT})"]
 
 
-def _owed(module: str, name: str) -> str:
+def owed_words(module: str, name: str) -> str:
     """What a method owes to whoever calls it: its docstring's first words, or those of what it overrides."""
     owner, _, method = name.partition(".")
     for each in getattr(importlib.import_module(module), owner).__mro__:

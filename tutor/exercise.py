@@ -102,11 +102,11 @@ def load_exercise(phase: str) -> Exercise:
 
 
 def _idea(folder: Path, entry: dict[str, Any]) -> Idea:
-    tests = [name for part in entry["tests"] for name in tests_of(folder, part)]
+    tests = [name for part in entry["tests"] for name in find_tests(folder, part)]
     return Idea(entry["title"], tuple(dict.fromkeys(tests)))
 
 
-def tests_of(folder: Path, part: str) -> list[str]:
+def find_tests(folder: Path, part: str) -> list[str]:
     """The tests that an entry stands for: `test_x.py`, all of it; `test_x.py::test_y`; or `test_x.py [heading]`,
     those below that heading.
 

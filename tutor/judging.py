@@ -16,7 +16,7 @@ from common.errors import StartupError
 from tutor import plugin
 from tutor.exercise import ROOT, Exercise, Idea, sentence
 
-TEST_TIMEOUT_S = 10  # of a test: a loop that does not end fails it alone
+TEST_TIMEOUT_S = 30  # of a test: a loop that does not end fails it alone
 SHOWN = 4  # tests of one idea that are told of
 LINE = 110
 
