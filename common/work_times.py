@@ -76,7 +76,8 @@ class DeviceTimes:
         return done
 
     def _seconds(self, event: torch.cuda.Event) -> float:
-        return self._zero_s + self._zero.elapsed_time(event) / 1e3
+        after_ms: float = self._zero.elapsed_time(event)
+        return self._zero_s + after_ms / 1e3
 
 
 def _mark() -> torch.cuda.Event:
