@@ -6,6 +6,8 @@
 #   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make cluster PHASE=8 two replicas behind one address, on Ray (ARGS="--replicas 4" adds options)
 #   make test-cluster    the tests of that
+#   make learn PHASE=6   copy a phase without the bodies that are its idea into learn/, to write them
+#   make check PHASE=6   what holds of the copy, by the phase's own tests
 #   make lint            style, types, and the one-way dependency rule
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
@@ -24,7 +26,7 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: demo serve cluster test test-slow test-browser test-clients test-cluster lint format bench plots docs docs-serve clean distclean
+.PHONY: demo serve cluster learn check test test-slow test-browser test-clients test-cluster lint format bench plots docs docs-serve clean distclean
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
@@ -69,6 +71,12 @@ test-cluster: .venv/full .venv/cluster
 # A client that cannot be installed is skipped. TABLE=benchmarks/results writes what the site shows.
 test-clients: .venv/full
 	OMP_NUM_THREADS=1 PIP_ARGS='$(PIP_ARGS)' $(BIN)/pytest tests/clients -m clients -rs $(if $(TABLE),--clients-table=$(TABLE))
+
+learn: .venv/full
+	@$(BIN)/python -m tutor learn '$(PHASE)'
+
+check: .venv/full
+	@$(BIN)/python -m tutor check '$(PHASE)'
 
 bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching

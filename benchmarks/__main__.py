@@ -79,6 +79,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--run-timeout", type=float, default=3600.0, help="give up a run after so many s (3600)"
     )
+    group.add_argument("--trace", action="store_true", help="keep a trace of each run beside its result")
     group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
     top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
@@ -219,6 +220,7 @@ def _measure(
         out=options.out,
         ignore_eos=not getattr(options, "no_ignore_eos", False),
         api_key=getattr(options, "api_key", None),
+        trace=options.trace,
     )
     runs = compare(comparison, console)
     return exit_code(runs)

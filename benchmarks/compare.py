@@ -12,7 +12,8 @@ Every run has a fresh server: no cache, and no memory in pieces, is left over fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from benchmarks.measure import Measurement, blank_run, measure
 from benchmarks.report import report
 from benchmarks.results import Calibration, Lineup, Run, ServerInfo
 from benchmarks.servers import RunningServer, Target, open_server
+from benchmarks.traces import kept_trace
 from benchmarks.workloads import PromptWriter, Workload
 from common.errors import StartupError
 
@@ -43,6 +45,7 @@ class Comparison:
         batch: sequences at once while calibrating, where the server's options do not say.
         out: folder for results; None: none are written.
         ignore_eos: whether requests ask for full-length answers.
+        trace: whether a trace of each run is kept beside its result.
         show: what is printed of a workload when all its runs are done.
     """
 
@@ -58,6 +61,7 @@ class Comparison:
     out: Path | None = None
     ignore_eos: bool = True
     api_key: str | None = None
+    trace: bool = False
     show: Callable[[Sequence[Run]], RenderableType] = report
 
     @property
@@ -146,7 +150,8 @@ def run_once(
             info.version = server.version
             progress.update(task, detail="")
             endpoint = _endpoint(comparison, server)
-            measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
+            with _traced(comparison, run, server):
+                measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
             died = server.exit_code  # None: it still ran when the run was over
         info.exit_code = server.exit_code
         _note_the_end(run, died)
@@ -160,6 +165,18 @@ def run_once(
             f"[red]{escape(target.label)}, {workload.name}: {run.status}[/red]: {escape(run.reason or '')}"
         )
     return run
+
+
+@contextmanager
+def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator[None]:
+    """A trace beside the result, if one is wanted; the result says so, for recording takes some of the time."""
+    if not comparison.trace or comparison.out is None:
+        yield
+        return
+    path = (comparison.out / run.file_name).with_suffix(".trace")
+    with kept_trace(server.url, path, comparison.api_key) as reader:
+        yield
+    run.notes.append(f"no trace: {reader.problem}" if reader.problem else f"recorded meanwhile: {path.name}")
 
 
 def _note_the_end(run: Run, died: int | None) -> None:

@@ -24,7 +24,7 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,7 +38,7 @@ from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
 from common.phases import find_phase
 from common.request import SamplingParams
-from common.streams import CudaStream, TapeStream
+from common.step_parts import StepParts
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
 BUSY_TOKENS = 16  # beside a busy thread a step may take a second
@@ -129,69 +129,18 @@ class Traced(NamedTuple):
 
 def trace(sequences: int, steps: int) -> list[Traced]:
     """When the host and the stream did what in some steps in the middle."""
-    runner: Any = _engine.runner  # whose parts are about to be watched
-    spans: list[tuple[str, str, float, float]] = []
-    kinds: dict[int, str] = {}
-
-    def watch(owner: Any, name: str, what: str) -> None:
-        method: Callable[..., Any] = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                spans.append(("host", what, began, time.monotonic()))
-
-        setattr(owner, name, watched)
-
-    watch(_engine, "_plan", "plan")
-    watch(runner, "launch_forward", "launch")
-    watch(runner, "finalize_sampling", "launch")
-    watch(runner, "commit", "commit")
-    submit = runner.stream.submit
-    launched: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU
-
-    def named(key: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = "forward" if key in ("forward", "decode") else "sample"
-        if isinstance(runner.stream, CudaStream):
-            with runner.stream.entered():
-                began = recorded_event()
-                pending = submit(key, *args, **kwargs)
-                launched.append((kind, began, recorded_event()))
-        else:
-            pending = submit(key, *args, **kwargs)
-            if isinstance(runner.stream, TapeStream) and hasattr(pending, "ticket"):
-                kinds[pending.ticket] = kind
-        watch(pending, "wait", "wait")
-        return pending
-
-    runner.stream.submit = named
+    parts = StepParts(_engine)
+    parts.start()
     ends = [time.monotonic() for _ in decode(sequences)]
+    taken = parts.take()
+    parts.stop()
     middle = len(ends) // 2
     first, last = ends[middle], ends[middle + steps]
-    if isinstance(runner.stream, TapeStream):
-        for ticket, began_s, ended_s in runner.stream.take_times():
-            if ticket in kinds:
-                spans.append(("stream", kinds[ticket], began_s, ended_s))
-    if launched:
-        zero, zero_s = recorded_event(), time.monotonic()
-        zero.synchronize()  # the two clocks meet where nothing is in flight
-        for kind, began, ended in launched:
-            began_s, ended_s = (zero_s - event.elapsed_time(zero) / 1e3 for event in (began, ended))
-            spans.append(("stream", kind, began_s, ended_s))
     return [
         Traced(lane, what, (max(began, first) - first) * 1e3, (min(ended, last) - first) * 1e3)
-        for lane, what, began, ended in sorted(spans, key=lambda span: span[2])
+        for lane, what, began, ended in sorted(taken, key=lambda part: part.began_s)
         if began < last and ended > first
     ]
-
-
-def recorded_event() -> torch.cuda.Event:
-    """The time at which the present stream gets here."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    event.record()
-    return event
 
 
 def busy_share(spans: Sequence[Traced]) -> float:

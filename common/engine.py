@@ -15,8 +15,9 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config import EngineConfig
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, RequestTimeoutError
@@ -56,6 +57,9 @@ class Engine:
         max_seq_len: prompt and new tokens of one request at the most.
         watchers: who is told of each step; nobody, unless someone wants to see.
     """
+
+    #: Methods that a step's time goes into beside its runner's, and what a trace calls them.
+    PARTS: ClassVar[Mapping[str, str]] = {"_plan": "plan"}
 
     def __init__(
         self,
@@ -223,6 +227,11 @@ class Engine:
         outputs = [terminal_output(r) if r.is_terminal else fail(r, error) for r in self._requests.values()]
         self._settle(outputs)
         return outputs
+
+    @property
+    def live_requests(self) -> Iterable[Request]:
+        """Requests that were added and have not had their terminal output, in that order."""
+        return self._requests.values()
 
     def reset_prefix_cache(self) -> int:
         """Forget what is cached and used by nobody, nor by those who are done; how many blocks that were."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from common.prompt_scores import PromptScores, scored_columns
 from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import NOT_A_TOKEN, Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import StepPlan
-from common.telemetry import Telemetry
+from common.telemetry import Part, Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,9 @@ class Launched:
 class Runner(ABC):
     """Owns the model and the KV pool; runs what the scheduler planned."""
 
+    #: Methods that a step's time goes into, and what a trace calls them.
+    PARTS: ClassVar[Mapping[str, str]] = {"forward": "pass", "_sample": "sample", "commit": "commit"}
+
     def __init__(self, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
         self.model = model
         self.pool = pool
@@ -125,6 +128,13 @@ class Runner(ABC):
 
     def warm_up(self) -> None:  # noqa: B027 - most do not
         """Do what takes long the first time, before anybody waits for it."""
+
+    def time_stream(self, wanted: bool) -> None:  # noqa: B027 - where the host waits for each pass there is none
+        """Whether `take_stream_parts` is going to be asked."""
+
+    def take_stream_parts(self) -> list[Part]:
+        """What a stream beside the host has done since the last call, in that order."""
+        return []
 
     def release(self, requests: Iterable[Request]) -> None:
         """Give back the memory of requests that have left."""

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from common.work_times import MOST_TIMES, DeviceTimes, HostTimes, Work
 from kernels.tape import Function, Tape, record
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,13 @@ class Stream(ABC):
     def aside(self, function: Callable[[], T]) -> T:
         """The same for a function of what is done already: it need not wait for what is not."""
         return self.call(function)
+
+    def time_work(self, wanted: bool) -> None:  # noqa: B027 - one that cannot tell has nothing to prepare
+        """Whether `take_times` is going to be asked."""
+
+    def take_times(self) -> list[Work]:
+        """What was done since the last call, in that order; the latest `MOST_TIMES` at the most."""
+        return []
 
 
 def open_stream(device: torch.device, *, recorded: bool) -> Stream:
@@ -161,6 +170,7 @@ class TapeStream(Stream):
     def __init__(self) -> None:
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
+        self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # of tickets
 
     def submit(
         self,
@@ -181,6 +191,7 @@ class TapeStream(Stream):
         ticket = self._player.submit(
             self._tapes[key].recorded, list(inputs), 0 if after is None else after.ticket
         )
+        self._keys.append((ticket, key))
         return _Played(self._player, ticket)
 
     def call(self, function: Callable[[], T]) -> T:
@@ -191,9 +202,13 @@ class TapeStream(Stream):
         """How many threads share what is handed in from now on."""
         self._player.set_threads(threads)
 
-    def take_times(self) -> list[tuple[int, float, float]]:
-        """Ticket, beginning and end of the work done since the last call, on the clock of `time.monotonic`."""
-        return [(int(ticket), began, ended) for ticket, began, ended in self._player.take_times().tolist()]
+    def time_work(self, wanted: bool) -> None:  # noqa: ARG002 - the player looks at its clock anyway
+        self.take_times()  # what is old
+
+    def take_times(self) -> list[Work]:
+        keys = dict(self._keys)
+        times = self._player.take_times().tolist()
+        return [Work(keys[ticket], began, ended) for ticket, began, ended in times if ticket in keys]
 
     def aside(self, function: Callable[[], T]) -> T:
         """In this thread, alone: helpers would be workers of its own."""
@@ -223,10 +238,11 @@ class ThreadStream(Stream):
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream")
+        self._times: HostTimes | None = None
 
     def submit(
         self,
-        key: Hashable,  # noqa: ARG002 - nothing is recorded
+        key: Hashable,
         function: Function,
         inputs: Sequence[Tensor],
         after: Pending | None = None,
@@ -238,10 +254,16 @@ class ThreadStream(Stream):
             with torch.inference_mode():
                 return function(*(() if after is None else after.wait()), *inputs)
 
-        return _Called(self._thread.submit(run))
+        return _Called(self._thread.submit(run if self._times is None else self._times.timed(key, run)))
 
     def call(self, function: Callable[[], T]) -> T:
         return self._thread.submit(function).result()
+
+    def time_work(self, wanted: bool) -> None:
+        self._times = HostTimes() if wanted else None
+
+    def take_times(self) -> list[Work]:
+        return [] if self._times is None else self._times.take()
 
 
 # ---------------------------------------------------------------------- a GPU
@@ -325,6 +347,7 @@ class CudaStream(Stream):
         self._compute.wait_stream(torch.cuda.default_stream(device))  # which has loaded the weights
         self._graphs: dict[Hashable, _Graph] = {}
         self._memory: Any = None
+        self._times: DeviceTimes | None = None
 
     def submit(
         self,
@@ -336,7 +359,7 @@ class CudaStream(Stream):
         fetch: bool = True,
         by_row: bool = False,
     ) -> Pending:
-        with self.entered(), torch.inference_mode():
+        with self.entered(), torch.inference_mode(), self._timing(key):
             if by_row:
                 outputs = self._by_row(key, function, inputs)
             else:
@@ -382,3 +405,13 @@ class CudaStream(Stream):
     def aside(self, function: Callable[[], T]) -> T:
         with torch.cuda.stream(self._copies):
             return function()
+
+    def time_work(self, wanted: bool) -> None:
+        with self.entered():
+            self._times = DeviceTimes() if wanted else None
+
+    def take_times(self) -> list[Work]:
+        return [] if self._times is None else self._times.take()
+
+    def _timing(self, key: Hashable) -> AbstractContextManager[object]:
+        return nullcontext() if self._times is None else self._times.around(key)

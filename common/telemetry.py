@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections import deque
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from common.request import FinishReason
 
@@ -31,6 +31,20 @@ class StepRecord:
     kv_reserved_tokens: int = 0
     prompt_tokens: int = 0  # of requests whose prefill begins
     cached_tokens: int = 0  # of those, found in memory
+
+
+class Part(NamedTuple):
+    """Something that was done for a step, and when, in seconds on the engine's clock.
+
+    Attributes:
+        lane: who did it: the `host`, or the `stream` where another computes beside it.
+        what: `plan`, `pass`, `commit` and so on.
+    """
+
+    lane: str
+    what: str
+    began_s: float
+    ended_s: float
 
 
 @dataclass(slots=True)

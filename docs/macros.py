@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does
 from docs.building import (  # noqa: E402 - needs the path
     cluster,
     code,
+    learning,
     memory,
     options,
     paging,
@@ -23,6 +24,7 @@ from docs.building import (  # noqa: E402 - needs the path
     samples,
     simulation,
     stepper,
+    traces,
 )
 
 
@@ -40,6 +42,9 @@ def define_env(env: Any) -> None:
         code.source,
         code.solution,
         code.exercise_command,
+        learning.learn_commands,
+        learning.learn_sample,
+        learning.learn_table,
         memory.memory_table,
         memory.kv_size,
         memory.sliding_share,
@@ -87,5 +92,6 @@ def define_env(env: Any) -> None:
         stepper.live_view_limit,
         stepper.stepper,
         stepper.stepper_cost,
+        traces.trace_pictures,
     ):
         env.macro(function)

@@ -156,10 +156,12 @@ class StaticScheduler(SeatingScheduler):
             self._forming_since = self.clock()
 
     def _is_due(self, now: float) -> bool:
+        """Whether those who wait are a full batch, or have waited for company long enough."""
         return len(self.waiting) >= self.config.max_batch_size or (
             self._forming_since is not None and now >= self._deadline()
         )
 
     def _deadline(self) -> float:
+        """When the batch that is forming begins, full or not, on the engine's clock."""
         assert self._forming_since is not None
         return self._forming_since + self.batch_wait_timeout_s

@@ -26,10 +26,12 @@ class BlockAllocator(Generic[Owner]):
 
     @property
     def num_free(self) -> int:
+        """Blocks that can be given out."""
         return len(self._free)
 
     @property
     def num_allocated(self) -> int:
+        """Blocks that somebody holds."""
         return len(self._owners)
 
     def can_allocate(self, count: int) -> bool:

@@ -28,8 +28,8 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_i
 from common.sampling import Sampled, SamplingInputs, TokenMasks, choose
 from common.scheduling import StepPlan
 from common.streams import CudaStream, Done, Pending, TapeStream, open_stream
-from common.telemetry import Telemetry
+from common.telemetry import Part, Telemetry
 from phase6_paged import Runner as PagedRunner
 from phase7_chunked import Runner as ChunkedRunner
 from phase9_pipelined.forward import Forwards
@@ -62,6 +62,13 @@ class PipelinedRunner(ChunkedRunner):
         captured: whether passes may be played from a recording, or launched as a graph.
         threads: how many threads share a recorded pass; None: all there are, or one less where that is better.
     """
+
+    PARTS: ClassVar[Mapping[str, str]] = {
+        **ChunkedRunner.PARTS,  # of what is computed while the host waits: scored prompts, and steps that failed
+        "launch_forward": "launch",
+        "finalize_sampling": "launch",
+        "_wait": "wait",
+    }
 
     def __init__(
         self,
@@ -210,7 +217,7 @@ class PipelinedRunner(ChunkedRunner):
         slot_id = self.state.pop_oldest()
         slot = self.slots[slot_id]
         try:
-            results = [each.outcome.wait() for each in slot.launched]
+            results = self._wait(slot)
         except Exception as error:
             return self._recover(error)
         launched = Launched(slot.plan)
@@ -224,6 +231,10 @@ class PipelinedRunner(ChunkedRunner):
         slot.begin(StepPlan(), [])
         return outputs
 
+    def _wait(self, slot: DecodeSlot) -> list[tuple[Tensor, ...]]:
+        """What a step's passes return. Raises what one of them raised."""
+        return [each.outcome.wait() for each in slot.launched]
+
     def register_prefixes(self, plan: StepPlan) -> None:
         if plan.prefill:
             self.stream.aside(functools.partial(super().register_prefixes, plan))
@@ -232,6 +243,18 @@ class PipelinedRunner(ChunkedRunner):
         held = list(requests)
         if held:
             self.stream.aside(functools.partial(super().release, held))
+
+    # ------------------------------------------------------------------ who wants to see
+
+    def time_stream(self, wanted: bool) -> None:
+        self.stream.time_work(wanted)
+
+    def take_stream_parts(self) -> list[Part]:
+        forward = ("forward", "decode")
+        return [
+            Part("stream", "forward" if work.key in forward else "sample", work.began_s, work.ended_s)
+            for work in self.stream.take_times()
+        ]
 
     # ------------------------------------------------------------------ failure
 

@@ -11,6 +11,7 @@ client ───────> routes/ ───> intake ───> EngineWorker 
                      tokens       text to token ids and back
                      models       what is served
                      operation    health, version, telemetry, metrics, the page, its steps
+                     tracing      what the engine does from now on
 
 service      what the routes share             errors       one JSON shape for all of them, and their statuses
 app          routes, errors, life: the app     request_log  a line for each request

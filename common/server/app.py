@@ -16,7 +16,7 @@ from common.server.bodies import Bodies
 from common.server.errors import HANDLERS
 from common.server.middleware import REQUEST_ID, ApiKeys, HeadAsGet, RequestIds, RootPath
 from common.server.openapi import openapi_document
-from common.server.routes import generation, models, operation, tokens
+from common.server.routes import generation, models, operation, tokens, tracing
 from common.server.service import Service, served_model_name
 from common.worker import EngineWorker
 
@@ -81,7 +81,7 @@ def create_app(
     )
     app.state.server = service
     app.state.paths = []  # of all routes, for who has mistyped one
-    for family in (generation, tokens, models, operation):
+    for family in (generation, tokens, models, operation, tracing):
         app.include_router(family.router)
         app.state.paths += [route.path for route in family.router.routes if isinstance(route, APIRoute)]
     if api_keys:

@@ -31,6 +31,7 @@ from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
 from common.server.options import ServerOptions
 from common.server.service import Service
+from common.trace import TraceFile
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     """Serve until a signal: the exit code.
 
     Raises:
-        StartupError: the port is taken, or the engine cannot be built.
+        StartupError: the port is taken, the trace's file cannot be written, or the engine cannot be built.
     """
     worker = EngineWorker(lambda: package.build_engine(config))
     limits = ConnectionLimits(
@@ -53,6 +54,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     )
     with bind(options.host, options.port) as listener:  # before the model, whose loading may take minutes
         find_lost_peers(listener, options.send_timeout)
+        trace = None if options.trace is None else TraceFile(options.trace)
         engine = worker.build()
         names = options.served_model_name
         app = create_app(
@@ -83,10 +85,15 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}",
             shutdown_timeout_s=options.shutdown_timeout,
         )
+        recording = (
+            None if trace is None else service.tracer.start(trace)
+        )  # nothing runs before the server does
         server.run(sockets=[listener])
     if worker.running:
         logger.warning("the step in flight did not end within %g s: exiting without it", LAST_STEP_S)
         exit_at_once(0)  # every client has its answer: nobody waits for this step
+    if recording is not None:
+        service.tracer.stop(recording)
     return 0
 
 

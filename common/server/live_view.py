@@ -21,11 +21,12 @@ event: end       there is nothing more to see: the server shuts down, or its eng
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.engine import Engine
 from common.errors import ShuttingDownError
@@ -182,7 +183,7 @@ class LiveView:
         self._viewers.append(viewer)
         if self._watcher is None:
             self._watcher = Watcher(self._worker, self)
-            self._worker.between_steps(self._watcher.attach)
+            self._ask(self._watcher.attach)
             self._ticking = asyncio.create_task(self._tick())
         self._watcher.next_is_key()
         return viewer
@@ -190,7 +191,7 @@ class LiveView:
     def close(self, viewer: Viewer) -> None:
         self._viewers.remove(viewer)
         if not self._viewers and self._watcher is not None and self._ticking is not None:
-            self._worker.between_steps(self._watcher.detach)
+            self._ask(self._watcher.detach)
             self._ticking.cancel()
             self._watcher = self._ticking = None
 
@@ -205,6 +206,11 @@ class LiveView:
         for viewer in self._viewers:
             viewer.end()
 
+    def _ask(self, call: Callable[[Engine], None]) -> None:
+        """Let the engine's thread call this, unless that ends."""
+        with contextlib.suppress(ShuttingDownError):
+            self._worker.call(call)
+
     async def _tick(self) -> None:
         """See to what no step does."""
         while True:
@@ -212,7 +218,7 @@ class LiveView:
             if self._is_over():
                 self.end(None)
             elif self._watcher is not None:
-                self._worker.between_steps(self._watcher.catch_up)
+                self._ask(self._watcher.catch_up)
 
     def _is_over(self) -> bool:
         return self._worker.draining or self._worker.dead is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -82,6 +83,11 @@ class ServerOptions(BaseModel):
         ge=0.0,
         allow_inf_nan=False,
         description="seconds that running requests get after SIGTERM",
+    )
+    trace: Path | None = Field(
+        default=None,
+        description="file for a trace of all requests and steps, written while the server runs; "
+        "what was in it is lost",
     )
 
     @field_validator("served_model_name", "api_key", "cors_origin", mode="before")

@@ -14,6 +14,7 @@ from common.server.intake import Intake
 from common.server.live_view import LiveView
 from common.server.page import render_page
 from common.server.schemas.parsing import Limits
+from common.trace import Tracer
 from common.worker import EngineWorker
 
 
@@ -27,6 +28,7 @@ class Service:
         backlogs: what clients have not taken of what they are sent.
         ping_s: seconds between comments in a quiet stream.
         live_view: the engine's steps, for those who look; None: nobody may.
+        tracer: the engine's, to be called in its thread (`EngineWorker.call`).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Service:
         self.intake = Intake(engine, worker)
         self.live_view = LiveView(worker) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
+        self.tracer = Tracer(engine)
 
 
 def service_of(request: Request) -> Service:

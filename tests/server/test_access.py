@@ -40,7 +40,8 @@ def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize(
-    "path", ["/steps", "/v1/models", "/openai/v1/models", "/telemetry", "/openapi.json", "/no"]
+    "path",
+    ["/steps", "/v1/models", "/openai/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"],
 )
 def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
     wrong = ("", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x")

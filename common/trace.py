@@ -1,0 +1,338 @@
+"""Traces: what an engine did in time, as Chrome's trace events, which Perfetto (ui.perfetto.dev) shows.
+
+```text
+engine       [ step 7 ................................ ][ step 8 ........ ]       B[egin] and duration in one: X
+               [plan][ pass ............ ][sample][commit]  [plan][ pass …
+stream       (phase 9)     [ forward ..... ][sample]
+request 3    [ request-3 .....................................            ]       nested, b to e
+               [ waiting ][ prefill ............ ][ decode …
+                            [ chunk 0:256 ]         ^ first token                 a moment: n
+KV tokens    used, empty                                                          counters: C
+```
+
+A trace is a JSON array of events that may lack its end: what a killed server has written is one, too. Times are in
+microseconds since the recording began.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from common.engine import Engine, Phase
+from common.errors import StartupError
+from common.request import Request, RequestState, StepOutput
+from common.scheduling import PrefillChunk, StepPlan
+from common.step_parts import StepParts, stand_in
+from common.telemetry import Part, StepRecord
+
+logger = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+
+PROCESS = 1
+TRACKS = {"host": 1, "stream": 2}  # a track is a thread to the format
+
+
+# ---------------------------------------------------------------------- where a trace goes
+
+
+class Sink(Protocol):
+    """Takes a trace's bytes, whole events at a time.
+
+    Raises:
+        OSError: it cannot take any more.
+    """
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TraceFile:
+    """A file that has every event as soon as its step is over, whatever becomes of the process.
+
+    Raises:
+        StartupError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise StartupError(f"--trace {path}: {error.strerror}") from None
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TraceBuffer:
+    """Events that wait to be fetched, `MOST_BYTES` of them at the most.
+
+    Attributes:
+        closed: nothing more will come: the trace is complete, or nobody has fetched for so long that it ends early.
+    """
+
+    MOST_BYTES = 16 * 2**20
+
+    def __init__(self) -> None:
+        self._waiting: list[bytes] = []
+        self._size = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        if self._size + len(data) > self.MOST_BYTES:
+            raise OSError("nobody fetches it")
+        self._waiting.append(data)
+        self._size += len(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def fetch(self) -> bytes:
+        """What has been written since the last call. A thread of its own may ask."""
+        waiting, self._waiting, self._size = self._waiting, [], 0
+        return b"".join(waiting)
+
+
+# ---------------------------------------------------------------------- one request
+
+_ADMITTED = {RequestState.PREFILL: "prefill", RequestState.DECODE: "decode"}
+
+
+class RequestTrack:
+    """A request's events. Spans of one track are nested: what was begun last ends first."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._open: list[str] = []
+
+    @property
+    def stage(self) -> str:
+        """`waiting`, `prefill` or `decode`."""
+        return self._open[-1]
+
+    def begin(self, now: float, **known: Any) -> list[Event]:
+        request = self.request
+        known |= {"prompt tokens": request.num_prompt_tokens, "max tokens": request.params.max_new_tokens}
+        stage = _ADMITTED.get(request.state, "waiting")
+        return [self._begin(now, request.request_id, known), self._begin(now, stage)]
+
+    def step(self, began: float, ended: float, chunk: PrefillChunk | None, first_token: bool) -> list[Event]:
+        """What a step has done with the request: its chunk in it, and whether the client got its first token."""
+        state = self.request.state
+        events: list[Event] = []
+        prefills_again = self.stage == "decode" and chunk is not None
+        if prefills_again or (self.stage != "waiting" and state is RequestState.WAITING):
+            events += [self._end(began), self._moment(began, "preempted"), self._begin(began, "waiting")]
+        if self.stage == "waiting" and (chunk is not None or state in _ADMITTED):
+            events += [self._end(began), self._begin(began, "prefill")]
+        if chunk is not None:
+            events += [self._begin(began, f"chunk {chunk.start}:{chunk.end}"), self._end(ended)]
+        if self.stage == "prefill" and state is RequestState.DECODE:
+            events += [self._end(ended), self._begin(ended, "decode")]
+        if first_token:
+            events.append(self._moment(ended, "first token"))
+        return events + (self.end(ended) if self.request.is_terminal else [])
+
+    def end(self, now: float) -> list[Event]:
+        """The request has ended, or the recording has while it went on."""
+        request = self.request
+        reason = request.finish_reason or ("error" if request.error else "still running")
+        known = {
+            "reason": reason,
+            "new tokens": request.num_generated_tokens,
+            "cached tokens": request.cached_tokens,
+            **({"error": str(request.error)} if request.error else {}),
+        }
+        events = [self._end(now) for _ in self._open[1:]]
+        return [*events, self._end(now, known)]
+
+    def _begin(self, now: float, name: str, known: Event | None = None) -> Event:
+        self._open.append(name)
+        return self._event("b", now, name, known)
+
+    def _end(self, now: float, known: Event | None = None) -> Event:
+        return self._event("e", now, self._open.pop(), known)
+
+    def _moment(self, now: float, name: str) -> Event:
+        return self._event("n", now, name)
+
+    def _event(self, kind: str, now: float, name: str, known: Event | None = None) -> Event:
+        # Ids may be used again once their request is done; arrivals are not.
+        event: Event = {"ph": kind, "cat": "request", "id": self.request.arrival, "name": name, "ts": now}
+        return event | ({"args": known} if known else {})
+
+
+# ---------------------------------------------------------------------- one recording
+
+
+class Recording:
+    """Makes events of what an engine does, from `begin` to `end`. It remembers the requests that live, and no more.
+
+    Attributes:
+        ended_early: its sink took no more.
+    """
+
+    def __init__(self, sink: Sink, phase: Phase) -> None:
+        self._sink = sink
+        self._phase = phase
+        self._zero_s = 0.0
+        self._tracks: dict[int, RequestTrack] = {}  # by arrival
+        self._before = b"[\n"
+        self.ended_early = False
+
+    def begin(self, now_s: float, live: Iterable[Request]) -> None:
+        self._zero_s = now_s
+        names = [("process_name", 0, self._phase.slug)]
+        names += [
+            ("thread_name", track, "engine" if lane == "host" else lane) for lane, track in TRACKS.items()
+        ]
+        events = [{"ph": "M", "tid": tid, "name": kind, "args": {"name": name}} for kind, tid, name in names]
+        for request in live:
+            events += self._open(request, 0.0, **{"began before": True})
+        self._write(events)
+
+    def arrived(self, now_s: float, request: Request) -> None:
+        self._write(self._open(request, self._at(now_s)))
+
+    def stepped(
+        self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput], parts: Sequence[Part]
+    ) -> None:
+        ended_s = record.started_s + record.duration_s
+        began, ended = self._at(record.started_s), self._at(ended_s)
+        known = dataclasses.asdict(record)
+        events = [self._span("host", f"step {record.step}", record.started_s, ended_s, known)]
+        events += [self._span(*part) for part in parts]
+        empty = record.kv_reserved_tokens - record.kv_used_tokens
+        for name, values in (
+            ("requests", {"active": record.active, "waiting": record.waiting}),
+            ("KV tokens", {"used": record.kv_used_tokens, "empty": max(empty, 0)}),
+        ):
+            events.append({"ph": "C", "name": name, "ts": began, "args": values})
+        chunks = {chunk.request.arrival: chunk for chunk in plan.prefill}
+        first = {o.request_id for o in outputs if o.token_id is not None and o.completion_tokens == 1}
+        for arrival, track in list(self._tracks.items()):
+            events += track.step(began, ended, chunks.get(arrival), track.request.request_id in first)
+            if track.request.is_terminal:
+                del self._tracks[arrival]
+        self._write(events)
+
+    def end(self, now_s: float) -> None:
+        """Complete the array, and close the sink."""
+        now, events = self._at(now_s), []
+        for track in self._tracks.values():
+            events += track.end(now)
+        self._write(events)
+        self._sink.write(b"\n]\n")
+        self._sink.close()
+
+    def give_up(self) -> None:
+        """The sink takes no more: what it has is the trace."""
+        self.ended_early = True
+        self._tracks.clear()
+        self._sink.close()
+
+    def _open(self, request: Request, now: float, **known: Any) -> list[Event]:
+        track = self._tracks[request.arrival] = RequestTrack(request)
+        return track.begin(now, **known)
+
+    def _span(
+        self, lane: str, what: str, began_s: float, ended_s: float, known: Event | None = None
+    ) -> Event:
+        began = self._at(max(began_s, self._zero_s))  # what began before the recording is cut
+        event: Event = {"ph": "X", "tid": TRACKS[lane], "name": what, "ts": began}
+        event["dur"] = round(self._at(ended_s) - began, 3)
+        return event | ({"args": known} if known else {})
+
+    def _at(self, now_s: float) -> float:
+        return round((now_s - self._zero_s) * 1e6, 3)
+
+    def _write(self, events: Iterable[Event]) -> None:
+        lines = b",\n".join(orjson.dumps({"pid": PROCESS, **event}) for event in events)
+        if lines:
+            self._sink.write(self._before + lines)
+            self._before = b",\n"
+
+
+# ---------------------------------------------------------------------- an engine's recordings
+
+
+class Tracer:
+    """One engine's recordings, any number of them at a time; while there are none the engine is as it was.
+
+    Its methods are called in the engine's thread, between two steps.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._parts = StepParts(engine)
+        self._recordings: list[Recording] = []
+        self._leave: Callable[[], None] | None = None  # None: nobody watches
+
+    def start(self, sink: Sink) -> Recording:
+        """Record from now on, requests that live already included."""
+        engine = self._engine
+        if self._leave is None:
+            self._leave = self._watch()
+        recording = Recording(sink, engine.phase)
+        self._recordings.append(recording)
+        self._tell([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
+        return recording
+
+    def stop(self, recording: Recording) -> None:
+        """Complete a recording; one that has ended early is left as it is."""
+        if recording in self._recordings:
+            now_s = self._engine.clock()
+            self._tell([recording], lambda one: one.end(now_s))
+            self._recordings.remove(recording)
+        if not self._recordings and self._leave is not None:
+            self._leave()
+            self._leave = None
+
+    def _watch(self) -> Callable[[], None]:
+        """What undoes it."""
+        engine = self._engine
+        self._parts.start()
+        put_back = stand_in(engine, "add_request", self._announced)
+        engine.watchers.append(self._stepped)
+
+        def leave() -> None:
+            engine.watchers.remove(self._stepped)
+            put_back()
+            self._parts.stop()
+
+        return leave
+
+    def _announced(self, add_request: Callable[[Request], bool]) -> Callable[[Request], bool]:
+        def announced(request: Request) -> bool:
+            taken = add_request(request)
+            if taken:
+                now_s = self._engine.clock()
+                self._tell(self._recordings, lambda one: one.arrived(now_s, request))
+            return taken
+
+        return announced
+
+    def _stepped(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
+        parts = self._parts.take()
+        self._tell(self._recordings, lambda one: one.stepped(record, plan, outputs, parts))
+
+    def _tell(self, recordings: Sequence[Recording], tell: Callable[[Recording], None]) -> None:
+        """A recording that cannot be written ends; the engine has nothing to do with it."""
+        for recording in recordings:
+            if recording.ended_early:
+                continue
+            try:
+                tell(recording)
+            except OSError as error:
+                logger.warning("a trace ends early: %s", error.strerror or error)
+                recording.give_up()

@@ -1,0 +1,279 @@
+"""What a trace holds: the format's rules, every request once, and nothing left in the engine when it is over."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.engine import Engine
+from common.errors import StartupError
+from common.phases import phase_names
+from common.request import Request
+from common.trace import TraceBuffer, TraceFile, Tracer
+from tests.engine_helpers import RememberingModel, add, build, greedy, run
+from tests.traces import Event, assert_valid, read_trace, requests_of
+from tests.traffic import Traffic, random_traffic
+
+PHASES = phase_names()
+TIGHT = {"block_size": 2, "num_blocks": 24}  # some are preempted
+
+
+def tight(phase: str) -> dict[str, Any]:
+    return {PHASES[0]: {"batch_wait_timeout_s": 0.0}, PHASES[1]: {}}.get(phase, TIGHT)
+
+
+def traced(phase: str, **options: Any) -> tuple[Engine, Tracer, TraceBuffer]:
+    wait = {"batch_wait_timeout_s": 0.0} if phase == PHASES[0] else {}
+    engine = build(phase, clock=time.monotonic, **wait, **options)
+    return engine, Tracer(engine), TraceBuffer()
+
+
+class TracedTraffic(Traffic):
+    """Random traffic, recorded from its first request to its last."""
+
+    def __init__(self, phase: str, **options: Any) -> None:
+        super().__init__(phase, **options)
+        self.engine.clock = time.monotonic
+        self.tracer, self.buffer = Tracer(self.engine), TraceBuffer()
+        self.recording = self.tracer.start(self.buffer)
+        self.all: dict[int, Request] = {}
+
+    def step(self, guilty: int | None = None) -> None:
+        self.all |= {request.arrival: request for request in self.live.values()}
+        super().step(guilty)
+
+    def trace(self) -> list[Event]:
+        self.tracer.stop(self.recording)
+        return read_trace(self.buffer.fetch())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_request_is_there_once_whatever_becomes_of_it(phase: str) -> None:
+    traffic = random_traffic(phase, 700, seed=3, kind=TracedTraffic, **tight(phase))
+    assert isinstance(traffic, TracedTraffic)
+    events = traffic.trace()
+    assert_valid(events)
+    counters = traffic.engine.telemetry.counters
+    tracks = requests_of(events)
+    assert tracks.keys() == traffic.all.keys()
+    assert len(tracks) == counters.requests_added
+    for arrival, request in traffic.all.items():
+        begin, end = tracks[arrival][0], tracks[arrival][-1]
+        assert begin["name"] == end["name"] == request.request_id
+        assert end["args"]["reason"] == (request.finish_reason or "error")
+        assert end["args"]["new tokens"] == request.num_generated_tokens
+        assert ("error" in end["args"]) == (request.error is not None)
+        said = [output for output in traffic.told[request.request_id] if output.token_id is not None]
+        assert [e["name"] for e in tracks[arrival]].count("first token") == bool(said)
+    reasons = {tracks[arrival][-1]["args"]["reason"] for arrival in tracks}
+    assert reasons == {"eos", "length", "cancelled", "error"}
+    names = Counter(event["name"] for event in events if event["ph"] == "n")
+    assert names["preempted"] == counters.preemptions
+    assert (counters.preemptions > 0) == (tight(phase) is TIGHT)
+    steps = [event for event in events if event["ph"] == "X" and event["name"].startswith("step ")]
+    assert [event["args"]["step"] for event in steps] == list(range(counters.steps))
+    computed = sum(event["args"]["decode_tokens"] for event in steps)
+    assert computed == counters.decode_tokens
+
+
+@pytest.mark.parametrize("phase", [PHASES[0], PHASES[3], PHASES[5]])
+def test_parts_of_a_step_lie_in_it(phase: str) -> None:
+    engine, tracer, buffer = traced(phase)
+    recording = tracer.start(buffer)
+    for prompt in ("ab", "cdef"):
+        add(engine, prompt, greedy(5))
+    run(engine)
+    tracer.stop(recording)
+    events = read_trace(buffer.fetch())
+    assert_valid(events)
+    host = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    inside = [event for event in host if not event["name"].startswith("step ")]
+    ahead = phase == PHASES[5]
+    assert {e["name"] for e in inside} == (
+        {"plan", "launch", "wait", "commit"} if ahead else {"plan", "pass", "sample", "commit"}
+    )
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in host if e["name"].startswith("step ")]
+    for part in inside:
+        assert any(a <= part["ts"] and part["ts"] + part["dur"] <= b + 0.01 for a, b in steps)
+    stream = Counter(event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2)
+    passes = engine.telemetry.counters.passes
+    assert stream == ({"forward": passes, "sample": passes} if ahead else {})
+    chunks = [e["name"] for e in events if e["ph"] == "b" and e["name"].startswith("chunk")]
+    assert chunks == ["chunk 0:2", "chunk 0:4"]
+
+
+def test_who_lives_when_a_recording_begins_or_ends_is_in_it() -> None:
+    engine, tracer, buffer = traced("phase6_paged", max_batch_size=2)
+    requests = [add(engine, "abc", greedy(20)) for _ in range(3)]
+    engine.step()
+    engine.step()
+    recording = tracer.start(buffer)
+    engine.step()
+    tracer.stop(recording)
+    events = read_trace(buffer.fetch())
+    assert_valid(events)
+    tracks = requests_of(events)
+    assert len(tracks) == len(requests)
+    for track, stage in zip(tracks.values(), ("decode", "decode", "waiting"), strict=True):
+        assert track[0]["args"]["began before"]
+        assert [event["name"] for event in track if event["ph"] == "b"][1] == stage
+        assert track[-1]["args"]["reason"] == "still running"
+    assert len(run(engine)) > 0
+
+
+def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None:
+    """A shutdown that cannot wait fails them without a step."""
+    engine, tracer, buffer = traced("phase5_continuous")
+    recording = tracer.start(buffer)
+    add(engine, "abc", greedy(20))
+    engine.step()
+    engine.abort_all(RuntimeError("the end"))
+    tracer.stop(recording)
+    events = read_trace(buffer.fetch())
+    assert_valid(events)
+    (track,) = requests_of(events).values()
+    assert track[-1]["args"]["reason"] == "error"
+    assert track[-1]["args"]["error"] == "the end"
+
+
+@pytest.mark.parametrize("phase", [PHASES[2], PHASES[5]])
+def test_an_engine_that_nobody_records_is_as_it_was(phase: str) -> None:
+    engine, tracer, _ = traced(phase)
+    before = dict(vars(engine)), dict(vars(engine.runner))
+    buffers = TraceBuffer(), TraceBuffer()
+    recordings = [tracer.start(buffer) for buffer in buffers]
+    assert engine.watchers
+    add(engine, "ab", greedy(3))
+    run(engine)
+    for recording in recordings:
+        tracer.stop(recording)
+        tracer.stop(recording)  # harmless
+    for buffer in buffers:
+        events = read_trace(buffer.fetch())
+        assert_valid(events)
+        assert len(requests_of(events)) == 1
+    now = vars(engine), vars(engine.runner)
+    assert [each.keys() for each in now] == [each.keys() for each in before]
+    assert engine.watchers == []
+    assert now[0]["runner"] is before[0]["runner"]
+    add(engine, "ab", greedy(3))
+    assert run(engine)
+    assert buffers[0].fetch() == b""
+
+
+def test_a_sink_that_takes_no_more_ends_its_trace_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(TraceBuffer):
+        def write(self, data: bytes) -> None:
+            if b"step 2" in data:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().write(data)
+
+    engine, tracer, good = traced("phase5_continuous")
+    full = Full()
+    recordings = [tracer.start(full), tracer.start(good)]
+    add(engine, "ab", greedy(6))
+    with caplog.at_level(logging.WARNING):
+        outputs = run(engine)
+    assert len(outputs) == 6
+    assert [r.message for r in caplog.records] == ["a trace ends early: No space left on device"]
+    assert full.closed
+    for recording in recordings:
+        tracer.stop(recording)
+    assert engine.watchers == []
+    events = read_trace(full.fetch())
+    assert {e["name"] for e in events if e["ph"] == "X"} >= {"step 0", "step 1"}
+    whole = read_trace(good.fetch())
+    assert_valid(whole)
+    assert "step 5" in {e["name"] for e in whole}
+
+
+def test_what_nobody_fetches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TraceBuffer, "MOST_BYTES", 4096)
+    engine, tracer, buffer = traced("phase5_continuous")
+    recording = tracer.start(buffer)
+    add(engine, "ab", greedy(20))
+    run(engine)
+    assert buffer.closed
+    tracer.stop(recording)
+    data = buffer.fetch()
+    assert len(data) <= 4096
+    assert read_trace(data)
+
+
+def test_a_file_has_every_step_that_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "some.trace"
+    path.write_text("what was there before")
+    engine, tracer, _ = traced("phase5_continuous")
+    recording = tracer.start(TraceFile(path))
+    add(engine, "ab", greedy(4))
+    for step in range(3):
+        engine.step()
+        events = read_trace(path.read_bytes())
+        assert f"step {step}" in {event["name"] for event in events}
+    assert not path.read_bytes().rstrip().endswith(b"]")
+    run(engine)
+    tracer.stop(recording)
+    assert path.read_bytes().endswith(b"]\n")
+    assert_valid(read_trace(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", ["missing/some.trace", "."])
+def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StartupError, match=r"--trace .*: (No such file|Is a directory)"):
+        TraceFile(tmp_path / name)
+
+
+# ---------------------------------------------------------------------- the rules catch mistakes
+
+
+def swap_ends(events: list[Event]) -> None:
+    ends = [i for i, e in enumerate(events) if e["ph"] == "e"][-2:]
+    events[ends[0]]["name"], events[ends[1]]["name"] = events[ends[1]]["name"], events[ends[0]]["name"]
+
+
+def drop_an_end(events: list[Event]) -> None:
+    del events[max(i for i, e in enumerate(events) if e["ph"] == "e")]
+
+
+def begin_again(events: list[Event]) -> None:
+    events += [e for e in events if e["ph"] in "bne"]
+
+
+def go_back(events: list[Event]) -> None:
+    [e for e in events if e["name"].startswith("step ")][-1]["ts"] = 0.0
+
+
+def outlast(events: list[Event]) -> None:
+    next(e for e in events if e["name"] == "commit")["dur"] += 1e6
+
+
+def forget_a_name(events: list[Event]) -> None:
+    del events[1]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [swap_ends, drop_an_end, begin_again, go_back, outlast, forget_a_name],
+    ids=lambda f: f.__name__,
+)
+def test_a_mistake_in_a_trace_is_caught(mistake: Callable[[list[Event]], None]) -> None:
+    engine = build("phase5_continuous", RememberingModel(), clock=time.monotonic)
+    tracer, buffer = Tracer(engine), TraceBuffer()
+    recording = tracer.start(buffer)
+    add(engine, "abc", greedy(4))
+    run(engine)
+    tracer.stop(recording)
+    events = read_trace(buffer.fetch())
+    assert_valid(events)
+    wrong = copy.deepcopy(events)
+    mistake(wrong)
+    with pytest.raises(AssertionError):
+        assert_valid(wrong)

@@ -1,0 +1,150 @@
+"""Traces of servers: asked for over HTTP, and written to a file until the end, whatever the end is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
+from tests.traces import assert_valid, read_trace, requests_of
+
+SERVED = "phase7_chunked"
+
+
+# ---------------------------------------------------------------------- GET /trace
+
+
+def test_a_trace_of_the_next_moments(server: ServerProcess) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.client.get, "/trace", params={"seconds": 1.5})
+        again = pool.submit(server.client.get, "/trace", params={"seconds": 0.1})  # two at a time
+        while not asked.done():
+            server.complete(max_tokens=4)
+        response = asked.result(HANG_S)
+    assert response.status_code == again.result().status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    for each in (response, again.result()):
+        assert each.content.endswith(b"]\n")
+        assert_valid(read_trace(each.content))
+    tracks = requests_of(read_trace(response.content))
+    reasons = [track[-1]["args"]["reason"] for track in tracks.values()]
+    assert "length" in reasons
+    assert set(reasons) <= {"length", "still running"}
+    steps = [e for e in read_trace(response.content) if e["name"].startswith("step ")]
+    assert sum(step["args"]["prefill_tokens"] for step in steps) > 0
+
+
+def test_a_reader_who_leaves_has_a_trace_and_the_server_goes_on(server: ServerProcess) -> None:
+    with server.client.stream("GET", "/trace", params={"seconds": 3600}) as response:
+        chunks = response.iter_bytes()
+        data = next(chunks)
+        server.complete(max_tokens=2)
+        while b"step " not in data:
+            data += next(chunks)
+    assert read_trace(data)
+    assert len(server.complete(max_tokens=3)["choices"]) == 1
+    assert_valid(read_trace(server.client.get("/trace", params={"seconds": 0.05}).content))
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "3601", "nan", "soon"])
+def test_no_time_at_all(server: ServerProcess, seconds: str) -> None:
+    response = server.client.get("/trace", params={"seconds": seconds})
+    assert_error(response, 400 if seconds == "soon" else 422, "seconds")
+
+
+# ---------------------------------------------------------------------- --trace FILE
+
+
+def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "server.trace"
+    server = ServerProcess(SERVED, "--trace", str(path))
+    try:
+        for length in (3, 5):
+            server.complete(max_tokens=length)
+        with server.streaming(max_tokens=200) as events:
+            next(events)  # and leave: cancelled
+        eventually(lambda: server.counters()["requests_cancelled"] == 1)
+        with ThreadPoolExecutor() as pool:  # a reader of /trace does not hold up the end
+            reading = pool.submit(server.client.get, "/trace", params={"seconds": 3000})
+            eventually(lambda: server.counters()["steps"] > 0)
+            server.signal()
+            assert server.wait() == 0
+            assert read_trace(reading.result(HANG_S).content) is not None
+        assert "Traceback" not in server.log_text
+    finally:
+        server.close()
+    data = path.read_bytes()
+    assert data.endswith(b"]\n")
+    events = read_trace(data)
+    assert_valid(events)
+    ends = [track[-1]["args"] for track in requests_of(events).values()]
+    assert [end["reason"] for end in ends] == ["length", "length", "cancelled"]
+    assert [end["new tokens"] for end in ends[:2]] == [3, 5]
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_what_it_has_done(tmp_path: Path) -> None:
+    path = tmp_path / "server.trace"
+    server = ServerProcess(SERVED, "--trace", str(path), "--max-seq-len", "2048")
+    try:
+        server.complete(max_tokens=3)
+        with server.streaming(max_tokens=1500) as events:
+            for _ in range(10):
+                next(events)
+            server.signal(signal.SIGKILL)
+            server.wait()
+    finally:
+        server.close()
+    data = path.read_bytes()
+    assert not data.rstrip().endswith(b"]")
+    tracks = list(requests_of(read_trace(data)).values())
+    assert len(tracks) == 2
+    assert tracks[0][-1]["args"]["reason"] == "length"
+    assert tracks[1][-1]["name"] in ("decode", "first token"), "nothing ended that had not"
+
+
+@pytest.mark.slow
+def test_requests_that_a_shutdown_gives_up_end_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.trace"
+    server = ServerProcess(SERVED, "--trace", str(path), "--shutdown-timeout", "0.1", "--max-seq-len", "4096")
+    try:
+        with server.streaming(max_tokens=4000) as events:
+            next(events)
+            server.signal()
+            assert list(events)[-1][0] == "error"
+        assert server.wait() == 0
+    finally:
+        server.close()
+    events = read_trace(path.read_bytes())
+    assert_valid(events)
+    (track,) = requests_of(events).values()
+    assert track[-1]["args"]["reason"] == "error"
+    assert "shut down" in track[-1]["args"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a device that is always full")
+def test_a_full_disk_ends_the_trace_and_not_the_server() -> None:
+    server = ServerProcess(SERVED, "--trace", "/dev/full")
+    try:
+        for _ in range(3):
+            server.complete(max_tokens=3)
+        assert "a trace ends early: No space left on device" in "".join(server.log)
+        assert "Traceback" not in "".join(server.log)
+        server.signal()
+        assert server.wait() == 0
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_the_file_is_opened_before_the_model_is_loaded(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", SERVED, "--port", "0", "--trace", str(tmp_path), "--model", "no/such"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: --trace {tmp_path}: Is a directory\n"
