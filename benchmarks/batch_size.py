@@ -2,9 +2,9 @@
 
 `python -m benchmarks.batch_size [--model dummy:llama-135m] [--rows 1 2 4 8 16 32 64] [--repeats 5]`
 
-The model alone, one token of each sequence. Two bounds stand beside each step, after Williams et al. 2009,
-*Roofline*: no step is done before all weights and all keys have been read, nor before everything has been multiplied.
-How fast this machine reads and multiplies is measured in the same run.
+The model alone, one token of each sequence. Two bounds stand beside each step (Williams et al. 2009, *Roofline*):
+none is done before all weights and all keys have been read, nor before everything has been multiplied. How fast
+this machine reads and multiplies is measured in the same run.
 
 ```text
 reading      weights once a step, keys and values of every row          bytes / bandwidth

@@ -108,8 +108,7 @@ def measure_answers(model: CausalLM, repeats: int) -> list[list[Cell]]:
     for cached, answers in found.items():
         seconds = statistics.median(each.seconds for each in answers)
         same = sum(
-            mine == other
-            for mine, other in zip(answers[0].token_ids, found[True][0].token_ids, strict=True)
+            mine == other for mine, other in zip(answers[0].token_ids, found[True][0].token_ids, strict=True)
         )
         name = "with the cache" if cached else "without"
         rows.append(

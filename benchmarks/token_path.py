@@ -3,8 +3,8 @@
 `python -m benchmarks.token_path [--phase 7] [--model dummy:llama-60m] [--requests 30]`
 
 A server in this process, as it is, and a client in another one, which sends one request at a time. Between them a
-token passes the marks below, where the time is noted; a leg is what lies between two of them. Both processes read the
-same clock. While a token is on its way from `committed` to `arrived`, the engine computes the next one.
+token passes the marks below, where the time is noted; a leg is what lies between two of them. Both processes read
+the same clock. While a token is on its way from `handed` to `arrived`, the engine computes the next one.
 
 ```text
 client    sent                                                                            arrived
@@ -245,7 +245,9 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--phase", default="7", help="one that reads a step's tokens before the next (4 to 8)")
+    options.add_argument(
+        "--phase", default="7", help="one that reads a step's tokens before the next (4 to 8)"
+    )
     options.add_argument("--model", default="dummy:llama-60m")
     options.add_argument("--requests", type=int, default=30)
     options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")

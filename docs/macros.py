@@ -10,9 +10,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
 from docs.building import (  # noqa: E402 - needs the path
+    charts,
     code,
+    criteria,
+    drawing,
+    ledger,
     memory,
     options,
+    overrides,
     paging,
     pictures,
     pipeline,
@@ -20,16 +25,27 @@ from docs.building import (  # noqa: E402 - needs the path
     results,
     rounding,
     samples,
+    shapes,
+    stories,
 )
 
 
 def define_env(env: Any) -> None:
     """Make every function below callable from a page."""
     for function in (
+        charts.bar_chart,
+        charts.line_chart,
+        charts.measured_cell,
         code.reference,
         code.source,
         code.solution,
         code.exercise_command,
+        criteria.exit_criteria,
+        criteria.ratio,
+        drawing.filters_table,
+        drawing.interval_picture,
+        drawing.sampling_prompt,
+        ledger.ledger,
         memory.memory_table,
         memory.kv_size,
         memory.sliding_share,
@@ -39,6 +55,8 @@ def define_env(env: Any) -> None:
         options.phases_table,
         options.request_fields_table,
         options.workloads_table,
+        overrides.assembled_step,
+        overrides.overrides_table,
         paging.block_size,
         paging.capacity_table,
         paging.chunk_table,
@@ -53,8 +71,6 @@ def define_env(env: Any) -> None:
         prefix.secret_tokens,
         prefix.tree_picture,
         results.headline,
-        results.ledger,
-        results.plots,
         results.measured_table,
         results.peers_tables,
         results.results_table,
@@ -65,5 +81,10 @@ def define_env(env: Any) -> None:
         rounding.three_numbers,
         samples.event_stream,
         samples.zoo_samples,
+        shapes.shapes_table,
+        shapes.weights_table,
+        stories.folded_table,
+        stories.measured_section,
+        stories.plots,
     ):
         env.macro(function)

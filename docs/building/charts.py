@@ -95,7 +95,7 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
 
 
 def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = RESULTS) -> str:
-    """A bar for each row of a measured table that has a number in a column; the last row, which sums up, has none."""
+    """A bar for each row of a measured table with a number in a column; none for the last row, which sums up."""
     table = newest(name, results)
     if table is None:
         return ""

@@ -27,7 +27,7 @@ from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
 from common.telemetry import Telemetry
-from docs.building import code, memory, options, paging, pictures, results
+from docs.building import code, ledger, memory, options, paging, pictures, results, stories
 from tests.docs.conftest import ROOT
 
 PACKAGES = ("common", "kernels", "benchmarks", "phase")
@@ -240,7 +240,7 @@ def test_source_is_cut_out_whole() -> None:
 def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
     for text in (
         results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path),
-        results.ledger(tmp_path),
+        ledger.ledger(tmp_path),
     ):
         assert "measure" in text.lower()
     assert "--phases 4,5 --workload continuous_batching" in results.results_table(
@@ -248,7 +248,7 @@ def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
     )
     assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
     assert results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
-    assert results.plots("continuous_batching", folder=tmp_path) == ""
+    assert stories.plots("continuous_batching", folder=tmp_path) == ""
 
 
 def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, status: str = "ok") -> Run:
@@ -308,11 +308,11 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
     assert "throughput is 25% higher" in said
     assert "TTFT is 75% lower" in said
     assert "that of ITL is 25% higher" in said
-    ledger = results.ledger(tmp_path)
-    assert "7 runs in 1 comparisons" in ledger
-    assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in ledger
-    assert "phase 6, run 1, failed: the server fell over" in ledger
-    assert "revision `0123456789ab`" in ledger
+    shown = ledger.ledger(tmp_path)
+    assert "7 runs in 1 comparisons" in shown
+    assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in shown
+    assert "phase 6, run 1, failed: the server fell over" in shown
+    assert "revision `0123456789ab`" in shown
 
 
 # ---------------------------------------------------------------------- exercises
@@ -408,15 +408,15 @@ def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
             run.lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
             run.save(tmp_path)
     assert pages() == before
-    ledger = results.ledger(tmp_path)
-    assert "6 runs in 1 comparisons" in ledger
-    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in ledger
+    shown = ledger.ledger(tmp_path)
+    assert "6 runs in 1 comparisons" in shown
+    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in shown
     for repeat in (1, 2, 3):
         run = a_run("phase 6", 6, repeat=repeat)
         run.comparison = "20990101-000000"
         run.save(tmp_path)
     assert all(new != old for new, old in zip(pages(), before, strict=True))
-    assert "Cut short" not in results.ledger(tmp_path)
+    assert "Cut short" not in ledger.ledger(tmp_path)
 
 
 def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
