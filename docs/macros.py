@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does
 from docs.building import (  # noqa: E402 - needs the path
     charts,
     code,
+    course,
     criteria,
     drawing,
     ledger,
@@ -40,6 +41,7 @@ def define_env(env: Any) -> None:
         code.source,
         code.solution,
         code.exercise_command,
+        course.course_picture,
         criteria.exit_criteria,
         criteria.ratio,
         drawing.filters_table,
@@ -86,5 +88,6 @@ def define_env(env: Any) -> None:
         stories.folded_table,
         stories.measured_section,
         stories.plots,
+        stories.story_picture,
     ):
         env.macro(function)

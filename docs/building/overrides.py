@@ -147,7 +147,7 @@ def assembled_step(phase: str) -> str:
         parts += [_folded(each, number) for each in _called(body, role, classes, shown)] or [
             f"Nothing that was not shown above, beside [what all phases share][{body.anchor}].\n"
         ]
-    return "\n".join(parts)
+    return '<div class="assembled" markdown>\n\n' + "\n".join(parts) + "\n</div>\n"
 
 
 def _called(body: Body, role: str, classes: dict[str, type], shown: set[Body]) -> Iterator[Body]:
@@ -177,8 +177,8 @@ def _calls(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 def _folded(body: Body, number: str) -> str:
     lines, first = inspect.getsourcelines(body.function)
     path = Path(inspect.getsourcefile(body.function) or "").resolve().relative_to(ROOT)
-    written = "this phase's own" if body.place == number else f"phase {body.place}'s"
+    written = "this phase" if body.place == number else f"phase {body.place}"
     code = ["```python", *inspect.cleandoc("\n" + "".join(lines)).splitlines(), "```"]
     text = "\n".join(f"    {line}".rstrip() for line in code)
-    title = f"{body.owner.__name__}.{body.name}: {written}, {path}, line {first}"
+    title = f"{body.owner.__name__}.{body.name} · {written} · {path}, line {first}"
     return f'??? quote "{title}"\n\n{text}\n'

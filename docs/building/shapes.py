@@ -205,7 +205,7 @@ def _written(shapes: tuple[str, ...], names: dict[str, int] | None) -> str:
         ", ".join(shape.replace("*", "·").split() if names is None else map(str, sizes(shape, names)))
         for shape in shapes
     ]
-    return "<br>".join(f"[{text}]" for text in dict.fromkeys(each)) + (
+    return "<br>".join(f"`[{text}]`" for text in dict.fromkeys(each)) + (
         " twice" if len(set(each)) < len(each) else ""
     )
 

@@ -66,6 +66,15 @@ def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS)
     return _folded(title, measured_table(name, results))
 
 
+def story_picture(
+    workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
+) -> str:
+    """One figure of a workload's newest comparison of these servers, and nothing else."""
+    found = sorted(chosen(workload, labels, results), key=lambda group: -group.repeats)[:1]
+    entries = [entry for group in found for entry in _drawn(group, labels, folder)]
+    return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
+
+
 def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
     """All figures that were drawn of a comparison, folded; nothing where none were."""
     run = group.first
@@ -94,11 +103,13 @@ def indented(text: str) -> str:
 def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
     entries = _drawn(group, labels, folder)
     opening = [picture(entry, root) for entry in entries if entry["figure"] == first]
+    if opening and entries[0]["comparison"] != group.first.comparison:
+        opening.append("(Drawn of another comparison, with more servers; the numbers are the newest.)\n")
     others = [picture(entry, root) for entry in entries if entry["figure"] != first]
     table = f"{setup_of(group)}\n\n{group_table(group, [line for line in LINES if line.title in HEADLINES])}"
     parts = [*opening, _folded("All numbers", table)]
     if others:
-        parts.append(_folded("More pictures of the same runs", "\n".join(others)))
+        parts.append(_folded("More pictures", "\n".join(others)))
     return "\n".join(parts)
 
 
