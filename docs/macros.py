@@ -85,6 +85,7 @@ def define_env(env: Any) -> None:
         samples.zoo_samples,
         shapes.shapes_table,
         shapes.weights_table,
+        stories.folded_sweep,
         stories.folded_table,
         stories.measured_section,
         stories.plots,

@@ -106,7 +106,6 @@ def overrides_table(role: str) -> str:
     rows = [
         f"| | {' | '.join(f'phase {number}' for number in numbers.values())} |",
         f"| --- |{' :---: |' * len(numbers)}",
-        f"| *class* | {' | '.join(_class_link(cls) for cls in classes.values())} |",
     ]
     shared = []
     for name in names:
@@ -117,7 +116,8 @@ def overrides_table(role: str) -> str:
         cells = [_cell(body, numbers[phase]) for phase, body in bodies.items()]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     alike = ", ".join(f"[`{body.name}`][{body.anchor}]" for body in shared)
-    return "\n".join(rows) + (f"\n\nOne body for all phases: {alike}.\n" if shared else "\n")
+    named = ", ".join(f"{numbers[phase]} {_class_link(cls)}" for phase, cls in classes.items())
+    return f"By phase: {named}.\n\n" + "\n".join(rows) + f"\n\nOne body for all phases: {alike}.\n"
 
 
 def _class_link(cls: type) -> str:

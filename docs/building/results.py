@@ -264,9 +264,10 @@ def described(table: MeasuredTable) -> str:
         *_software(table.environment),
         table.started_at[:10],
     ]
+    texts = [all(isinstance(cell, str) for cell in column) for column in zip(*table.rows, strict=True)]
     rows = [
         table.columns,
-        ["---:"] * len(table.columns),
+        ["---" if text else "---:" for text in texts],
         *([show(cell) for cell in row] for row in table.rows),
     ]
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -18,6 +18,7 @@ from docs.building.results import (
     measured_table,
     missing,
     setup_of,
+    sweep_table,
 )
 
 Entry = dict[str, Any]
@@ -64,6 +65,11 @@ def plots(workload: str, *kinds: str, root: str = "../", folder: Path = PLOTS) -
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
     """A measured table, folded."""
     return _folded(title, measured_table(name, results))
+
+
+def folded_sweep(workload: str, *options: str, results: Path = RESULTS) -> str:
+    """A sweep's tables, folded."""
+    return _folded("Each setting", sweep_table(workload, *options, results=results))
 
 
 def story_picture(
