@@ -75,7 +75,6 @@ def define_env(env: Any) -> None:
         results.headline,
         results.measured_table,
         results.peers_tables,
-        results.results_table,
         results.sweep_table,
         results.trade_offs,
         rounding.lone_rows,
@@ -88,7 +87,6 @@ def define_env(env: Any) -> None:
         stories.folded_sweep,
         stories.folded_table,
         stories.measured_section,
-        stories.plots,
         stories.story_picture,
     ):
         env.macro(function)

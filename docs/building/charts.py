@@ -12,7 +12,7 @@ from docs.building.pictures import figure, text
 from docs.building.results import RESULTS
 
 WIDTH, HEIGHT = 560, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 128, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 128, 26, 40
 TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
 KINDS = ("decode", "prefill", "idle", "sample")  # a line's colour, and its marks: readable without colours
 
@@ -84,7 +84,7 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
     shapes.append(text(0, 10, y_title, "label"))
     ends: list[float] = []
     for kind, curve in zip(KINDS, curves, strict=False):
-        points = [at(x, y) for x, y in curve.points]
+        points = [at(x, y) for x, y in sorted(curve.points)]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         shapes.append(f'<path class="line {kind}" d="M{path}"/>')
         shapes += [_mark(x, y, kind) for x, y in points]

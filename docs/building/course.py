@@ -53,18 +53,23 @@ def course_picture() -> str:
     for name in phase_names():
         phase = find_phase(name).PHASE
         page = phase.slug.partition("_")[2]
-        workload, before, after, line, called, model = KNOWN_BY[phase.number]
-        against = f"phase {phase.number - 1}" if before.startswith("phase") else "generate()"
-        against = "one step at a time" if "depth" in before else against
-        said = f"{called} {ratio(workload, before, after, line, model)} against {against}"
-        cards.append(_card(phase.number, phase.title, phase.idea, page, said))
+        cards.append(_card(phase.number, phase.title, phase.idea, page, _figure(phase.number)))
     return f'<div class="course">{"".join(cards)}</div>\n'
+
+
+def _figure(number: int) -> str:
+    """What a phase is known by, in words; nothing for one that nobody has compared."""
+    if number not in KNOWN_BY:
+        return ""
+    workload, before, after, line, called, model = KNOWN_BY[number]
+    against = "one step at a time" if "depth" in before else before
+    return f"{called} {ratio(workload, before, after, line, model)} against {against}"
 
 
 def _card(number: int, title: str, idea: str, page: str, said: str) -> str:
     shapes = [
         f'<rect x="{x * STEP}" y="{y * STEP}" width="{SIZE}" height="{SIZE}" rx="2" class="{KINDS[kind]}"/>'
-        for y, row in enumerate(SKETCHES[number])
+        for y, row in enumerate(SKETCHES.get(number, ()))
         for x, kind in enumerate(row)
         if kind in KINDS
     ]

@@ -111,19 +111,6 @@ def missing(workload: str, labels: Sequence[str]) -> str:
     )
 
 
-def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
-    """The main lines of a workload's newest comparisons, or a sentence that says how to make them.
-
-    Args:
-        labels: servers that a comparison must have, such as `phase 4`.
-    """
-    found = chosen(workload, labels, results)
-    if not found:
-        return missing(workload, labels)
-    lines = [line for line in LINES if line.title in HEADLINES]
-    return "\n".join(f"{setup_of(group)}\n\n{group_table(group, lines)}" for group in found)
-
-
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
     """One line for each setting of each model's newest sweep over exactly these options, or a sentence.
 
@@ -264,7 +251,7 @@ def described(table: MeasuredTable) -> str:
         *_software(table.environment),
         table.started_at[:10],
     ]
-    texts = [all(isinstance(cell, str) for cell in column) for column in zip(*table.rows, strict=True)]
+    texts = [all(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
     rows = [
         table.columns,
         ["---" if text else "---:" for text in texts],

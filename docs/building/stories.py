@@ -50,18 +50,6 @@ def measured_section(
     return "\n".join(tabs)
 
 
-def plots(workload: str, *kinds: str, root: str = "../", folder: Path = PLOTS) -> str:
-    """A workload's figures with their captions, light and dark; nothing where none were drawn.
-
-    Args:
-        kinds: figures to show, in this order; all if none is named.
-        root: from the page to the site's root.
-    """
-    full = [entry for entry in _entries(folder) if entry["workload"] == workload and not entry["quick"]]
-    wanted = kinds or tuple(dict.fromkeys(entry["figure"] for entry in full))
-    return "\n".join(picture(entry, root) for kind in wanted for entry in full if entry["figure"] == kind)
-
-
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
     """A measured table, folded."""
     return _folded(title, measured_table(name, results))

@@ -237,18 +237,19 @@ def test_source_is_cut_out_whole() -> None:
 # ---------------------------------------------------------------------- results
 
 
+def section(workload: str, *labels: str, results: Path) -> str:
+    """A measured section as a page has it, without pictures: none were drawn of these results."""
+    return stories.measured_section(workload, *labels, first="bars", results=results, folder=results)
+
+
 def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
-    for text in (
-        results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path),
-        ledger.ledger(tmp_path),
-    ):
+    compared = "continuous_batching", "phase 4", "phase 5"
+    for text in (section(*compared, results=tmp_path), ledger.ledger(tmp_path)):
         assert "measure" in text.lower()
-    assert "--phases 4,5 --workload continuous_batching" in results.results_table(
-        "continuous_batching", "phase 4", "phase 5", results=tmp_path
-    )
-    assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
-    assert results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
-    assert stories.plots("continuous_batching", folder=tmp_path) == ""
+    assert "--phases 4,5 --workload continuous_batching" in section(*compared, results=tmp_path)
+    assert results.headline(*compared, tmp_path) == ""
+    assert results.trade_offs(*compared, tmp_path) == ""
+    assert stories.story_picture(*compared, first="cdf", root="", results=tmp_path, folder=tmp_path) == ""
 
 
 def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, status: str = "ok") -> Run:
@@ -299,7 +300,7 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
         a_run("phase 4", 4, repeat=repeat, ttft=2.0 * factor).save(tmp_path)
         a_run("phase 5", 5, repeat=repeat, ttft=0.5 * factor).save(tmp_path)
     a_run("phase 6", 6, status="failed").save(tmp_path)
-    table = results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path)
+    table = section("continuous_batching", "phase 4", "phase 5", results=tmp_path)
     assert "**dummy:llama-60m** on A Processor, 2 cores" in table
     assert "median of 3 runs" in table
     assert "| TTFT p99 | 2.00 s | **500 ms** ×0.25 | – |" in table
@@ -351,7 +352,7 @@ def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -
             run.save(tmp_path / "local")
     compared = "continuous_batching", "phase 4", "phase 5"
     for text in (
-        results.results_table(*compared, results=tmp_path),
+        section(*compared, results=tmp_path),
         results.headline(*compared, tmp_path),
         results.trade_offs(*compared, tmp_path),
     ):
@@ -392,7 +393,7 @@ def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
         results.groups.cache_clear()
         compared = "continuous_batching", "phase 4", "phase 5"
         return [
-            results.results_table(*compared, results=tmp_path),
+            section(*compared, results=tmp_path),
             results.headline(*compared, tmp_path),
             results.trade_offs(*compared, tmp_path),
         ]
@@ -441,7 +442,7 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     assert both.count("measured in this checkout") == 1
     assert "seats=9" in both
     # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
-    plain = results.results_table("continuous_batching", "phase 5", results=tmp_path)
+    plain = section("continuous_batching", "phase 5", results=tmp_path)
     assert "seats" not in plain
     assert "phase 4" in plain
 
