@@ -152,7 +152,7 @@ def _draw_stall(group: Group, theme: Theme) -> Figure:
         if gaps:
             longest = max(range(len(gaps)), key=gaps.__getitem__)
             axes.annotate(
-                f"{gaps[longest]:.3g} ms",
+                format_seconds(gaps[longest] / 1000),
                 (times[longest], gaps[longest]),
                 xytext=(4, -2),
                 textcoords="offset points",

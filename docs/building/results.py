@@ -6,8 +6,6 @@ Without results every page still builds and says how to make them.
 from __future__ import annotations
 
 import functools
-import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,19 +111,6 @@ def missing(workload: str, labels: Sequence[str]) -> str:
     )
 
 
-def results_table(workload: str, *labels: str, results: Path = RESULTS) -> str:
-    """The main lines of a workload's newest comparisons, or a sentence that says how to make them.
-
-    Args:
-        labels: servers that a comparison must have, such as `phase 4`.
-    """
-    found = chosen(workload, labels, results)
-    if not found:
-        return missing(workload, labels)
-    lines = [line for line in LINES if line.title in HEADLINES]
-    return "\n".join(f"{_setup(group)}\n\n{_table(group, lines)}" for group in found)
-
-
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
     """One line for each setting of each model's newest sweep over exactly these options, or a sentence.
 
@@ -138,7 +123,7 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
     if found:
         lines = [line for line in LINES if line.title in SWEEP_LINES]
         return "\n".join(
-            f"{_setup(group)}\n\n{_turned_table(group, lines)}"
+            f"{setup_of(group)}\n\n{_turned_table(group, lines)}"
             for _, group in sorted(found.items(), key=lambda item: item[0])
         )
     return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
@@ -156,7 +141,7 @@ def peers_tables(results: Path = RESULTS) -> str:
         return "No comparison with another server has been measured yet.\n"
     lines = [line for line in LINES if line.title in HEADLINES]
     return "\n".join(
-        f"`{workload}`: {_setup(group)}\n\n{_table(group, lines)}"
+        f"`{workload}`: {setup_of(group)}\n\n{group_table(group, lines)}"
         for (workload, *_), group in sorted(found.items(), key=lambda item: item[0])
     )
 
@@ -166,7 +151,7 @@ def measured_table(name: str, results: Path = RESULTS) -> str:
     found = [table for table in load_tables(results) if table.name == name]
     if not found:
         return f"Not measured yet: `.venv/bin/python -m benchmarks.{name}` does it.\n"
-    return "\n".join(map(_measured, found))
+    return "\n".join(map(described, found))
 
 
 def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
@@ -204,7 +189,7 @@ def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) 
             title = line.title.partition(",")[0]
             change = f"{title} ({line.show(old)} → {line.show(new)})"
             if _beyond_repeats(line, old_runs, new_runs):
-                (worse if _is_worse(line, old, new) else better).append(change)
+                (worse if is_worse(line, old, new) else better).append(change)
             else:
                 alike.append(title)
         named = (("better", better), ("worse", worse), ("within what repeats differ by", alike))
@@ -240,51 +225,6 @@ def _where(group: Group) -> str:
     return f"`{run.server.model}`, {_place(run.environment, local=group.local)}"
 
 
-def plots(workload: str, *kinds: str, folder: Path = PLOTS) -> str:
-    """A workload's figures with their captions, light and dark; nothing where none were drawn.
-
-    Args:
-        kinds: figures to show, in this order; all if none is named.
-    """
-    index = folder / "captions.json"
-    entries = json.loads(index.read_text()).values() if index.is_file() else []
-    full = [entry for entry in entries if entry["workload"] == workload and not entry["quick"]]
-    wanted = kinds or tuple(dict.fromkeys(entry["figure"] for entry in full))
-    parts = []
-    for kind in wanted:
-        for entry in (entry for entry in full if entry["figure"] == kind):
-            images = "".join(
-                f'<img src="../assets/plots/{entry["files"][theme]}" alt="{entry["title"]}" '
-                f'class="only-{theme}" loading="lazy">'
-                for theme in ("light", "dark")
-            )
-            caption = f"<b>{entry['title']}.</b> {entry['caption']}"
-            parts.append(f'<figure class="plot">{images}<figcaption>{caption}</figcaption></figure>\n')
-    return "\n".join(parts)
-
-
-def ledger(results: Path = RESULTS) -> str:
-    """Every comparison with its setup and all its lines, newest first."""
-    found, tables = complete_groups(results), load_tables(results)
-    if not groups(results) and not tables:
-        return (
-            "The results folder is empty: nothing has been measured in this checkout. "
-            "[Benchmarks](benchmarks.md) says how to measure.\n"
-        )
-    files = sum(len(group.runs) for group in found)
-    parts = [f"{files} runs in {len(found)} comparisons.\n", _cut_short(results)]
-    for group in found:
-        run = group.first
-        quick = ", quick" if run.workload.quick else ""
-        where = f" ({group.folder})" if group.folder else ""
-        parts.append(
-            f"## {run.started_at[:10]}: {run.workload.name}{quick}, {run.server.model}{where}\n\n"
-            f"{_setup(group)}\n\n{_table(group, LINES)}\n{_losses(group)}{_remarks(group)}"
-        )
-    parts += [f"## {table.started_at[:10]}: {table.name}\n\n{_measured(table)}" for table in tables]
-    return "\n".join(parts)
-
-
 # ---------------------------------------------------------------------- parts
 
 
@@ -303,7 +243,7 @@ def _software(environment: dict[str, Any]) -> list[str]:
     return [*([f"torch {torch}"] if torch else []), *([f"revision `{git}`"] if git else [])]
 
 
-def _measured(table: MeasuredTable) -> str:
+def described(table: MeasuredTable) -> str:
     """A sentence on the setup, and the table."""
     facts = [
         f"**{table.title}** on {_place(table.environment, local=table.local)}",
@@ -311,16 +251,18 @@ def _measured(table: MeasuredTable) -> str:
         *_software(table.environment),
         table.started_at[:10],
     ]
+    texts = [all(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
     rows = [
         table.columns,
-        ["---:"] * len(table.columns),
+        ["---" if text else "---:" for text in texts],
         *([show(cell) for cell in row] for row in table.rows),
     ]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return f"{', '.join(facts)}.\n\n" + "\n".join(lines) + "\n"
 
 
-def _setup(group: Group) -> str:
+def setup_of(group: Group) -> str:
+    """A comparison's machine, versions and load, in a sentence."""
     run = group.first
     facts = [
         f"**{run.server.model}** on {_place(run.environment, local=group.local)}",
@@ -340,7 +282,7 @@ def _complete(repeats: Sequence[Run]) -> list[Run]:
     return [run for run in repeats if run.status == "ok"]
 
 
-def _values(group: Group, line: Line) -> list[Value]:
+def values_of(group: Group, line: Line) -> list[Value]:
     return [median_of(_complete(repeats), line) for repeats in columns_of(group.runs)]
 
 
@@ -350,11 +292,12 @@ def _cell(line: Line, value: Value, best: Value) -> str:
     return f"**{line.show(value)}**" if value == best else line.show(value)
 
 
-def _table(group: Group, lines: Sequence[Line]) -> str:
+def group_table(group: Group, lines: Sequence[Line]) -> str:
+    """A column for each server, with its ratio to the one before."""
     bases = bases_of(columns_of(group.runs))
     rows = [f"| | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
     for line in lines:
-        values = _values(group, line)
+        values = values_of(group, line)
         if all(value is None for value in values):
             continue
         best = best_of(values, line.better)
@@ -369,7 +312,7 @@ def _table(group: Group, lines: Sequence[Line]) -> str:
 
 def _turned_table(group: Group, lines: Sequence[Line]) -> str:
     """A line for each server: the way to read one number over many settings."""
-    shown = [(line, values) for line in lines if any(values := _values(group, line))]
+    shown = [(line, values) for line in lines if any(values := values_of(group, line))]
     rows = [f"| | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
     for place, label in enumerate(group.labels):
         cells = [_cell(line, values[place], best_of(values, line.better)) for line, values in shown]
@@ -377,51 +320,12 @@ def _turned_table(group: Group, lines: Sequence[Line]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _cut_short(results: Path) -> str:
-    """Comparisons that nothing here is made of."""
-    named = [
-        f"`{group.first.workload.name}` of {group.first.started_at[:10]} ({len(group.runs)} runs)"
-        for group in groups(results)
-        if not is_complete(group.runs)
-    ]
-    return f"Cut short, and left out everywhere: {', '.join(named)}.\n" if named else ""
-
-
-def _losses(group: Group) -> str:
-    """Lines in which a server does worse than the one before it: shown, not hidden."""
-    worse: dict[str, list[str]] = defaultdict(list)
-    for line in LINES:
-        values = _values(group, line)
-        for label, base, value in zip(group.labels, bases_of(columns_of(group.runs)), values, strict=True):
-            before = None if base is None else values[base]
-            if value is not None and before and _is_worse(line, before, value):
-                worse[label].append(f"{line.title} ×{value / before:.2f}")
-    return "".join(
-        f"\nWhere {label} is worse than what it is compared to: {', '.join(lines)}.\n"
-        for label, lines in worse.items()
-    )
-
-
-def _is_worse(line: Line, before: float, value: float) -> bool:
+def is_worse(line: Line, before: float, value: float) -> bool:
     compare: dict[str, Callable[[float, float], bool]] = {
         "high": lambda b, v: v < b,
         "low": lambda b, v: v > b,
     }
     return line.better in compare and compare[line.better](before, value)
-
-
-def _remarks(group: Group) -> str:
-    """Options of each server, and what was noted about single runs."""
-    said = []
-    for repeats in columns_of(group.runs):
-        info = repeats[0].server
-        if info.options:
-            said.append(f"- {info.label}: `{' '.join(f'--{k} {v}' for k, v in info.options.items())}`")
-    for run in group.runs:
-        notes = [*run.notes, *([run.reason] if run.reason else [])]
-        if run.status != "ok" or notes:
-            said.append(f"- {run.server.label}, run {run.repeat}, {run.status}: {'; '.join(notes)}")
-    return "\n" + "\n".join(said) + "\n" if said else ""
 
 
 def _change(ratio: float) -> str:

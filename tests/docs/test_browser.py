@@ -204,6 +204,7 @@ def names(site: Path) -> list[str]:
     return [str(path.relative_to(site)) for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
 
 
+@pytest.mark.timeout(900)  # a browser for each of many pages
 def test_every_page_loads_whole_and_fits_a_phone(record: Record, names: list[str], tmp_path: Path) -> None:
     assert len(names) > 10
     for name in names:

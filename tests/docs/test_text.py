@@ -27,7 +27,7 @@ from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
 from common.telemetry import Telemetry
-from docs.building import code, memory, options, paging, pictures, results
+from docs.building import code, ledger, memory, options, paging, pictures, results, stories
 from tests.docs.conftest import ROOT
 
 PACKAGES = ("common", "kernels", "benchmarks", "phase")
@@ -237,18 +237,19 @@ def test_source_is_cut_out_whole() -> None:
 # ---------------------------------------------------------------------- results
 
 
+def section(workload: str, *labels: str, results: Path) -> str:
+    """A measured section as a page has it, without pictures: none were drawn of these results."""
+    return stories.measured_section(workload, *labels, first="bars", results=results, folder=results)
+
+
 def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
-    for text in (
-        results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path),
-        results.ledger(tmp_path),
-    ):
+    compared = "continuous_batching", "phase 4", "phase 5"
+    for text in (section(*compared, results=tmp_path), ledger.ledger(tmp_path)):
         assert "measure" in text.lower()
-    assert "--phases 4,5 --workload continuous_batching" in results.results_table(
-        "continuous_batching", "phase 4", "phase 5", results=tmp_path
-    )
-    assert results.headline("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
-    assert results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path) == ""
-    assert results.plots("continuous_batching", folder=tmp_path) == ""
+    assert "--phases 4,5 --workload continuous_batching" in section(*compared, results=tmp_path)
+    assert results.headline(*compared, tmp_path) == ""
+    assert results.trade_offs(*compared, tmp_path) == ""
+    assert stories.story_picture(*compared, first="cdf", root="", results=tmp_path, folder=tmp_path) == ""
 
 
 def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, status: str = "ok") -> Run:
@@ -299,7 +300,7 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
         a_run("phase 4", 4, repeat=repeat, ttft=2.0 * factor).save(tmp_path)
         a_run("phase 5", 5, repeat=repeat, ttft=0.5 * factor).save(tmp_path)
     a_run("phase 6", 6, status="failed").save(tmp_path)
-    table = results.results_table("continuous_batching", "phase 4", "phase 5", results=tmp_path)
+    table = section("continuous_batching", "phase 4", "phase 5", results=tmp_path)
     assert "**dummy:llama-60m** on A Processor, 2 cores" in table
     assert "median of 3 runs" in table
     assert "| TTFT p99 | 2.00 s | **500 ms** ×0.25 | – |" in table
@@ -308,11 +309,11 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
     assert "throughput is 25% higher" in said
     assert "TTFT is 75% lower" in said
     assert "that of ITL is 25% higher" in said
-    ledger = results.ledger(tmp_path)
-    assert "7 runs in 1 comparisons" in ledger
-    assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in ledger
-    assert "phase 6, run 1, failed: the server fell over" in ledger
-    assert "revision `0123456789ab`" in ledger
+    shown = ledger.ledger(tmp_path)
+    assert "7 runs in 1 comparisons" in shown
+    assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in shown
+    assert "phase 6, run 1, failed: the server fell over" in shown
+    assert "revision `0123456789ab`" in shown
 
 
 # ---------------------------------------------------------------------- exercises
@@ -351,7 +352,7 @@ def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -
             run.save(tmp_path / "local")
     compared = "continuous_batching", "phase 4", "phase 5"
     for text in (
-        results.results_table(*compared, results=tmp_path),
+        section(*compared, results=tmp_path),
         results.headline(*compared, tmp_path),
         results.trade_offs(*compared, tmp_path),
     ):
@@ -392,7 +393,7 @@ def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
         results.groups.cache_clear()
         compared = "continuous_batching", "phase 4", "phase 5"
         return [
-            results.results_table(*compared, results=tmp_path),
+            section(*compared, results=tmp_path),
             results.headline(*compared, tmp_path),
             results.trade_offs(*compared, tmp_path),
         ]
@@ -408,15 +409,15 @@ def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
             run.lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
             run.save(tmp_path)
     assert pages() == before
-    ledger = results.ledger(tmp_path)
-    assert "6 runs in 1 comparisons" in ledger
-    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in ledger
+    shown = ledger.ledger(tmp_path)
+    assert "6 runs in 1 comparisons" in shown
+    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in shown
     for repeat in (1, 2, 3):
         run = a_run("phase 6", 6, repeat=repeat)
         run.comparison = "20990101-000000"
         run.save(tmp_path)
     assert all(new != old for new, old in zip(pages(), before, strict=True))
-    assert "Cut short" not in results.ledger(tmp_path)
+    assert "Cut short" not in ledger.ledger(tmp_path)
 
 
 def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -441,7 +442,7 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     assert both.count("measured in this checkout") == 1
     assert "seats=9" in both
     # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
-    plain = results.results_table("continuous_batching", "phase 5", results=tmp_path)
+    plain = section("continuous_batching", "phase 5", results=tmp_path)
     assert "seats" not in plain
     assert "phase 4" in plain
 

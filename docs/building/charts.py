@@ -1,0 +1,137 @@
+"""Small charts of measured tables, drawn as part of the page so that they follow its colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.tables import MeasuredTable, load_tables, show
+from docs.building.pictures import figure, text
+from docs.building.results import RESULTS
+
+WIDTH, HEIGHT = 560, 260
+LEFT, RIGHT, TOP, BOTTOM = 58, 128, 26, 40
+TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
+KINDS = ("decode", "prefill", "idle", "sample")  # a line's colour, and its marks: readable without colours
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of a chart: (x, y) in data units."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def line_chart(name: str, x: str, *columns: str, title: str, y_title: str, results: Path = RESULTS) -> str:
+    """Columns of a measured table over another one, both axes logarithmic; nothing where it was not measured.
+
+    Args:
+        name: the table's.
+        x: heading of the column that goes to the right.
+        columns: headings of those that go up.
+    """
+    table = newest(name, results)
+    if table is None:
+        return ""
+    place = {heading: index for index, heading in enumerate(table.columns)}
+    curves = [
+        Curve(column, [(_number(row[place[x]]), _number(row[place[column]])) for row in table.rows])
+        for column in columns
+    ]
+    return draw(curves, title=title, x_title=x, y_title=y_title)
+
+
+def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
+    """A measured table by its name, the published one first; None: it was not measured."""
+    found = [table for table in load_tables(results) if table.name == name]
+    return min(found, key=lambda table: table.local, default=None)
+
+
+def measured_cell(name: str, column: str, row: str | float, results: Path = RESULTS) -> str:
+    """One number of a measured table, for a sentence: that of the row whose first cell is `row`."""
+    table = newest(name, results)
+    if table is None:
+        return "(not measured yet)"
+    place = table.columns.index(column)
+    return next(show(cells[place]) for cells in table.rows if cells[0] == row)
+
+
+def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> str:
+    """Curves on two logarithmic axes as a picture."""
+    xs = [x for curve in curves for x, _ in curve.points]
+    ys = [y for curve in curves for _, y in curve.points]
+    low = max(tick for tick in TICKS if tick <= min(ys))
+    high = min(tick for tick in TICKS if tick >= max(ys) and tick > low)
+    x_range, y_range = (min(xs), max(xs)), (low, high)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = math.log(x / x_range[0]) / (math.log(x_range[1] / x_range[0]) or 1)
+        up = math.log(y / y_range[0]) / (math.log(y_range[1] / y_range[0]) or 1)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+
+    shapes = []
+    for x in dict.fromkeys(xs):
+        left, bottom = at(x, y_range[0])
+        shapes.append(text(left, bottom + 14, f"{x:g}", "step"))
+    for y in (tick for tick in TICKS if low <= tick <= high):
+        left, height = at(x_range[0], y)
+        shapes.append(f'<path class="grid" d="M{left:.1f} {height:.1f}H{WIDTH - RIGHT}"/>')
+        shapes.append(text(left - 18, height + 4, f"{y:g}", "step"))
+    shapes.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_title, "step"))
+    shapes.append(text(0, 10, y_title, "label"))
+    ends: list[float] = []
+    for kind, curve in zip(KINDS, curves, strict=False):
+        points = [at(x, y) for x, y in sorted(curve.points)]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        shapes.append(f'<path class="line {kind}" d="M{path}"/>')
+        shapes += [_mark(x, y, kind) for x, y in points]
+        label = _free(points[-1][1] + 4, ends)
+        ends.append(label)
+        shapes.append(text(points[-1][0] + 10, label, curve.name.partition(",")[0], "label"))
+    return figure(WIDTH, HEIGHT, shapes, title, "")
+
+
+def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = RESULTS) -> str:
+    """A bar for each row of a measured table with a number in a column; none for the last row, which sums up."""
+    table = newest(name, results)
+    if table is None:
+        return ""
+    place = table.columns.index(column)
+    bars = [(str(row[0]).partition(":")[0], row[place]) for row in table.rows[:-1] if row[place] is not None]
+    longest = max(_number(value) for _, value in bars)
+    shapes = []
+    for index, (label, value) in enumerate(bars):
+        y, length = index * 24, _number(value) / longest * (WIDTH - 160)
+        shapes.append(text(0, y + 15, label, "label"))
+        shapes.append(
+            f'<rect x="80" y="{y}" width="{max(length, 1):.1f}" height="20" rx="3" class="decode"/>'
+        )
+        shapes.append(text(86 + length, y + 15, f"{show(value)} {unit}", "label"))
+    return figure(WIDTH, 24 * len(bars), shapes, title, "")
+
+
+def _mark(x: float, y: float, kind: str) -> str:
+    """Another shape for each line."""
+    match kind:
+        case "decode":
+            return f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
+        case "prefill":
+            return f'<rect class="mark {kind}" x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6"/>'
+        case _:
+            return f'<path class="mark {kind}" d="M{x - 4:.1f} {y + 3:.1f}l4 -7l4 7z"/>'
+
+
+def _free(y: float, taken: Sequence[float]) -> float:
+    """A label's height, away from the others'."""
+    for other in sorted(taken):
+        if abs(y - other) < 13:
+            y = other + 13
+    return y
+
+
+def _number(cell: object) -> float:
+    assert isinstance(cell, int | float), cell
+    return float(cell)

@@ -1,0 +1,35 @@
+"""Compares `turned` with the model's own rotary embedding, and asks what it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from turned_pairs import turned
+
+from common.models.config import RopeConfig
+from common.models.layers import RotaryTable
+from kernels.rope import rope_reference
+
+SIZE, THETA = 8, 10_000.0
+QUERY, KEY = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 100])
+def test_it_is_the_models(position: int) -> None:
+    table = RotaryTable(RopeConfig(THETA), SIZE, 128)
+    table.fill()
+    cos, sin = table(torch.tensor([position]))
+    q, k = torch.tensor([QUERY]).view(1, 1, SIZE), torch.tensor([KEY]).view(1, 1, SIZE)
+    expected = [each.flatten().tolist() for each in rope_reference(q, k, cos, sin)]
+    assert turned(QUERY, position, THETA) == pytest.approx(expected[0], abs=1e-5)
+    assert turned(KEY, position, THETA) == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("moved", [1, 13, 500])
+def test_a_product_depends_on_the_distance_alone(moved: int) -> None:
+    def score(query_at: int, key_at: int) -> float:
+        pairs = zip(turned(QUERY, query_at, THETA), turned(KEY, key_at, THETA), strict=True)
+        return sum(x * y for x, y in pairs)
+
+    assert score(9 + moved, 4 + moved) == pytest.approx(score(9, 4))
+    assert score(9, 4) != pytest.approx(score(9, 3))
