@@ -3,20 +3,22 @@
 ```text
            body                engine's requests          outputs               bytes
 client ───────> routes/ ───> intake ───> EngineWorker ───> answers ───> wire/ ───> transport ───> client
-       middleware  │            │        (common.worker)      │            │
-       ids, keys   │      schemas/ parsing: bytes to a     a stream's    a module for
-                   │      checked body, or one error       events, or    each format
-                   │                                       one JSON answer
-                   └ generation   completions and chat, in one wire format or another
-                     tokens       text to token ids and back
-                     models       what is served
-                     operation    health, version, telemetry, metrics, the page, its steps
-                     tracing      what the engine does from now on
+connections     │  bodies       │        (common.worker)      │            │       backlogs
+middleware      │          schemas/ parsing: bytes to a    a stream's    a module   what was made
+ids, keys       │          checked body, or one error      events, or    for each   and not taken
+                │                                          one JSON      format
+                │                                          answer
+                └ generation   completions and chat, in one wire format or another
+                  tokens       text to token ids and back
+                  models       what is served
+                  operation    health, version, telemetry, metrics, the page, its steps
+                  tracing      what the engine does from now on
 
 service      what the routes share             errors       one JSON shape for all of them, and their statuses
-app          routes, errors, life: the app     request_log  a line for each request
+app          routes, errors, life: the app     request_log  a line for each request; log_format: as text or JSON
 lifecycle    port, signals, draining           cli, options flags and environment
-openapi      the machine's description         page         the form at /
-metrics      what Prometheus reads             live_view    steps as they come, for the page's viewer.js
+connections  how many, and for how long        page         the form at /
+openapi      the machine's description         live_view    steps as they come, for the page's viewer.js
+metrics      what Prometheus reads
 ```
 """

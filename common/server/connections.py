@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 SPARE_CONNECTIONS = 32
 #: How long such a one may take: it is in the way of the next.
 SPARE_TIMEOUT_S = 5.0
+#: A client that takes less in its time takes nothing. The HTTP server holds 64 KiB of a stream, and goes on at 16.
+MUST_TAKE_BYTES = 48 * 1024
 #: Between two warnings that there are too many.
 WARN_EVERY_S = 10.0
 #: Files a server has open beside its connections: the model's, its log, the event loop's.
@@ -50,7 +52,7 @@ class ConnectionLimits:
         connections: at a time.
         keep_alive_s: without a request.
         receive_s: for the head of a request to come.
-        send_s: to take the rest of an answer that is complete, while more than 64 KiB of it are left.
+        send_s: to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
     """
 
     connections: int = 1024
@@ -187,7 +189,11 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._sending = self.loop.call_later(self._limits.send_s, self._on_unread)
+        self._watch_sending()
+
+    def _watch_sending(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._sending = self.loop.call_later(self._limits.send_s, self._on_unread, unsent)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -198,9 +204,14 @@ class Connection(H11Protocol):
             self._sending.cancel()
             self._sending = None
 
-    def _on_unread(self) -> None:
-        self._sending = None
-        if self.cycle.response_complete:  # else the app waits for the client, and has a deadline of its own
+    def _on_unread(self, unsent: int) -> None:
+        """Some time ago, `unsent` bytes waited for the client."""
+        if (
+            not self.cycle.response_complete
+            or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES
+        ):
+            self._watch_sending()  # while it is not complete, the app waits, and has a deadline of its own
+        else:
             logger.info("a client took too little of its answer for %g s: closed", self._limits.send_s)
             self.transport.abort()
 

@@ -126,7 +126,7 @@ def _default(name: str, field: FieldInfo) -> str:
         return "required"
     if field.default_factory is not None:  # it follows another option: the description says which
         return ""
-    return "" if field.default is None else f"`{_json(field.default)}`"
+    return "" if field.default in (None, "") else f"`{_json(field.default)}`"
 
 
 def _json(value: Any) -> str:

@@ -105,6 +105,8 @@ def test_a_body_that_trickles(strict: LocalServer) -> None:
             if answer:
                 break
             connection.sendall(b" ")
+        connection.settimeout(HANG_S)
+        answer += everything(connection)
     assert_told(answer, 408, "body_timeout")
 
 
@@ -184,6 +186,20 @@ def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCapt
         connection.sendall(body)
         eventually(lambda: "took too little of its answer for 0.5 s" in caplog.text)
         assert len(everything(connection)) < 2**18, "the rest was dropped"
+
+
+def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
+    """Over a longer time than one may take nothing, but never nothing for so long."""
+    body = json.dumps({"prompt": "a b " * 20_000, "return_token_strs": True}).encode()
+    with connect(strict) as connection:
+        head = HEAD.replace(b"/v1/completions", b"/tokenize") + b"Connection: close\r\n"
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b""
+        while more := connection.recv(2**15):
+            answer += more
+            time.sleep(0.05)
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert len(json.loads(text)["tokens"]) > 20_000
 
 
 def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:

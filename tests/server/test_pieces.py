@@ -111,10 +111,9 @@ def test_quiet_streams_are_kept_open_by_comments() -> None:
     connection = Connection()
     assert serve(connection, quiet(0.5), ping_s=0.1) == [None]
     assert connection.sent[0] == b"first"
-    assert connection.sent[-2:] == [b"last", b""]
-    pings = connection.sent[1:-2]
-    assert pings
-    assert set(pings) == {b": ping\n\n"}
+    sent = b"".join(connection.sent)
+    assert sent.count(b": ping\n\n") >= 1
+    assert sent.replace(b": ping\n\n", b"") == b"firstlast"
 
 
 def test_a_reader_that_stalls_is_given_up() -> None:

@@ -67,7 +67,9 @@ def _prompt_logprobs(
     """For each token of the prompt, by token id; nothing comes before the first."""
     entries: list[dict[str, Any] | None] = [None]
     for token_id, logprobs in zip(choice.prompt_ids[1:], first.prompt_logprobs or (), strict=True):
-        named = {each: (logprob, place) for place, (each, logprob) in enumerate(logprobs.top[:count], 1)}
+        named: dict[int, tuple[float, int | None]] = {
+            each: (logprob, place) for place, (each, logprob) in enumerate(logprobs.top[:count], 1)
+        }
         named.setdefault(token_id, (logprobs.logprob, logprobs.rank))
         entries.append(
             {
