@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
@@ -36,9 +36,9 @@ from common.telemetry import RequestTelemetry
 
 logger = logging.getLogger(__name__)
 
-STOPPED = "the server was stopped"
-
 T = TypeVar("T")
+
+STOPPED = "the server was stopped"
 
 
 class RequestStream:
@@ -161,7 +161,7 @@ class EngineWorker:
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
-        self._calls: list[Callable[[Engine], None]] = []  # to be made between two steps
+        self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to be made between two steps
         self._held = 0  # places whose requests are not yet with the scheduler
         self._abort: Exception | None = None
         self._stopping = False
@@ -282,20 +282,21 @@ class EngineWorker:
             EngineDeadError, ShuttingDownError: nothing is taken any more.
         """
         self._refuse_at_the_end()
-        dropped: Future[int] = Future()
+        return await asyncio.wrap_future(self.call(lambda engine: engine.reset_prefix_cache()))
 
-        def reset(engine: Engine) -> None:
-            if dropped.set_running_or_notify_cancel():  # its client may have left
-                dropped.set_result(engine.reset_prefix_cache())
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Between two steps, in the engine's thread, call a function of the engine: soon, what it returns.
 
-        self.between_steps(reset)
-        return await asyncio.wrap_future(dropped)
-
-    def between_steps(self, call: Callable[[Engine], None]) -> None:
-        """Let the engine's thread make a call soon, between two steps. Nobody waits for it; it must not raise."""
+        Raises:
+            ShuttingDownError: the thread is being ended.
+        """
+        outcome: Future[T] = Future()
         with self._wakeup:
-            self._calls.append(call)
+            if self._stopping:
+                raise ShuttingDownError(STOPPED)
+            self._calls.append((function, outcome))
             self._wakeup.notify()
+        return outcome
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -406,8 +407,12 @@ class EngineWorker:
         for request_id in self._cancelled:
             self.engine.cancel(request_id)
         self._cancelled.clear()
-        for call in self._calls:
-            call(self.engine)
+        for function, outcome in self._calls:
+            if outcome.set_running_or_notify_cancel():  # its client may have left
+                try:
+                    outcome.set_result(function(self.engine))
+                except Exception as error:  # whoever waits raises it
+                    outcome.set_exception(error)
         self._calls.clear()
         if self._abort is not None:
             outputs += self.engine.abort_all(self._abort)

@@ -21,6 +21,7 @@ event: end       there is nothing more to see: the server shuts down, or its eng
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -182,7 +183,7 @@ class LiveView:
         self._viewers.append(viewer)
         if self._watcher is None:
             self._watcher = Watcher(self._worker, self)
-            self._worker.between_steps(self._watcher.attach)
+            self._worker.call(self._watcher.attach)
             self._ticking = asyncio.create_task(self._tick())
         self._watcher.next_is_key()
         return viewer
@@ -190,8 +191,9 @@ class LiveView:
     def close(self, viewer: Viewer) -> None:
         self._viewers.remove(viewer)
         if not self._viewers and self._watcher is not None and self._ticking is not None:
-            self._worker.between_steps(self._watcher.detach)
             self._ticking.cancel()
+            with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and the watcher with it
+                self._worker.call(self._watcher.detach)
             self._watcher = self._ticking = None
 
     def publish(self, frame: Frame) -> None:
@@ -212,7 +214,7 @@ class LiveView:
             if self._is_over():
                 self.end(None)
             elif self._watcher is not None:
-                self._worker.between_steps(self._watcher.catch_up)
+                self._worker.call(self._watcher.catch_up)
 
     def _is_over(self) -> bool:
         return self._worker.draining or self._worker.dead is not None
