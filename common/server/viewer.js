@@ -120,7 +120,7 @@ function workOf(row, name) {
   const [, , columns, kind, start, end] = row;
   if (kind === "p") return `prompt ${start} to ${end}`;
   if (kind === "d") return `token ${Math.max(columns + 1 - name.prompt, 1)}`;
-  return kind === "i" ? "done, its row goes along" : "holds its seat";
+  return kind === "i" ? "done, goes along" : "holds its seat";
 }
 
 /**
