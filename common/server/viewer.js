@@ -379,7 +379,7 @@ class StepPanel {
       + (shared ? `, ${shared} shared` : "") + (kept ? `, ${kept} kept for requests to come` : "")
       + (shown < blocks ? ` (the first ${shown} are drawn)` : "");
     const width = this.memory.clientWidth || 320;
-    const side = Math.max(5, Math.min(24, Math.floor(Math.sqrt((width * 130) / Math.max(shown, 1)))));
+    const side = Math.max(5, Math.min(24, Math.floor(Math.sqrt((width * (shown > 500 ? 230 : 130)) / Math.max(shown, 1)))));
     const rows = slots ? shown : Math.ceil(shown / Math.max(1, Math.floor(width / side)));
     const per = Math.max(1, Math.ceil(shown / rows)); /* no row that is nearly empty */
     const w = width / per, h = slots ? 16 : Math.min(side, 22), gap = side > 10 ? 1 : 0.5, round = side > 10 ? 2.5 : 0;
