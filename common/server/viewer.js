@@ -39,8 +39,8 @@ class StepTrace {
   add(frame) {
     const last = this.frames.at(-1);
     if (!last && !frame.key) return;
-    frame.waiting ??= frame.key ? [0, []] : last.waiting;
-    frame.memory ??= last.memory;
+    frame.waiting ??= frame.key ? [0, []] : last?.waiting;
+    frame.memory ??= last?.memory;
     frame.done = (last?.done ?? 0) + (frame.ended?.length ?? 0);
     const index = this.forgotten + this.frames.length;
     for (const [number, id, prompt, fresh] of frame.requests ?? [])
@@ -120,7 +120,7 @@ function workOf(row, name) {
   const [, , columns, kind, start, end] = row;
   if (kind === "p") return `prompt ${start} to ${end}`;
   if (kind === "d") return `token ${Math.max(columns + 1 - name.prompt, 1)}`;
-  return kind === "i" ? "done, its row goes along" : "holds its seat";
+  return kind === "i" ? "done, goes along" : "holds its seat";
 }
 
 /**
@@ -196,9 +196,15 @@ class StepPanel {
       <div class="sv-memory"></div>
       <div class="sv-chips"></div>
       <p class="sv-about"></p>`;
-    [this.head, this.time, this.memoryHead, this.memory, this.chipBox, this.about] =
-      [".sv-head span", ".sv-time", ".sv-memory-head", ".sv-memory", ".sv-chips", ".sv-about"].map(
-        each => /** @type {HTMLElement} */ (element.querySelector(each)));
+    /** @param {string} selector */
+    const part = selector => /** @type {HTMLElement} */ (element.querySelector(selector));
+    this.head = part(".sv-head span");
+    this.time = part(".sv-time");
+    this.memoryHead = part(".sv-memory-head");
+    this.memory = part(".sv-memory");
+    this.chipBox = part(".sv-chips");
+    this.about = part(".sv-about");
+    this.scroll = 0; /* pixels that have gone out on the left */
     element.addEventListener("pointerover", event => this.light(this.requestOf(event.target)));
     element.addEventListener("pointerleave", () => this.light(null));
     element.addEventListener("focusin", event => this.light(this.requestOf(event.target)));
@@ -302,7 +308,7 @@ class StepPanel {
   axis(view) {
     const { scale } = this.viewer;
     const least = 70 / scale, power = 10 ** Math.floor(Math.log10(least));
-    const every = power * [1, 2, 5, 10].find(each => power * each >= least);
+    const every = power * [1, 2, 5, 10].filter(each => power * each >= least)[0];
     const marks = [];
     for (let n = Math.ceil(this.scroll / scale / every); n * every * scale < this.scroll + view - 20; n++)
       marks.push(text("sv-tick", LABEL + n * every * scale - this.scroll + (n ? 0 : 2), 13, timeOf(n * every),
@@ -325,8 +331,16 @@ class StepPanel {
         layer.others.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
     }
     if (frame.waiting[0] && width > 9) layer.letters("sv-tick", null, middle, below + 16, String(frame.waiting[0]));
-    for (const number of frame.preempted ?? [])
-      layer.others.push(text("sv-lost", x + 1, below + 16, `↩${letterOf(number)}`, `data-r="${number}"`));
+    for (const number of frame.preempted ?? []) this.drawLoss(layer, number, index, x, width, top);
+  }
+
+  /** A request's seat ends by force. @param {Layer} layer @param {number} number @param {number} index @param {number} x @param {number} width @param {number} top */
+  drawLoss(layer, number, index, x, width, top) {
+    const seat = this.trace.frames[index - 1]?.running.find(row => row[0] === number)?.[1];
+    if (seat === undefined) return; /* the frame before is forgotten */
+    const y = top + seat * ROW, taken = this.trace.frames[index].running.some(row => row[1] === seat);
+    layer.box("sv-loss", null, x - EDGE - 2, y + EDGE, 3, ROW - 2 * EDGE);
+    if (!taken && width > 14) layer.others.push(text("sv-lost", x + 3, y + 15.5, "↩"));
   }
 
   /** @param {Layer} layer @param {Row} row @param {Frame} frame @param {number} x @param {number} width @param {number} y */
@@ -358,15 +372,16 @@ class StepPanel {
         const used = Math.min(Math.max(columns - place * size, 0), size) / size;
         owners.set(block, [...(owners.get(block) ?? []), [number, used]]);
       });
+    const slots = blocks <= this.trace.header.seats, word = slots ? "slots" : "blocks";
     const shared = [...owners.values()].filter(each => each.length > 1).length;
     const kept = state.kept.size;
-    this.memoryHead.textContent = blocks === 0 ? "memory: none is taken" : `memory: ${owners.size} of ${blocks} blocks of ${size} tokens in use`
+    this.memoryHead.textContent = blocks === 0 ? "memory: none is taken" : `memory: ${owners.size} of ${blocks} ${word} of ${size} tokens in use`
       + (shared ? `, ${shared} shared` : "") + (kept ? `, ${kept} kept for requests to come` : "")
       + (shown < blocks ? ` (the first ${shown} are drawn)` : "");
     const width = this.memory.clientWidth || 320;
-    const slots = blocks <= this.trace.header.seats;
-    const side = Math.max(5, Math.min(24, Math.floor(Math.sqrt((width * 130) / Math.max(shown, 1)))));
-    const per = slots ? 1 : Math.max(1, Math.floor(width / side));
+    const side = Math.max(5, Math.min(24, Math.floor(Math.sqrt((width * (shown > 500 ? 230 : 130)) / Math.max(shown, 1)))));
+    const rows = slots ? shown : Math.ceil(shown / Math.max(1, Math.floor(width / side)));
+    const per = Math.max(1, Math.ceil(shown / rows)); /* no row that is nearly empty */
     const w = width / per, h = slots ? 16 : Math.min(side, 22), gap = side > 10 ? 1 : 0.5, round = side > 10 ? 2.5 : 0;
     const layer = new Layer(this.hot);
     let before = -1;
@@ -378,7 +393,7 @@ class StepPanel {
       before = held?.length === 1 ? held[0][0] : -1;
     }
     const dots = `<pattern id="${this.id}k" width="6" height="6" patternUnits="userSpaceOnUse"><circle class="sv-dot" cx="3" cy="3" r="1.3"/></pattern>`;
-    this.memory.innerHTML = `<svg width="${width}" height="${Math.max(Math.ceil(shown / per) * h, 1)}" role="img" aria-label="${
+    this.memory.innerHTML = `<svg width="${width}" height="${Math.max(rows * h, 1)}" role="img" aria-label="${
       escaped(this.memoryHead.textContent)}" style="--sv-dots: url(#${this.id}k)"><defs>${dots}</defs>${layer.svg("")}</svg>`;
   }
 
@@ -476,6 +491,8 @@ class StepViewer {
     this.origin = 0;
     this.playing = live;
     this.timer = 0;
+    /** @type {number | undefined} */
+    this.due = undefined;
     /** @type {number | null} */
     this.hot = null;
     element.classList.add("steps-viewer");
@@ -497,7 +514,7 @@ class StepViewer {
         <span><i class="sv-k-prompt"></i>prompt</span><span><i class="sv-k-token"></i>one more token</span>
         <span><i class="sv-k-held"></i>held, not computed</span><span><i class="sv-k-idle"></i>padding, done</span>
         <span><i class="sv-k-end"></i>ends</span><span><i class="sv-k-found"></i>found in memory</span>
-        <span><i class="sv-k-kept"></i>kept</span><span>↩ lost its memory</span>${live ? "<span>┊ steps left out</span>" : ""}
+        <span><i class="sv-k-kept"></i>kept</span><span><i class="sv-k-lost"></i>↩ loses its memory</span>${live ? "<span>┊ steps left out</span>" : ""}
       </div>
       <p class="sv-said" role="status"></p>`;
     this.controls = /** @type {HTMLElement} */ (element.querySelector(".sv-controls"));

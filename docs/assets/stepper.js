@@ -33,8 +33,8 @@ globalThis.stepTraces ??= {};
       <input id="stepper${number}${name}" name="${name}" type="range" min="0" max="${values.length - 1}" data-unit="${unit}"
         value="${Math.max(values.indexOf(opened[name]), 0)}">`;
     element.innerHTML = `<form class="stepper-settings">
-        <div>${phases("left")} <span>against</span> ${phases("right")}</div>
-        <div><label for="stepper${number}story">who comes</label> <select id="stepper${number}story" name="story">${
+        <div class="stepper-choice">${phases("left")} <span>against</span> ${phases("right")}
+        <label for="stepper${number}story">requests:</label> <select id="stepper${number}story" name="story">${
           Object.entries(choices.stories).map(([each, title]) =>
             `<option value="${each}"${each === opened.story ? " selected" : ""}>${title}</option>`).join("")}</select></div>
         <div class="stepper-slider">${slider("seats", "seats", choices.seats, "")}</div>

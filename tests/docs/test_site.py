@@ -76,3 +76,8 @@ def test_pages_stay_light_on_a_phone(site: Path) -> None:
         if path.stat().st_size > 400_000 and path.name != "ledger.html"
     }
     assert heavy == {}
+
+
+def test_the_viewer_is_the_servers_own(site: Path) -> None:
+    for name in ("viewer.js", "viewer.css"):
+        assert (site / "assets" / name).read_bytes() == (ROOT / "common" / "server" / name).read_bytes()
