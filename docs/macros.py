@@ -102,6 +102,7 @@ def define_env(env: Any) -> None:
         simulation.prices_table,
         simulation.reasons_list,
         simulation.replayed_steps,
+        simulation.replicas_figure,
         simulation.replicas_setup,
         simulation.replicas_table,
         simulation.router_limits,

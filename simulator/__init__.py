@@ -15,7 +15,7 @@ from simulator.clock import VirtualClock
 from simulator.cost import ONE_SECOND_A_PASS, Cost, Device, LinearCost, RooflineCost, Work
 from simulator.engine import simulate_engine
 from simulator.loop import Observer, Route, Server, run
-from simulator.observers import Timelines
+from simulator.observers import Summary, Timelines
 
 __all__ = [
     "ONE_SECOND_A_PASS",
@@ -27,6 +27,7 @@ __all__ = [
     "RooflineCost",
     "Route",
     "Server",
+    "Summary",
     "Timelines",
     "Unlike",
     "VirtualClock",

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.__main__ import parse_options, parse_variant
-from benchmarks.calibrate import reference_capacity
+from benchmarks.calibrate import fixed_factor, reference_capacity
 from benchmarks.environment import cpu_name, describe_environment
 from benchmarks.report import report
 from benchmarks.results import RESULTS, Calibration, Run, ServerInfo, WorkloadInfo
@@ -37,6 +37,7 @@ from simulator.replay import NO_SCHEDULE, options_of
 from simulator.routing import POLICIES, Routed
 
 _LENGTHS = re.compile(r"([1-9]\d*)\+([1-9]\d*)")
+_GPU = re.compile(r"(\d+\.?\d*),(\d+\.?\d*)(?:,(\d*\.?\d+))?")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,10 +224,10 @@ def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace)
         ValueError: `--rate` is none.
     """
     reference = reference_capacity(workload)
-    if reference is None or options.poisson is not None or options.rate == "table":
+    if reference is None or options.poisson is not None:
         return Calibration(mode="table", factor=1.0)
     if options.rate != "auto":
-        return Calibration(mode="given", factor=float(options.rate))
+        return fixed_factor(workload, options.rate)
     batch, write = int(servers.options["max_batch_size"]), Unlike()
     prompt, new = round(workload.mean_prompt_tokens), round(workload.new_tokens.mean)
     crowd = [Arrival(index, 0.0, write(random.Random(), prompt), new) for index in range(batch)]
@@ -249,11 +250,11 @@ def parse_gpu(text: str) -> Device:
     Raises:
         ValueError: it is not of that form.
     """
-    try:
-        bandwidth, teraflops, *efficiency = map(float, text.split(","))
-        return Device(bandwidth * 1e9, teraflops * 1e12, *efficiency)
-    except (ValueError, TypeError):
-        raise ValueError(f"--gpu {text}: expected GB/S,TFLOP/S, such as 3350,990") from None
+    if (numbers := _GPU.fullmatch(text)) is None or not all(float(each) > 0 for each in numbers.groups("1")):
+        raise ValueError(f"--gpu {text}: expected GB/S,TFLOP/S, such as 3350,990")
+    bandwidth, teraflops, efficiency = numbers.groups()
+    share = {} if efficiency is None else {"efficiency": float(efficiency)}
+    return Device(float(bandwidth) * 1e9, float(teraflops) * 1e12, **share)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.results import RESULTS
-from simulator.predict import predictions, predictions_table
+from simulator.predict import TOLERANCE, predictions, predictions_table
 from simulator.prices import costs_table, fit_group, measured_runs
 
 
@@ -29,12 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not groups:
         Console(stderr=True).print(f"error: no runs of phases below {options.results}", style="red")
         return 2
-    tables = [
-        costs_table([fit_group(group, measured) for group, measured in groups.items()]),
-        predictions_table(predictions(groups)),
-    ]
-    for table in tables:
-        table.print(console)
+    fits = [fit_group(group, measured) for group, measured in groups.items()]
+    for fit in fits:
+        console.print(
+            f"{', '.join(astuple(fit.group))}: {fit.runs} runs, "
+            f"{fit.same_share:.2%} of {fit.steps:,} steps planned alike",
+            highlight=False,
+        )
+    found = predictions(groups)
+    for name, figure in (("throughput", 0), ("TTFT p99", 1)):
+        good = sum(abs(each.errors[figure]) <= TOLERANCE for each in found)
+        console.print(f"{name} within {TOLERANCE:.0%} of what was measured: {good} of {len(found)}")
+    for table in (costs_table(fits), predictions_table(found)):
         console.print(f"written: {table.save(options.results)}")
     return 0
 

@@ -97,7 +97,7 @@ class Server:
 Route = Callable[[Sequence[int], Sequence[Server]], int]
 
 
-def only_server(_prompt: Sequence[int], _servers: Sequence[Server]) -> int:
+def first_server(_prompt: Sequence[int], _servers: Sequence[Server]) -> int:
     return 0
 
 
@@ -106,7 +106,7 @@ def run(
     arrivals: Iterable[Arrival],
     observer: Observer,
     *,
-    route: Route = only_server,
+    route: Route = first_server,
 ) -> float:
     """Serve all arrivals to their end; how many seconds that took.
 
@@ -115,7 +115,7 @@ def run(
         arrivals: by time. Those that come after another one stand behind it, and are read when it is: nobody can
             have been answered by then.
         observer: is told.
-        route: which server gets a prompt.
+        route: which server gets a prompt; the first, unless told otherwise.
 
     Raises:
         ValueError: a request is too long for the engines; or comes after one that is not there.

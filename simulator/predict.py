@@ -29,7 +29,7 @@ FEW = 20
 REASONS = {
     "wide": "a pass of thousands of tokens decides, and took other than so many times one token's price",
     "few": "the 99th percentile of so few requests is their slowest, and the simulation knows no bad luck",
-    "queue": "requests come by the clock, so the queue adds up what each step is off by",
+    "queue": "requests wait in a queue, and the wait adds up what each step is off by",
 }
 
 
@@ -58,7 +58,8 @@ class Prediction:
     @property
     def errors(self) -> tuple[float, float]:
         """By how much of the measured the predicted is off."""
-        return tuple(p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))  # type: ignore[return-value]
+        (tokens, ttft), (measured_tokens, measured_ttft) = self.predicted, self.measured
+        return tokens / measured_tokens - 1, ttft / measured_ttft - 1
 
 
 def arrivals_in(run: Run) -> Iterator[Arrival]:

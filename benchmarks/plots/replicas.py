@@ -14,7 +14,14 @@ from benchmarks.tables import MeasuredTable
 NAME, KIND = "simulator_replicas", "replicas"
 WIDTH = 8.0  # inches
 
-COLOURS = {"prefix": BLUE, "least_loaded": GREEN, "round_robin": ORANGE, "random": VERMILION}
+#: Policies by name, from the one that knows most to the one that knows nothing.
+LOOKS = dict(
+    zip(
+        ("prefix", "least_loaded", "round_robin", "random"),
+        zip((BLUE, GREEN, ORANGE, VERMILION), DASHES, strict=True),
+        strict=True,
+    )
+)
 
 Points = dict[str, tuple[list[float], list[float]]]
 
@@ -22,27 +29,34 @@ Points = dict[str, tuple[list[float], list[float]]]
 def draw_replicas(table: MeasuredTable, _theme: Theme) -> Figure:
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     throughput, ttft, router = figure.subplots(1, 3)
-    _lines(throughput, series(table, "output tokens/s"), "output tokens/s")
+    shares = {
+        policy: (xs, [y / x for x, y in zip(xs, ys, strict=True)])
+        for policy, (xs, ys) in series(table, "output tokens/s").items()
+    }
+    _lines(throughput, shares, "output tokens/s a replica")
     _lines(ttft, series(table, "TTFT p99, s"), "TTFT p99, s")
     _lines(router, series(table, "decisions/s"), "requests/s through one router")
     sent, rates = zip(*_sent(table), strict=True)
     router.plot(sent, rates, color=GREY, linestyle=":", marker="", label="sent to all replicas")
     for axes in (throughput, ttft, router):
         axes.set_xscale("log")
-        axes.set_yscale("log")
         axes.set_xlabel("replicas")
+    throughput.set_ylim(bottom=0)
+    ttft.set_yscale("log")
+    router.set_yscale("log")
     handles, labels = router.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5)
     return figure
 
 
 def _lines(axes: Axes, points: Points, title: str) -> None:
-    for place, (policy, (xs, ys)) in enumerate(points.items()):
+    for policy, (xs, ys) in points.items():
+        colour, dashes = LOOKS[policy]
         axes.plot(
             xs,
             ys,
-            color=COLOURS.get(policy, GREY),
-            linestyle=DASHES[place % len(DASHES)],
+            color=colour,
+            linestyle=dashes,
             marker="o",
             markersize=3,
             label=policy.replace("_", " "),

@@ -15,7 +15,7 @@ from benchmarks.plots.replicas import series
 from benchmarks.report import format_seconds
 from benchmarks.tables import MeasuredTable, load_tables, show
 from benchmarks.workloads import WORKLOADS
-from docs.building.results import RESULTS
+from docs.building.results import RESULTS, plots
 from simulator.__main__ import parser, simulate
 from simulator.predict import PREDICTIONS, REASONS, TOLERANCE
 from simulator.prices import COSTS, load_fits
@@ -183,6 +183,11 @@ def replicas_setup(results: Path = RESULTS) -> str:
     if table is None:
         return "Not there yet: `.venv/bin/python -m simulator.plan` makes it.\n"
     return ", ".join(f"{name} {value}" for name, value in table.setup.items()) + ".\n"
+
+
+def replicas_figure() -> str:
+    """The table as a figure, light and dark, on a page that lies beside the assets."""
+    return plots(REPLICAS).replace("../assets/", "assets/")
 
 
 def replicas_table(results: Path = RESULTS) -> str:

@@ -30,7 +30,7 @@ from common.telemetry import Telemetry
 from docs.building import code, ledger, memory, options, paging, pictures, results, stories
 from tests.docs.conftest import ROOT
 
-PACKAGES = ("common", "kernels", "benchmarks", "phase")
+PACKAGES = ("common", "kernels", "benchmarks", "simulator", "phase")
 EXERCISES = ROOT / "docs" / "exercises"
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

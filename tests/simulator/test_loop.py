@@ -198,7 +198,7 @@ def test_more_than_there_is_room_for_is_read_as_others_leave() -> None:
     assert {record.sent_s for record in seen.requests} == {0.0}
 
 
-@pytest.mark.parametrize("name", ["mixed", "chunked_prefill", "multi_turn", "baseline"])
+@pytest.mark.parametrize("name", ["mixed", "multi_turn", "baseline"])
 def test_a_summary_has_the_numbers_of_the_timelines(name: str) -> None:
     workload, both = WORKLOADS[name], (Timelines(), Summary())
     engines = []
