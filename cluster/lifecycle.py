@@ -9,18 +9,12 @@ port free? ─> Ray here, or joined ─> replicas built ─> ready ─> signal: 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-
-# Before Ray is imported, which reads its environment then. It asks nobody's server about updates, and leaves GPUs
-# visible to processes that have asked for none.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from ray import serve as ray_serve
