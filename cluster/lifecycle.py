@@ -8,6 +8,7 @@ port free? ─> Ray here, or joined ─> replicas built ─> ready ─> signal: 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import signal
@@ -18,7 +19,6 @@ from typing import Any
 
 import ray
 from ray import serve as ray_serve
-from ray.serve.handle import DeploymentHandle
 
 from cluster.app import NAME, application
 from cluster.options import Plan
@@ -44,8 +44,7 @@ def serve(plan: Plan) -> int:
     start_ray(plan)
     signals.listen()
     try:
-        front = deploy(plan, port, given_up=lambda: signals.came)
-        if front is None:
+        if not deploy(plan, port, given_up=lambda: signals.came):
             return 0
         options = plan.options
         names = options.served_model_name
@@ -63,7 +62,7 @@ def serve(plan: Plan) -> int:
             name,
             options.shutdown_timeout,
         )
-        drain(front, options.shutdown_timeout)
+        asyncio.run(drain(options.shutdown_timeout))
     finally:
         take_down(plan)
     return 0
@@ -133,9 +132,8 @@ def start_ray(plan: Plan) -> None:
             )
 
 
-def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> DeploymentHandle | None:
-    """Start Serve and the application, and wait until every replica is there: a handle to the front. None: it was
-    given up first.
+def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> bool:
+    """Start Serve and the application, and wait until every replica is there. False: it was given up first.
 
     Raises:
         StartupError: a replica cannot be built.
@@ -151,12 +149,12 @@ def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> DeploymentHan
     while True:
         status = ray_serve.status().applications[NAME]
         if status.status == "RUNNING":
-            return ray_serve.get_app_handle(NAME)
+            return True
         if status.status == "DEPLOY_FAILED":
             reasons = [status.message, *(each.message for each in status.deployments.values())]
             raise StartupError(_reason(" ".join(reasons)))
         if given_up():
-            return None
+            return False
         time.sleep(0.1)
 
 
@@ -173,12 +171,13 @@ def take_down(plan: Plan) -> None:
     ray.shutdown()
 
 
-def drain(front: DeploymentHandle, timeout_s: float) -> None:
+async def drain(timeout_s: float) -> None:
     """Let what runs come to its end; new requests are answered 503."""
-    front.stop_accepting.remote().result()
+    front = ray_serve.get_app_handle(NAME)
+    await front.stop_accepting.remote()
     deadline = time.monotonic() + timeout_s
-    while front.num_running.remote().result() > 0:
+    while await front.num_running.remote() > 0:
         if time.monotonic() > deadline:
-            logger.warning("some requests were not done in time and have been failed")
+            logger.warning("some requests were not done in time and have been cut off")
             return
-        time.sleep(0.1)
+        await asyncio.sleep(0.1)
