@@ -39,8 +39,7 @@ def serve(plan: Plan) -> int:
         StartupError: the port is taken, there is too little of something, or a replica cannot be built.
     """
     signals = Signals()
-    with bind(plan.options.host, plan.options.port) as listener:
-        address, port = url_of(listener), listener.getsockname()[1]
+    address, port = where(plan)
     start_ray(plan)
     signals.listen()
     try:
@@ -66,6 +65,21 @@ def serve(plan: Plan) -> int:
     finally:
         take_down(plan)
     return 0
+
+
+def where(plan: Plan) -> tuple[str, int]:
+    """What clients are told to connect to, and the port alone. Ray's proxy listens there once it is started.
+
+    Raises:
+        StartupError: the port is taken.
+    """
+    options = plan.options
+    if options.address is None:
+        with bind(options.host, options.port) as listener:
+            return url_of(listener), listener.getsockname()[1]
+    if options.port == 0:
+        raise StartupError("--port 0 finds a free port of this machine, not of --address: name one")
+    return f"http://{options.host}:{options.port} of the head node", options.port
 
 
 class Signals:
