@@ -1,6 +1,7 @@
 """What a cluster costs, what routing by prefix brings, and what a lost replica does to clients.
 
 `python -m benchmarks.cluster cost`      the same burst to a plain server, to a cluster of one replica, and of two
+`python -m benchmarks.cluster profile`   processor time of a token, process by process
 `python -m benchmarks.cluster routing`   prefix against random routing: shared beginnings, and chats
 `python -m benchmarks.cluster loss`      a replica is killed under load; another takes its place
 
@@ -10,11 +11,9 @@ All over HTTP. A replica computes with one thread, and so does the plain server.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
-import threading
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -22,20 +21,17 @@ import psutil
 from rich.console import Console
 
 from benchmarks.calibrate import warmup_requests
-from benchmarks.client import Endpoint
-from benchmarks.loadgen import LoadPlan, run_load
+from benchmarks.cluster_loss import loss
+from benchmarks.cluster_servers import THREADS, cluster_target, load, plain_target
 from benchmarks.metrics import percentile
 from benchmarks.results import LOCAL, LoadResult
-from benchmarks.servers import RunningServer, Target, find_phase_module
+from benchmarks.servers import RunningServer, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
-from benchmarks.workloads import WORKLOADS, PlannedRequest, PromptWriter, build, identical_requests
+from benchmarks.workloads import WORKLOADS, PromptWriter, build, identical_requests
 from common.models.registry import open_checkpoint
 
-THREADS = 1  # of a replica, and of the plain server
 SEATS, PROMPT_TOKENS, NEW_TOKENS, BURST = 16, 128, 128, 64  # of `cost`
 ROUTING_WORKLOADS = ("prefix_caching", "multi_turn")
-BIN_S = 0.5  # of the timeline of `loss`
-ANSWER_TOKENS = 48  # of `loss`
 
 COST_COLUMNS = [
     "model",
@@ -45,52 +41,8 @@ COST_COLUMNS = [
     "TTFT p50, ms",
     "ITL p50, ms",
 ]
+PROFILE_COLUMNS = ["server", "process", "processor time a token, µs"]
 ROUTING_COLUMNS = ["workload", "replicas", "routing", "hit rate, %", "TTFT p50, ms", "TTFT p95, ms"]
-LOSS_COLUMNS = ["second", "output tokens / s", "answers cut off", "replicas"]
-
-
-def plain_target(phase: str, model: str, *, seats: int, max_seq_len: int) -> Target:
-    """A phase's own server."""
-    return Target("plain server", 0, find_phase_module(phase), _options(model, seats, max_seq_len))
-
-
-def cluster_target(
-    phase: str, model: str, replicas: int, *, seats: int, max_seq_len: int, routing: str = "auto"
-) -> Target:
-    """The same behind a front. Replicas may be more than cores: they share them."""
-    options = {
-        "phase": phase,
-        "replicas": str(replicas),
-        "routing": routing,
-        "cpus": "0.25",
-        "threads": str(THREADS),
-    }
-    label = f"cluster of {replicas}"
-    return Target(label, replicas, "cluster", options | _options(model, seats, max_seq_len))
-
-
-def _options(model: str, seats: int, max_seq_len: int) -> dict[str, str]:
-    return {
-        "model": model,
-        "port": "0",
-        "max-batch-size": str(seats),
-        "max-seq-len": str(max_seq_len),
-        "max-waiting-requests": "128",
-        "log-level": "info",
-    }
-
-
-def load(server: RunningServer, requests: list[PlannedRequest], warmup: list[PlannedRequest]) -> LoadResult:
-    """Send requests to a server.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    result = run_load(LoadPlan(Endpoint(server.url, server.model), requests, warmup=warmup))
-    errors = [record.error for record in result.requests if record.error is not None]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(requests)} requests failed: {errors[0]}")
-    return result
 
 
 # ---------------------------------------------------------------------------------------------- cost
@@ -159,6 +111,87 @@ def speed(result: LoadResult) -> tuple[float, float, float]:
     )
 
 
+# ---------------------------------------------------------------------------------------------- profile
+
+#: What Serve does when it is told nothing (`cluster.environment` tells it otherwise).
+AS_RAY_COMES = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
+
+#: Whose time it is, by what is in the process's command line.
+PROCESSES = {
+    "ServeReplica:infer:replica": "replica: engine and app",
+    "ServeReplica:infer:front": "front",
+    "ProxyActor": "Ray's proxy",
+}
+OTHERS = "the rest of Ray"
+
+
+def profile(options: argparse.Namespace, console: Console) -> MeasuredTable:
+    """Unlike tokens a second, processor time depends little on what else the machine does."""
+    model, length = options.models[0], 2 * (PROMPT_TOKENS + NEW_TOKENS)
+    plain = plain_target(options.phase, model, seats=SEATS, max_seq_len=length)
+    one = cluster_target(options.phase, model, 1, seats=SEATS, max_seq_len=length)
+    writer = PromptWriter(open_checkpoint(model).tokenizer())
+    rows: list[list[Cell]] = []
+    for label, target, environment in (
+        ("plain server", plain, {}),
+        ("cluster of 1", one, {}),
+        ("cluster of 1, Serve's defaults", one, AS_RAY_COMES),
+    ):
+        os.environ |= environment
+        with RunningServer(target) as server:
+            spent = processor_time(server, writer, options.turns)
+        for name in environment:
+            del os.environ[name]
+        rows += [[label, process, seconds * 1e6] for process, seconds in spent.items()]
+        rows.append([label, "all", sum(spent.values()) * 1e6])
+        console.print(f"{label}: {sum(spent.values()) * 1e6:.0f} µs", highlight=False)
+    return MeasuredTable(
+        name="cluster_profile",
+        title="processor time of a token, process by process",
+        setup={
+            "phase": find_phase_module(options.phase),
+            "model": model,
+            "burst": f"{BURST} requests, prompts and answers of {PROMPT_TOKENS} and {NEW_TOKENS} tokens, "
+            f"{options.turns} times after a first that does not count",
+            "seats of an engine": str(SEATS),
+            "cores": str(os.cpu_count()),
+        },
+        columns=PROFILE_COLUMNS,
+        rows=rows,
+    )
+
+
+def processor_time(server: RunningServer, writer: PromptWriter, turns: int) -> dict[str, float]:
+    """Seconds for each output token, by process; prompts are computed in them, too."""
+    before: dict[str, float] = {}
+    for turn in range(turns + 1):
+        orders = identical_requests(
+            writer, count=BURST, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, seed=f"profile:{turn}"
+        )
+        load(server, orders, [])
+        if turn == 0:
+            before = times_of(server.pid)
+    tokens = turns * BURST * NEW_TOKENS
+    return {
+        process: (seconds - before[process]) / tokens for process, seconds in times_of(server.pid).items()
+    }
+
+
+def times_of(pid: int) -> dict[str, float]:
+    """Processor time in seconds of a server and all that it has started, by process."""
+    root = psutil.Process(pid)
+    children = root.children(recursive=True)
+    found: dict[str, float] = {}
+    for process in [root, *children]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(process.cmdline())
+            named = [name for part, name in PROCESSES.items() if part in line]
+            name = named[0] if named else OTHERS if children else "server: engine and app"
+            times = process.cpu_times()
+            found[name] = found.get(name, 0.0) + times.user + times.system
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- routing
 
 
@@ -219,122 +252,6 @@ def cache_use(result: LoadResult) -> tuple[float, float, float]:
     return found / looked_for, percentile(ttfts, 0.5), percentile(ttfts, 0.95)
 
 
-# ---------------------------------------------------------------------------------------------- loss
-
-
-class Watch:
-    """Clients that ask again and again, and what became of their answers, on one clock."""
-
-    def __init__(self, server: RunningServer, clients: int) -> None:
-        self._url, self._model = server.url, server.model
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._origin_s = time.monotonic()
-        self.tokens: list[float] = []  # when each came
-        self.cut: list[float] = []  # when each answer ended with an error
-        self.refused: list[float] = []
-        self.replicas: list[tuple[float, int]] = []
-        jobs = [*(lambda n=n: self._ask(n) for n in range(clients)), self._count_replicas]
-        self._threads = [threading.Thread(target=job, daemon=True) for job in jobs]
-        for thread in self._threads:
-            thread.start()
-
-    def now(self) -> float:
-        return time.monotonic() - self._origin_s
-
-    def stop(self) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(60.0)
-
-    def _ask(self, number: int) -> None:
-        body = {
-            "model": self._model,
-            "prompt": f"Client {number} asks for a story.",
-            "max_tokens": ANSWER_TOKENS,
-            "ignore_eos": True,
-        }
-        with httpx.Client(base_url=self._url, timeout=60.0) as client:
-            while not self._over.is_set():
-                with client.stream("POST", "/v1/completions", json=body) as response:
-                    if response.status_code != 200:
-                        self._note(self.refused)
-                        time.sleep(0.2)
-                    for line in response.iter_lines():
-                        if line == "event: token":
-                            self._note(self.tokens)
-                        elif line == "event: error":
-                            self._note(self.cut)
-
-    def _note(self, times: list[float]) -> None:
-        with self._lock:
-            times.append(self.now())
-
-    def _count_replicas(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60.0) as client:
-            while not self._over.is_set():
-                said = client.get("/telemetry", params={"since_step": 2**53})
-                if said.status_code == 200:
-                    self.replicas.append((self.now(), len(said.json()["replicas"])))
-                time.sleep(BIN_S / 2)
-
-    def replicas_at(self, second: float) -> int | None:
-        known = [count for at, count in self.replicas if at <= second]
-        return known[-1] if known else None
-
-
-def loss(options: argparse.Namespace, console: Console) -> MeasuredTable:
-    """Two replicas; one is killed as the kernel kills what takes too much memory."""
-    target = cluster_target(options.phase, options.models[0], 2, seats=8, max_seq_len=256)
-    with RunningServer(target) as server:
-        watch = Watch(server, clients=8)
-        time.sleep(options.before)
-        replica = replica_processes(server.pid)[0]
-        killed_s = watch.now()
-        replica.kill()
-        while watch.now() < killed_s + options.after:
-            time.sleep(BIN_S)
-        watch.stop()
-    gone = [at for at, count in watch.replicas if at > killed_s and count < 2]
-    back = [at for at, count in watch.replicas if gone and at > gone[0] and count == 2]
-    setup = {
-        "phase": find_phase_module(options.phase),
-        "model": options.models[0],
-        "clients": f"8, each with one answer of {ANSWER_TOKENS} tokens after the other",
-        "killed at": f"{killed_s:.1f} s",
-        "cut off": f"{len(watch.cut)} answers",
-        "refused": f"{len(watch.refused)} requests",
-        "seen to be gone after": f"{gone[0] - killed_s:.1f} s" if gone else "less than was looked for",
-        "replaced after": f"{back[0] - killed_s:.1f} s" if back else "more than was waited for",
-        "cores": str(os.cpu_count()),
-    }
-    rows: list[list[Cell]] = []
-    for index in range(int((killed_s + options.after) / BIN_S)):
-        begin, end = index * BIN_S, (index + 1) * BIN_S
-
-        def count(times: Sequence[float], begin: float = begin, end: float = end) -> int:
-            return sum(begin <= at < end for at in times)
-
-        rows.append([begin, count(watch.tokens) / BIN_S, count(watch.cut), watch.replicas_at(end)])
-    console.print(", ".join(f"{name} {said}" for name, said in setup.items()), highlight=False)
-    return MeasuredTable(
-        name="cluster_loss",
-        title="a replica is killed, and replaced",
-        setup=setup,
-        columns=LOSS_COLUMNS,
-        rows=rows,
-    )
-
-
-def replica_processes(pid: int) -> list[psutil.Process]:
-    """The replicas among the processes that a cluster's command has started."""
-    return [
-        each
-        for each in psutil.Process(pid).children(recursive=True)
-        if "ServeReplica:infer:replica" in "".join(each.cmdline())
-    ]
-
-
 # ---------------------------------------------------------------------------------------------- all
 
 
@@ -342,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("what", choices=["cost", "routing", "loss"])
+    options.add_argument("what", choices=["cost", "profile", "routing", "loss"])
     options.add_argument("--phase", default="8", help="number, word or module (8)")
     options.add_argument(
         "--models", nargs="+", default=["zoo:llama-tiny"], help="of which only cost takes several"
@@ -360,7 +277,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the plain server; replicas are told
     console = Console()
-    table = {"cost": cost, "routing": routing, "loss": loss}[options.what](options, console)
+    table = {"cost": cost, "profile": profile, "routing": routing, "loss": loss}[options.what](
+        options, console
+    )
     if options.what != "loss":
         table.print(console)
     console.print(f"written to {table.save(options.out)}")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from cluster.environment import prepare
 from cluster.options import read_flags
 from common.errors import StartupError
 from common.server.cli import UsageError, configure_logging, exit_with
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if importlib.util.find_spec("ray") is None:
             exit_with("error: a cluster needs Ray, which is not installed: pip install -e '.[cluster]'", 1)
         configure_logging(plan.options.log_level)
+        prepare()
         from cluster.lifecycle import serve  # here, since it imports Ray
 
         sys.exit(serve(plan))

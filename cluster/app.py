@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
+from cluster.environment import settings
 from cluster.front import Front
 from cluster.options import Plan, read_mapping
 from cluster.replica import Replica
@@ -63,7 +64,7 @@ def application(plan: Plan) -> Application:
         ray_actor_options={
             "num_cpus": options.cpus,
             "num_gpus": options.gpus,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(options.threads_each)}},
+            "runtime_env": {"env_vars": settings() | {"OMP_NUM_THREADS": str(options.threads_each)}},
         },
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.2,
@@ -85,7 +86,11 @@ def application(plan: Plan) -> Application:
         name="front",
         num_replicas=1,
         max_ongoing_requests=1 << 16,  # clients whose streams it passes on; engines refuse what is too much
-        ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": {HEAD_NODE: 0.001},
+            "runtime_env": {"env_vars": settings()},
+        },
         graceful_shutdown_timeout_s=options.shutdown_timeout + 2.0,
         graceful_shutdown_wait_loop_s=0.2,
     )

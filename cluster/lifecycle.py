@@ -8,8 +8,8 @@ port free? ─> Ray here, or joined ─> replicas built ─> ready ─> signal: 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
 import re
 import signal
 import threading
@@ -17,14 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Before Ray is imported, which reads its environment then. It asks nobody's server about updates, and leaves GPUs
-# visible to processes that have asked for none.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
 import ray
 from ray import serve as ray_serve
-from ray.serve.handle import DeploymentHandle
 
 from cluster.app import NAME, application
 from cluster.options import Plan
@@ -45,13 +39,11 @@ def serve(plan: Plan) -> int:
         StartupError: the port is taken, there is too little of something, or a replica cannot be built.
     """
     signals = Signals()
-    with bind(plan.options.host, plan.options.port) as listener:
-        address, port = url_of(listener), listener.getsockname()[1]
+    address, port = where(plan)
     start_ray(plan)
     signals.listen()
     try:
-        front = deploy(plan, port, given_up=lambda: signals.came)
-        if front is None:
+        if not deploy(plan, port, given_up=lambda: signals.came):
             return 0
         options = plan.options
         names = options.served_model_name
@@ -69,10 +61,25 @@ def serve(plan: Plan) -> int:
             name,
             options.shutdown_timeout,
         )
-        drain(front, options.shutdown_timeout)
+        asyncio.run(drain(options.shutdown_timeout))
     finally:
         take_down(plan)
     return 0
+
+
+def where(plan: Plan) -> tuple[str, int]:
+    """What clients are told to connect to, and the port alone. Ray's proxy listens there once it is started.
+
+    Raises:
+        StartupError: the port is taken.
+    """
+    options = plan.options
+    if options.address is None:
+        with bind(options.host, options.port) as listener:
+            return url_of(listener), listener.getsockname()[1]
+    if options.port == 0:
+        raise StartupError("--port 0 finds a free port of this machine, not of --address: name one")
+    return f"http://{options.host}:{options.port} of the head node", options.port
 
 
 class Signals:
@@ -139,9 +146,8 @@ def start_ray(plan: Plan) -> None:
             )
 
 
-def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> DeploymentHandle | None:
-    """Start Serve and the application, and wait until every replica is there: a handle to the front. None: it was
-    given up first.
+def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> bool:
+    """Start Serve and the application, and wait until every replica is there. False: it was given up first.
 
     Raises:
         StartupError: a replica cannot be built.
@@ -157,12 +163,12 @@ def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> DeploymentHan
     while True:
         status = ray_serve.status().applications[NAME]
         if status.status == "RUNNING":
-            return ray_serve.get_app_handle(NAME)
+            return True
         if status.status == "DEPLOY_FAILED":
             reasons = [status.message, *(each.message for each in status.deployments.values())]
             raise StartupError(_reason(" ".join(reasons)))
         if given_up():
-            return None
+            return False
         time.sleep(0.1)
 
 
@@ -179,12 +185,13 @@ def take_down(plan: Plan) -> None:
     ray.shutdown()
 
 
-def drain(front: DeploymentHandle, timeout_s: float) -> None:
+async def drain(timeout_s: float) -> None:
     """Let what runs come to its end; new requests are answered 503."""
-    front.stop_accepting.remote().result()
+    front = ray_serve.get_app_handle(NAME)
+    await front.stop_accepting.remote()
     deadline = time.monotonic() + timeout_s
-    while front.num_running.remote().result() > 0:
+    while await front.num_running.remote() > 0:
         if time.monotonic() > deadline:
-            logger.warning("some requests were not done in time and have been failed")
+            logger.warning("some requests were not done in time and have been cut off")
             return
-        time.sleep(0.1)
+        await asyncio.sleep(0.1)

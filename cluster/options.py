@@ -111,6 +111,8 @@ def read_mapping(args: Mapping[str, Any]) -> Plan:
 
 
 def _plan(package: PhasePackage, settings: Any) -> Plan:
+    if settings.device == "cuda" and not settings.gpus:
+        raise cli.UsageError("--device cuda: replicas see no GPU that they have not asked for; add --gpus 1")
     return Plan(package, cli.part_of(settings, ClusterOptions), cli.part_of(settings, package.Config))
 
 

@@ -146,11 +146,16 @@ def peers_tables(results: Path = RESULTS) -> str:
     )
 
 
-def measured_table(name: str, results: Path = RESULTS) -> str:
-    """What a program that measures in one process found, on each machine; a sentence where it has not been run."""
+def measured_table(name: str, results: Path = RESULTS, *, program: str | None = None) -> str:
+    """What a program that measures in one process found, on each machine; a sentence where it has not been run.
+
+    Args:
+        name: the table's.
+        program: what makes it; `benchmarks.NAME` if None.
+    """
     found = [table for table in load_tables(results) if table.name == name]
     if not found:
-        return f"Not measured yet: `.venv/bin/python -m benchmarks.{name}` does it.\n"
+        return f"Not measured yet: `.venv/bin/python -m {program or f'benchmarks.{name}'}` does it.\n"
     return "\n".join(map(described, found))
 
 

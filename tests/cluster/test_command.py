@@ -55,6 +55,7 @@ def test_threads_follow_from_cpus() -> None:
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas 2 is less than replicas 3"),
         (["--phase", "8", "--kv-cache-backend", "contiguous"], "kv_cache_backend"),
         (["--phase"], "--phase takes a phase"),
+        (["--device", "cuda"], "add --gpus 1"),
     ],
 )
 def test_wrong_options_are_named(flags: list[str], said: str) -> None:

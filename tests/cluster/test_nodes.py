@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.environment import prepare
 from tests.server.support import HANG_S, Event, eventually, read_events
 
 SEATS, STREAMS = 4, 16
@@ -29,7 +29,7 @@ class Nodes:
     """A cluster of a head and one more node, with a replica on each; its address."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        prepare()
         from ray.cluster_utils import Cluster
 
         from cluster.lifecycle import deploy, start_ray

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.environment import prepare
 from common.server.lifecycle import bind
 from tests.server.support import HANG_S, eventually
 
@@ -28,7 +28,7 @@ class Deployed:
     """A Ray cluster with a dashboard, which is where `serve deploy` brings its file."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        prepare()
         from ray.cluster_utils import Cluster
 
         self.port, self._dashboard = free_port(), free_port()

@@ -1,0 +1,22 @@
+"""What Ray is told by way of the environment. It reads that when it is imported, so this knows nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+
+#: How Serve passes messages on: over gRPC from process to process instead of through Ray's object layer, and with
+#: no threads of their own for our code and for routers. `benchmarks.cluster profile` measures what that saves.
+#: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
+FAST = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+
+
+def settings() -> dict[str, str]:
+    """All of `FAST`, as the environment has it where it has it."""
+    return {name: os.environ.get(name, value) for name, value in FAST.items()}
+
+
+def prepare() -> None:
+    """Set what is not set otherwise, for this process and those that it starts. Ray asks nobody's server about
+    updates."""
+    for name, value in {**settings(), "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        os.environ.setdefault(name, value)

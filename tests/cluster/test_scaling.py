@@ -1,0 +1,51 @@
+"""A cluster that grows when all its engines are busy."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import httpx
+
+from tests.server.support import ServerProcess, eventually
+
+
+def test_a_busy_replica_gets_company_and_rays_prometheus_knows_both() -> None:
+    process = ServerProcess(
+        "phase8_prefix",
+        *("--replicas", "1", "--max-replicas", "2", "--max-batch-size", "2"),
+        module="tests.cluster.start",
+    )
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            with process.streaming(max_tokens=500, ignore_eos=True) as events:
+                for _ in events:
+                    if over.is_set():
+                        return
+
+    clients = [threading.Thread(target=ask, daemon=True) for _ in range(6)]
+    for client in clients:
+        client.start()
+
+    def replicas() -> set[str]:
+        return set(process.client.get("/telemetry").json()["replicas"])
+
+    assert len(replicas()) == 1
+    eventually(lambda: len(replicas()) == 2)
+    (port,) = {path.read_text() for path in Path("/tmp/ray/session_latest").glob("metrics_export_port_*")}
+    gauge = "ray_infer_requests_running{"
+
+    def scraped() -> set[str]:
+        lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+        return {line.partition('replica="')[2].partition('"')[0] for line in lines if line.startswith(gauge)}
+
+    eventually(lambda: scraped() == replicas())
+    over.set()
+    for client in clients:
+        client.join()
+    assert process.complete()["usage"]["completion_tokens"] == 8
+    process.signal()
+    assert process.wait() == 0
+    process.close()
