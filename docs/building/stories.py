@@ -98,7 +98,9 @@ def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: P
     entries = _drawn(group, labels, folder)
     opening = [picture(entry, root) for entry in entries if entry["figure"] == first]
     if opening and entries[0]["comparison"] != group.first.comparison:
-        opening.append("(Drawn of another comparison, with more servers; the numbers are the newest.)\n")
+        opening.append(
+            "(The picture is of an earlier comparison, with more servers; the numbers are of the latest.)\n"
+        )
     others = [picture(entry, root) for entry in entries if entry["figure"] != first]
     table = f"{setup_of(group)}\n\n{group_table(group, [line for line in LINES if line.title in HEADLINES])}"
     parts = [*opening, _folded("All numbers", table)]
