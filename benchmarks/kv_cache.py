@@ -14,9 +14,10 @@ table has a whole answer, made both ways.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,10 +73,7 @@ def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list
         text = Text(model, length + 1)
         token_ids = [place % model.config.vocab_size for place in range(length + 1)]
         text.next_token(token_ids[:-1], 0)  # what the cache holds of it
-        ways: list[Callable[[], object]] = [
-            lambda text=text, ids=token_ids: text.next_token(ids, len(ids) - 1),  # type: ignore[misc]
-            lambda text=text, ids=token_ids: text.next_token(ids, 0),  # type: ignore[misc]
-        ]
+        ways = [functools.partial(text.next_token, token_ids, start) for start in (length, 0)]
         turns = [[milliseconds(way, 3) for way in ways] for _ in range(repeats + 1)][1:]
         kept, again = (statistics.median(times) for times in zip(*turns, strict=True))
         megabytes = (length + 1) * text.cache.shape.bytes_per_token / 2**20

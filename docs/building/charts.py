@@ -25,20 +25,24 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
-def line_chart(name: str, x: str, *columns: str, title: str, y_title: str, results: Path = RESULTS) -> str:
+def line_chart(
+    name: str, x: str, *columns: str, title: str, y_title: str, only: str = "", results: Path = RESULTS
+) -> str:
     """Columns of a measured table over another one, both axes logarithmic; nothing where it was not measured.
 
     Args:
         name: the table's.
         x: heading of the column that goes to the right.
         columns: headings of those that go up.
+        only: rows whose first cell is this, where they are of several kinds.
     """
     table = newest(name, results)
     if table is None:
         return ""
     place = {heading: index for index, heading in enumerate(table.columns)}
+    rows = [row for row in table.rows if only in ("", row[0])]
     curves = [
-        Curve(column, [(_number(row[place[x]]), _number(row[place[column]])) for row in table.rows])
+        Curve(column, [(_number(row[place[x]]), _number(row[place[column]])) for row in rows])
         for column in columns
     ]
     return draw(curves, title=title, x_title=x, y_title=y_title)

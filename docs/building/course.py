@@ -9,6 +9,13 @@ from docs.building.pictures import text
 SIZE, STEP = 12, 14
 KINDS = {"p": "prefill", "d": "decode", "i": "idle", ".": "hidden"}
 
+LEGEND = (
+    ("prefill", "a prompt's token"),
+    ("decode", "one more token"),
+    ("idle", "computed for nobody"),
+    ("hidden", "kept, or empty"),
+)
+
 #: Pages of what is no package: number, title, idea, page.
 FIRST = (
     (1, "The model", "from token ids to a score for every next token", "model"),
@@ -54,7 +61,8 @@ def course_picture() -> str:
         phase = find_phase(name).PHASE
         page = phase.slug.partition("_")[2]
         cards.append(_card(phase.number, phase.title, phase.idea, page, _figure(phase.number)))
-    return f'<div class="course">{"".join(cards)}</div>\n'
+    legend = " ".join(f'<span class="key {kind}">{words}</span>' for kind, words in LEGEND)
+    return f'<div class="course">{"".join(cards)}</div>\n<div class="legend">{legend}</div>\n'
 
 
 def _figure(number: int) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from common.kv import KVShape
 from common.phases import find_phase, phase_names
+from docs.building.folding import folded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -178,7 +179,6 @@ def _folded(body: Body, number: str) -> str:
     lines, first = inspect.getsourcelines(body.function)
     path = Path(inspect.getsourcefile(body.function) or "").resolve().relative_to(ROOT)
     written = "this phase" if body.place == number else f"phase {body.place}"
-    code = ["```python", *inspect.cleandoc("\n" + "".join(lines)).splitlines(), "```"]
-    text = "\n".join(f"    {line}".rstrip() for line in code)
+    code = inspect.cleandoc("\n" + "".join(lines))
     title = f"{body.owner.__name__}.{body.name} · {written} · {path}, line {first}"
-    return f'??? quote "{title}"\n\n{text}\n'
+    return folded(title, f"```python\n{code}\n```", "quote")

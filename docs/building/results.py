@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
 from benchmarks.results import LOCAL, Run, is_complete, load_comparisons
 from benchmarks.tables import MeasuredTable, load_tables, show
+from docs.building.folding import folded
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -141,7 +142,10 @@ def peers_tables(results: Path = RESULTS) -> str:
         return "No comparison with another server has been measured yet.\n"
     lines = [line for line in LINES if line.title in HEADLINES]
     return "\n".join(
-        f"`{workload}`: {setup_of(group)}\n\n{group_table(group, lines)}"
+        folded(
+            f"{workload}: {', '.join(group.labels)}",
+            f"{setup_of(group)}\n\n{group_table(group, lines)}",
+        )
         for (workload, *_), group in sorted(found.items(), key=lambda item: item[0])
     )
 

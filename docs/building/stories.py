@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from docs.building.folding import folded, indented
 from docs.building.results import (
     HEADLINES,
     LINES,
@@ -52,12 +53,12 @@ def measured_section(
 
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
     """A measured table, folded."""
-    return _folded(title, measured_table(name, results))
+    return folded(title, measured_table(name, results))
 
 
 def folded_sweep(workload: str, *options: str, results: Path = RESULTS) -> str:
     """A sweep's tables, folded."""
-    return _folded("Each setting", sweep_table(workload, *options, results=results))
+    return folded("Each setting", sweep_table(workload, *options, results=results))
 
 
 def story_picture(
@@ -78,7 +79,7 @@ def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
         if (entry["comparison"], entry["workload"], entry["model"], entry["quick"])
         == (run.comparison, run.workload.name, run.server.model, run.workload.quick)
     ]
-    return _folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
+    return folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
 
 
 def picture(entry: Entry, root: str) -> str:
@@ -90,20 +91,18 @@ def picture(entry: Entry, root: str) -> str:
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"
 
 
-def indented(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-
-
 def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
     entries = _drawn(group, labels, folder)
     opening = [picture(entry, root) for entry in entries if entry["figure"] == first]
     if opening and entries[0]["comparison"] != group.first.comparison:
-        opening.append("(Drawn of another comparison, with more servers; the numbers are the newest.)\n")
+        opening.append(
+            "(The picture is of an earlier comparison, with more servers; the numbers are of the latest.)\n"
+        )
     others = [picture(entry, root) for entry in entries if entry["figure"] != first]
     table = f"{setup_of(group)}\n\n{group_table(group, [line for line in LINES if line.title in HEADLINES])}"
-    parts = [*opening, _folded("All numbers", table)]
+    parts = [*opening, folded("All numbers", table)]
     if others:
-        parts.append(_folded("More pictures", "\n".join(others)))
+        parts.append(folded("More pictures", "\n".join(others)))
     return "\n".join(parts)
 
 
@@ -130,7 +129,3 @@ def _entries(folder: Path) -> list[Entry]:
 def _tab_title(group: Group) -> str:
     model = group.first.server.model.removeprefix("dummy:")
     return f"{model} ({group.folder})" if group.folder else model
-
-
-def _folded(title: str, text: str) -> str:
-    return f'??? note "{title}"\n\n{indented(text)}\n'

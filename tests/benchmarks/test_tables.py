@@ -86,8 +86,8 @@ def test_comparisons_with_other_servers_have_tables_of_their_own(tmp_path: Path)
             run.save(tmp_path / "peers")
     shown = pages.peers_tables(tmp_path)
     assert shown.count("| phase 7 | vLLM 0.1 |") == 2
-    assert "`mixed`:" in shown
-    assert "`burst`:" not in shown
+    assert '"mixed: phase 7, vLLM 0.1"' in shown
+    assert "burst" not in shown
     assert "phase 6" not in shown
 
 
