@@ -14,7 +14,8 @@ from typing import NoReturn
 from cluster.environment import prepare
 from cluster.options import read_flags
 from common.errors import StartupError
-from common.server.cli import UsageError, configure_logging, exit_with
+from common.server.cli import UsageError, exit_with
+from common.server.log_format import configure_logging
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         plan = read_flags(sys.argv[1:] if argv is None else argv)
         if importlib.util.find_spec("ray") is None:
             exit_with("error: a cluster needs Ray, which is not installed: pip install -e '.[cluster]'", 1)
-        configure_logging(plan.options.log_level)
+        configure_logging(plan.options.log_level, plan.options.log_format)
         prepare()
         from cluster.lifecycle import serve  # here, since it imports Ray
 

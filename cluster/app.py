@@ -25,7 +25,7 @@ from cluster.replica import Replica
 from cluster.router import PolicyRouter
 from cluster.scaling import replicas_for
 from common.server.cli import UsageError
-from common.server.options import ServerOptions
+from common.server.options import CommonOptions
 
 NAME = "infer"  # of the application
 
@@ -94,7 +94,7 @@ def application(plan: Plan) -> Application:
         graceful_shutdown_timeout_s=options.shutdown_timeout + 2.0,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    server_options = {name: getattr(options, name) for name in ServerOptions.model_fields}
+    server_options = {name: getattr(options, name) for name in CommonOptions.model_fields}
     engines = replicas.bind(
         plan.package.PHASE.slug, plan.config.model_dump(), server_options, created=int(time.time())
     )

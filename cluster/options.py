@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from common.config import EngineConfig
 from common.phases import PhasePackage, find_phase, phase_names
 from common.server import cli
-from common.server.options import ServerOptions
+from common.server.options import CommonOptions
 
 DEFAULT_PORT = 9000
 
@@ -21,7 +21,7 @@ DEFAULT_PORT = 9000
 FIRST_CACHING_PHASE = 8
 
 
-class ClusterOptions(ServerOptions):
+class ClusterOptions(CommonOptions):
     """Options of a cluster, beside those of a phase."""
 
     phase: str = Field(default="9", description="which phase the replicas are, by number or name")

@@ -15,8 +15,8 @@ from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
 from common.phases import find_phase
 from common.server.app import create_app
-from common.server.cli import configure_logging
-from common.server.options import ServerOptions
+from common.server.log_format import configure_logging
+from common.server.options import CommonOptions
 from common.server.service import Service
 from common.worker import EngineWorker
 
@@ -43,8 +43,8 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, phase: str, config: dict[str, Any], options: dict[str, Any], created: int
     ) -> None:
-        server_options = ServerOptions(**options)
-        configure_logging(server_options.log_level)
+        server_options = CommonOptions(**options)
+        configure_logging(server_options.log_level, server_options.log_format)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         package = find_phase(phase)
         engine_config = package.Config(**config)
@@ -57,6 +57,8 @@ class Replica:
             model_name=names[0] if names else None,
             other_names=names[1:],
             api_keys=server_options.api_key,
+            cors_origins=server_options.cors_origin,
+            live_view=False,  # it would show one of the replicas, and not the one that is asked
         )
         self._service: Service = self._app.state.server
         self._service.created = created

@@ -22,7 +22,7 @@ from common.phases import PhasePackage, find_phase
 from common.server.errors import shorten
 from common.server.lifecycle import exit_at_once, serve
 from common.server.log_format import configure_logging
-from common.server.options import ServerOptions
+from common.server.options import CommonOptions, ServerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,13 @@ def settings_for(
     package: PhasePackage,
     prog: str | None = None,
     *,
-    server_options: type[ServerOptions] = ServerOptions,
+    server_options: type[CommonOptions] = ServerOptions,
     default_port: int | None = None,
 ) -> type[BaseSettings]:
     """A phase's options and the server's, with flags and environment names.
 
     Args:
-        server_options: the server's, where there are more of them.
+        server_options: the server's, where it is another.
         default_port: the phase's own if None.
     """
     return type(
@@ -125,7 +125,7 @@ def settings_for(
                 default=package.PHASE.default_port if default_port is None else default_port,
                 ge=0,
                 le=65535,
-                description=ServerOptions.model_fields["port"].description,
+                description=CommonOptions.model_fields["port"].description,
             ),
             "model_config": SettingsConfigDict(
                 env_prefix=ENV_PREFIX,

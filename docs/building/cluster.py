@@ -8,7 +8,7 @@ from benchmarks.tables import Cell, MeasuredTable, load_tables
 from cluster.options import ClusterOptions
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
-from common.server.options import ServerOptions
+from common.server.options import CommonOptions
 from docs.building.options import fields_table
 from docs.building.pictures import figure, text
 from docs.building.results import RESULTS
@@ -31,7 +31,7 @@ def cluster_options_table() -> str:
     own = {
         name: field
         for name, field in ClusterOptions.model_fields.items()
-        if name not in ServerOptions.model_fields
+        if name not in CommonOptions.model_fields
     }
     return fields_table(own)
 
