@@ -72,6 +72,17 @@ HALF_RIGHT = {
         (("if wrong or len(set(blocks)) != len(blocks):", "if False:"),),
         "A block that is freed twice",
     ),
+    "a refusal that takes what there is": HalfRight(
+        "phase6_paged",
+        "allocator.py",
+        (
+            (
+                "            raise OutOfBlocksError(",
+                "            self._free.clear()\n            raise OutOfBlocksError(",
+            ),
+        ),
+        "All blocks or none",
+    ),
     "no reserve": HalfRight(
         "phase6_paged",
         "scheduler.py",
