@@ -16,6 +16,6 @@ service      what the routes share             errors       one JSON shape for a
 app          routes, errors, life: the app     request_log  a line for each request
 lifecycle    port, signals, draining           cli, options flags and environment
 openapi      the machine's description         page         the form at /
-metrics      what Prometheus reads             live_view    steps as they come, for the page's viewer.js
+metrics      what Prometheus reads             live_view    steps as they come; viewer/ draws them
 ```
 """

@@ -240,7 +240,7 @@ def test_ten_thousand_steps_stay_smooth(tab: Tab, page: str) -> None:
           for (let i = 0; i < 50; i++) {
             const moment = i < 25 ? 5000 + i : (i * 7919) % 10000; /* played, then scrubbed */
             const times = [];
-            for (let turn = 0; turn < 3; turn++) { /* what else the machine does is not the viewer's */
+            for (let turn = 0; turn < 5; turn++) { /* what else the machine does is not the viewer's */
               long.goTo(moment + 1);
               const began = performance.now();
               long.goTo(moment);
