@@ -73,6 +73,7 @@ class Tab:
         self._session = {"sessionId": attached["sessionId"]}
         for domain in ("Runtime", "Log", "Page", "Network"):
             self.command(f"{domain}.enable")
+        self.command("Performance.enable", timeDomain="threadTicks")
 
     def _address(self) -> tuple[tuple[str, int], str]:
         """Where Chromium says that it listens."""
@@ -191,6 +192,11 @@ class Tab:
         if click:
             for kind in ("mousePressed", "mouseReleased"):
                 self.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def busy_ms(self) -> float:
+        """Processor time of the page's thread so far: what else the machine does is not in it."""
+        metrics = {each["name"]: each["value"] for each in self.command("Performance.getMetrics")["metrics"]}
+        return float(metrics["TaskDuration"]) * 1000
 
     def violations(self, selector: str) -> list[str]:
         """What axe-core finds fault with below an element: contrast, names, roles."""

@@ -18,7 +18,7 @@ service      what the routes share             errors       one JSON shape for a
 app          routes, errors, life: the app     request_log  a line for each request; log_format: as text or JSON
 lifecycle    port, signals, draining           cli, options flags and environment
 connections  how many, and for how long        page         the form at /
-openapi      the machine's description         live_view    steps as they come, for the page's viewer.js
+openapi      the machine's description         live_view    steps as they come, viewer/ draws them
 metrics      what Prometheus reads
 ```
 """

@@ -1,6 +1,6 @@
 """The page at `/`: what runs here, a form to try it, and the engine's steps. It loads nothing from elsewhere.
 
-The viewer is `viewer.js`, which the documentation's site has, too.
+The documentation's site has the same viewer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import resources
 from string import Template
 
 from common.engine import Engine
+from common.server import viewer
 from common.server.schemas.completion import DEFAULT_MAX_TOKENS
 
 #: A browser holds the page to it: its own script and style, this server, and nothing else.
@@ -24,7 +25,7 @@ MOST_COPIES = 32  # of a prompt that the form sends at once
 
 def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
     """The page of an app that serves `engine`'s model under `model_name`."""
-    template = Template(_read("page.html"))
+    template = Template(resources.files("common.server").joinpath("page.html").read_text("utf-8"))
     most_tokens = engine.max_seq_len - 1
     values = {
         "number": engine.phase.number,
@@ -37,9 +38,5 @@ def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
         "max_tokens": min(DEFAULT_MAX_TOKENS, most_tokens),
     }
     escaped = {name: html.escape(str(value)) for name, value in values.items()}
-    parts = {"viewer": _read("viewer.js"), "viewer_style": _read("viewer.css")}
+    parts = {"viewer": viewer.script(), "viewer_style": viewer.style()}
     return template.substitute(escaped | parts, live_view="on" if live_view else "off")
-
-
-def _read(name: str) -> str:
-    return resources.files("common.server").joinpath(name).read_text("utf-8")

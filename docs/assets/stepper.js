@@ -25,21 +25,28 @@ globalThis.stepTraces ??= {};
 
   /** @param {HTMLElement} element */
   function start(element) {
-    const { choices, opened } = JSON.parse(/** @type {Element} */ (element.querySelector("script")).textContent ?? "");
+    const said = /** @type {Element} */ (element.querySelector("script")).textContent ?? "";
+    const { choices, opened } = JSON.parse(said);
     const number = ++started;
-    const phases = side => `<select name="${side}" aria-label="phase, ${side}">${Object.entries(choices.phases).map(([each, title]) =>
-      `<option value="${each}"${Number(each) === opened[side] ? " selected" : ""}>${each}: ${title.toLowerCase()}</option>`).join("")}</select>`;
-    const slider = (name, label, values, unit) => `<label for="stepper${number}${name}">${label} <output></output></label>
-      <input id="stepper${number}${name}" name="${name}" type="range" min="0" max="${values.length - 1}" data-unit="${unit}"
-        value="${Math.max(values.indexOf(opened[name]), 0)}">`;
+    const option = (value, words, chosen) => `<option value="${value}"${chosen ? " selected" : ""}>${words}</option>`;
+    const phases = side => {
+      const options = Object.entries(choices.phases).map(([phase, title]) =>
+        option(phase, `${phase}: ${title.toLowerCase()}`, Number(phase) === opened[side]));
+      return `<select name="${side}" aria-label="phase, ${side}">${options.join("")}</select>`;
+    };
+    const stories = Object.entries(choices.stories).map(([name, title]) => option(name, title, name === opened.story));
+    const slider = (name, label, values, unit) => `<div class="stepper-slider">
+      <label for="stepper${number}${name}">${label} <output></output></label>
+      <input id="stepper${number}${name}" name="${name}" type="range" min="0" max="${values.length - 1}"
+        data-unit="${unit}" value="${Math.max(values.indexOf(opened[name]), 0)}"></div>`;
+    const blocks = ` blocks of ${choices.block_size} tokens`;
     element.innerHTML = `<form class="stepper-settings">
         <div class="stepper-choice">${phases("left")} <span>against</span> ${phases("right")}
-        <label for="stepper${number}story">requests:</label> <select id="stepper${number}story" name="story">${
-          Object.entries(choices.stories).map(([each, title]) =>
-            `<option value="${each}"${each === opened.story ? " selected" : ""}>${title}</option>`).join("")}</select></div>
-        <div class="stepper-slider">${slider("seats", "seats", choices.seats, "")}</div>
-        <div class="stepper-slider">${slider("blocks", "memory, from phase 6 on", choices.blocks, ` blocks of ${choices.block_size} tokens`)}</div>
-        <div class="stepper-slider">${slider("chunk", "chunks, from phase 7 on", choices.chunks, " tokens a step")}</div>
+          <label for="stepper${number}story">requests:</label>
+          <select id="stepper${number}story" name="story">${stories.join("")}</select></div>
+        ${slider("seats", "seats", choices.seats, "")}
+        ${slider("blocks", "memory, from phase 6 on", choices.blocks, blocks)}
+        ${slider("chunk", "chunks, from phase 7 on", choices.chunks, " tokens a step")}
       </form><div></div>`;
     const form = /** @type {HTMLFormElement} */ (element.firstElementChild);
     /** @type {any} */
@@ -59,8 +66,11 @@ globalThis.stepTraces ??= {};
       const numbers = [Number(chosen.left), Number(chosen.right)];
       for (const [name, from] of [["blocks", choices.blocks_from], ["chunk", choices.chunks_from]])
         /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).disabled = numbers.every(each => each < from);
-      const names = numbers.map(phase => [`p${phase}`, `s${chosen.seats}`, ...(phase >= choices.blocks_from ? [`b${chosen.blocks}`] : []),
-        ...(phase >= choices.chunks_from ? [`c${chosen.chunk}`] : []), chosen.story].join("-"));
+      const names = numbers.map(phase => {
+        const blocks = phase >= choices.blocks_from ? [`b${chosen.blocks}`] : [];
+        const chunk = phase >= choices.chunks_from ? [`c${chosen.chunk}`] : [];
+        return [`p${phase}`, `s${chosen.seats}`, ...blocks, ...chunk, chosen.story].join("-");
+      });
       const wanted = names.join();
       element.dataset.wanted = wanted;
       const traces = await Promise.all([...new Set(names)].map(traceOf));

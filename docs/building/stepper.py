@@ -5,7 +5,7 @@ takes a while, and each of its tokens a little more.
 
 ```text
 docs/building/stepper.py    a file for each setting of each phase    assets/steps/p7-s4-b40-c16-long.js
-common/server/viewer.js     what draws them                          assets/viewer.js, as servers have it
+common/server/viewer        what draws them                          assets/viewer.js, as servers have it
 docs/assets/stepper.js      the controls; loads a file when its setting is chosen
 ```
 

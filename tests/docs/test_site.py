@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from common.server import viewer
 from tests.docs.conftest import ROOT, Page
 
 NOT_FOUND = "404.html"  # its links begin at the server's root, wherever that is
@@ -79,5 +80,5 @@ def test_pages_stay_light_on_a_phone(site: Path) -> None:
 
 
 def test_the_viewer_is_the_servers_own(site: Path) -> None:
-    for name in ("viewer.js", "viewer.css"):
-        assert (site / "assets" / name).read_bytes() == (ROOT / "common" / "server" / name).read_bytes()
+    assert (site / "assets" / "viewer.js").read_text(encoding="utf-8") == viewer.script()
+    assert (site / "assets" / "viewer.css").read_text(encoding="utf-8") == viewer.style()
