@@ -64,7 +64,9 @@ class Bodies:
 
 
 def expire(deadline: asyncio.Timeout) -> None:
-    deadline.reschedule(asyncio.get_running_loop().time())
+    """Its time is over. One that has just run out by itself cannot be changed any more."""
+    if not deadline.expired():
+        deadline.reschedule(asyncio.get_running_loop().time())
 
 
 async def _read(request: Request) -> bytes:

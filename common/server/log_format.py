@@ -1,7 +1,7 @@
 """How a line of the log is written: as text for people, or as JSON for programs.
 
 ```json
-{"time":"2026-01-31T12:00:00.123Z","level":"INFO","message":"ready: …","logger":"common.server.lifecycle"}
+{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.lifecycle"}
 ```
 
 A line about a request has its numbers as fields beside the message, and one about an exception its `traceback`.
@@ -10,10 +10,9 @@ A line about a request has its numbers as fields beside the message, and one abo
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 from typing import Any, Literal
-
-import orjson
 
 #: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
 FIELDS = "fields"
@@ -47,7 +46,7 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, FIELDS, {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        return json.dumps(line, default=str)  # ASCII: a line must be one whatever its bytes mean
 
 
 def is_news(record: logging.LogRecord) -> bool:

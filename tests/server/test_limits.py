@@ -19,6 +19,7 @@ import pytest
 
 from common.server import connections
 from common.server.backlogs import Backlogs, SlowReaderError
+from common.server.bodies import expire
 from common.server.connections import ConnectionLimits, allow_open_files
 from common.server.lifecycle import find_lost_peers
 from tests.server.support import HANG_S, LocalServer, eventually
@@ -293,6 +294,18 @@ def test_half_a_body_does_not_hold_up_the_end() -> None:
         eventually(lambda: server.ended)
         assert time.monotonic() - began < 20, "neither 30 s for bodies nor 30 s to shut down"
     server.close()
+
+
+def test_the_end_may_come_in_the_moment_when_a_body_is_late() -> None:
+    async def run() -> None:
+        async with asyncio.timeout(0.01) as deadline:
+            try:
+                await asyncio.sleep(HANG_S)
+            finally:
+                expire(deadline)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
 
 
 def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

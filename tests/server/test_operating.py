@@ -167,9 +167,10 @@ def test_an_exception_is_one_line() -> None:
         raise ZeroDivisionError("two\nlines")
     except ZeroDivisionError:
         record = logging.LogRecord("a", logging.ERROR, "", 1, "went %s", ("wrong",), sys.exc_info())
-    setattr(record, FIELDS, {"status": 500, "odd": {1}})
+    setattr(record, FIELDS, {"status": 500, "odd": {1}, "path": "\udcff"})
     (line,) = json_lines(JsonLines().format(record))
     assert (line["message"], line["status"], line["odd"]) == ("went wrong", 500, "{1}")
+    assert line["path"] == "\udcff", "what is no text"
     assert line["traceback"].endswith("ZeroDivisionError: two\nlines")
 
 
