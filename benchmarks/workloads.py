@@ -318,7 +318,7 @@ def build(
 def planned_requests(
     workload: Workload, write: Write, *, seed: int = 0, factor: float = 1.0, quick: bool = False
 ) -> Iterator[PlannedRequest]:
-    """The same, each made when it is asked for: there may be more of them than there is room for at once."""
+    """What `build` makes a list of, as token ids. Each is made when it is asked for: there may be any number."""
     count = workload.count(quick=quick)
     # One stream of random numbers for each decision: a longer prompt must not move the arrivals.
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
