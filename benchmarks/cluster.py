@@ -268,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4], help="for routing (1 2 4)")
     options.add_argument("--rate", type=float, default=1.0, help="for routing: × the workload's (1)")
     options.add_argument("--before", type=float, default=6.0, help="for loss: seconds until it is killed (6)")
-    options.add_argument("--after", type=float, default=24.0, help="for loss: seconds that follow (24)")
+    options.add_argument("--after", type=float, default=40.0, help="for loss: seconds that follow (40)")
     options.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
     return options
 

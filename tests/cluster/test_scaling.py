@@ -1,4 +1,4 @@
-"""A cluster that grows when all its engines are busy."""
+"""A cluster that grows when all its engines are busy, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 from tests.server.support import ServerProcess, eventually
 
 
-def test_a_busy_replica_gets_company_and_rays_prometheus_knows_both() -> None:
+def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end() -> None:
     process = ServerProcess(
         "phase8_prefix",
         *("--replicas", "1", "--max-replicas", "2", "--max-batch-size", "2"),
@@ -34,7 +34,8 @@ def test_a_busy_replica_gets_company_and_rays_prometheus_knows_both() -> None:
 
     assert len(replicas()) == 1
     eventually(lambda: len(replicas()) == 2)
-    (port,) = {path.read_text() for path in Path("/tmp/ray/session_latest").glob("metrics_export_port_*")}
+    session = f"session_*_{process.process.pid}"  # of the Ray that this command has started
+    (port,) = (path.read_text() for path in Path("/tmp/ray").glob(f"{session}/metrics_export_port_*"))
     gauge = "ray_infer_requests_running{"
 
     def scraped() -> set[str]:
@@ -46,6 +47,14 @@ def test_a_busy_replica_gets_company_and_rays_prometheus_knows_both() -> None:
     for client in clients:
         client.join()
     assert process.complete()["usage"]["completion_tokens"] == 8
-    process.signal()
+
+    # The end: what runs is finished, what comes is refused.
+    with process.streaming(max_tokens=2000, ignore_eos=True) as events:
+        next(events)
+        process.signal()
+        eventually(lambda: "SIGTERM: finishing what runs" in process.log_text)
+        eventually(lambda: process.client.get("/ready").status_code == 503)
+        *_, (name, _) = events
+        assert name == "done"
     assert process.wait() == 0
     process.close()
