@@ -15,7 +15,8 @@ from benchmarks.plots.replicas import series
 from benchmarks.report import format_seconds
 from benchmarks.tables import MeasuredTable, load_tables, show
 from benchmarks.workloads import WORKLOADS
-from docs.building.results import RESULTS, plots
+from docs.building.results import RESULTS
+from docs.building.stories import figures
 from simulator.__main__ import parser, simulate
 from simulator.predict import PREDICTIONS, REASONS, TOLERANCE
 from simulator.prices import COSTS, load_fits
@@ -186,8 +187,8 @@ def replicas_setup(results: Path = RESULTS) -> str:
 
 
 def replicas_figure() -> str:
-    """The table as a figure, light and dark, on a page that lies beside the assets."""
-    return plots(REPLICAS).replace("../assets/", "assets/")
+    """The table as a figure, light and dark."""
+    return figures(REPLICAS)
 
 
 def replicas_table(results: Path = RESULTS) -> str:

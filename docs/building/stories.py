@@ -82,6 +82,11 @@ def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
     return folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
 
 
+def figures(name: str, root: str = "", folder: Path = PLOTS) -> str:
+    """What was drawn under this name; nothing where it was not."""
+    return "\n".join(picture(entry, root) for entry in _entries(folder) if entry["workload"] == name)
+
+
 def picture(entry: Entry, root: str) -> str:
     """A figure, light and dark, and its caption."""
     images = "\n".join(
