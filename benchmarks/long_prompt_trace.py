@@ -56,13 +56,13 @@ def record(phase: str, model: str, prompt: int) -> tuple[str, bytes]:
     while min(request.num_generated_tokens for request in decoding) < STEPS_BEFORE:
         engine.step()
     tracer, buffer = Tracer(engine), TraceBuffer()
-    recording = tracer.start(buffer)
+    tracer.start(buffer)
     for _ in range(STEPS_BEFORE):
         engine.step()
     long = add("long prompt", prompt)
     while long.num_generated_tokens < TOKENS_AFTER:
         engine.step()
-    tracer.stop(recording)
+    tracer.stop(buffer)
     finish()
     dtype = str(engine.runner.model.dtype).removeprefix("torch.")
     return package.PHASE.slug, labelled(buffer.fetch(), f"{model}, {dtype}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,23 +85,24 @@ class TraceBuffer:
     MOST_BYTES = 16 * 2**20
 
     def __init__(self) -> None:
-        self._waiting: list[bytes] = []
-        self._size = 0
+        self._lock = threading.Lock()
+        self._waiting = bytearray()
         self.closed = False
 
     def write(self, data: bytes) -> None:
-        if self._size + len(data) > self.MOST_BYTES:
-            raise OSError("nobody fetches it")
-        self._waiting.append(data)
-        self._size += len(data)
+        with self._lock:
+            if len(self._waiting) + len(data) > self.MOST_BYTES:
+                raise OSError("nobody fetches it")
+            self._waiting += data
 
     def close(self) -> None:
         self.closed = True
 
     def fetch(self) -> bytes:
-        """What has been written since the last call. A thread of its own may ask."""
-        waiting, self._waiting, self._size = self._waiting, [], 0
-        return b"".join(waiting)
+        """What has been written since the last call. Another thread than the writer's may ask."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, bytearray()
+        return bytes(waiting)
 
 
 # ---------------------------------------------------------------------- one request
@@ -124,7 +126,7 @@ class RequestTrack:
         request = self.request
         known |= {"prompt tokens": request.num_prompt_tokens, "max tokens": request.params.max_new_tokens}
         stage = _ADMITTED.get(request.state, "waiting")
-        return [self._begin(now, request.request_id, known), self._begin(now, stage)]
+        return [self._begin(now, _plain(request.request_id), known), self._begin(now, stage)]
 
     def step(self, began: float, ended: float, chunk: PrefillChunk | None, first_token: bool) -> list[Event]:
         """What a step has done with the request: its chunk in it, and whether the client got its first token."""
@@ -151,7 +153,7 @@ class RequestTrack:
             "reason": reason,
             "new tokens": request.num_generated_tokens,
             "cached tokens": request.cached_tokens,
-            **({"error": str(request.error)} if request.error else {}),
+            **({"error": _plain(str(request.error))} if request.error else {}),
         }
         events = [self._end(now) for _ in self._open[1:]]
         return [*events, self._end(now, known)]
@@ -170,6 +172,11 @@ class RequestTrack:
         # Ids may be used again once their request is done; arrivals are not.
         event: Event = {"ph": kind, "cat": "request", "id": self.request.arrival, "name": name, "ts": now}
         return event | ({"args": known} if known else {})
+
+
+def _plain(text: str) -> str:
+    """A text that a client may have had a part in, as JSON can hold it: half a UTF-16 character becomes a `?`."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 # ---------------------------------------------------------------------- one recording
@@ -275,25 +282,23 @@ class Tracer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._parts = StepParts(engine)
-        self._recordings: list[Recording] = []
+        self._recordings: dict[Sink, Recording] = {}
         self._leave: Callable[[], None] | None = None  # None: nobody watches
 
-    def start(self, sink: Sink) -> Recording:
-        """Record from now on, requests that live already included."""
+    def start(self, sink: Sink) -> None:
+        """Record into a sink from now on, requests that live already included."""
         engine = self._engine
         if self._leave is None:
             self._leave = self._watch()
-        recording = Recording(sink, engine.phase)
-        self._recordings.append(recording)
+        recording = self._recordings[sink] = Recording(sink, engine.phase)
         self._tell([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
-        return recording
 
-    def stop(self, recording: Recording) -> None:
-        """Complete a recording; one that has ended early is left as it is."""
-        if recording in self._recordings:
+    def stop(self, sink: Sink) -> None:
+        """Complete what is recorded into a sink, if anything is; what has ended early is left as it is."""
+        recording = self._recordings.pop(sink, None)
+        if recording is not None:
             now_s = self._engine.clock()
             self._tell([recording], lambda one: one.end(now_s))
-            self._recordings.remove(recording)
         if not self._recordings and self._leave is not None:
             self._leave()
             self._leave = None
@@ -317,16 +322,16 @@ class Tracer:
             taken = add_request(request)
             if taken:
                 now_s = self._engine.clock()
-                self._tell(self._recordings, lambda one: one.arrived(now_s, request))
+                self._tell(self._recordings.values(), lambda one: one.arrived(now_s, request))
             return taken
 
         return announced
 
     def _stepped(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         parts = self._parts.take()
-        self._tell(self._recordings, lambda one: one.stepped(record, plan, outputs, parts))
+        self._tell(self._recordings.values(), lambda one: one.stepped(record, plan, outputs, parts))
 
-    def _tell(self, recordings: Sequence[Recording], tell: Callable[[Recording], None]) -> None:
+    def _tell(self, recordings: Iterable[Recording], tell: Callable[[Recording], None]) -> None:
         """A recording that cannot be written ends; the engine has nothing to do with it."""
         for recording in recordings:
             if recording.ended_early:

@@ -70,14 +70,13 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}",
             shutdown_timeout_s=options.shutdown_timeout,
         )
-        recording = (
-            None if trace is None else service.tracer.start(trace)
-        )  # nothing runs before the server does
+        if trace is not None:
+            service.tracer.start(trace)  # from this thread: the engine's is idle until the server runs
         server.run(sockets=[listener])
     if worker.running:
         exit_at_once(0)  # every client has its answer: nobody waits for this step
-    if recording is not None:
-        service.tracer.stop(recording)
+    if trace is not None:
+        service.tracer.stop(trace)
     return 0
 
 

@@ -82,11 +82,18 @@ def trace_pictures(what: str, *phases: str, results: Path = RESULTS) -> str:
             *sorted(drawn.spans.items()),
         ]:
             shapes.append(text(0, y + 13, name, "label"))
-            shapes += [_cell(cell, y, scale) for cell in _cut(cells, drawn.steps)]
+            shapes += [
+                _cell(cell, y, scale)
+                for cell in _cut(cells, drawn.steps)
+                if cell[2] - cell[1] > longest / WIDTH
+            ]
             y += LANE + 3
         y += 12
     shapes.append(text(WIDTH - 24, y + 4, f"{longest:.3g} ms", "step"))
-    legend = " ".join(f'<span class="key {kind}">{words}</span>' for words, kind in KINDS.items())
+    seen = {kind for kind in KINDS.values() if any(f'class="{kind}"' in shape for shape in shapes)}
+    legend = " ".join(
+        f'<span class="key {kind}">{words}</span>' for words, kind in KINDS.items() if kind in seen
+    )
     labels = sorted({drawn.label for drawn in found.values()})
     title = "Steps and requests in time: " + ", ".join(found)
     return figure(WIDTH, y + 10, shapes, title, legend) + f"\nRecorded: {'; '.join(labels)}.\n"

@@ -43,7 +43,7 @@ class TracedTraffic(Traffic):
         super().__init__(phase, **options)
         self.engine.clock = time.monotonic
         self.tracer, self.buffer = Tracer(self.engine), TraceBuffer()
-        self.recording = self.tracer.start(self.buffer)
+        self.tracer.start(self.buffer)
         self.all: dict[int, Request] = {}
 
     def step(self, guilty: int | None = None) -> None:
@@ -51,7 +51,7 @@ class TracedTraffic(Traffic):
         super().step(guilty)
 
     def trace(self) -> list[Event]:
-        self.tracer.stop(self.recording)
+        self.tracer.stop(self.buffer)
         return read_trace(self.buffer.fetch())
 
 
@@ -87,11 +87,11 @@ def test_every_request_is_there_once_whatever_becomes_of_it(phase: str) -> None:
 @pytest.mark.parametrize("phase", [PHASES[0], PHASES[3], PHASES[5]])
 def test_parts_of_a_step_lie_in_it(phase: str) -> None:
     engine, tracer, buffer = traced(phase)
-    recording = tracer.start(buffer)
+    tracer.start(buffer)
     for prompt in ("ab", "cdef"):
         add(engine, prompt, greedy(5))
     run(engine)
-    tracer.stop(recording)
+    tracer.stop(buffer)
     events = read_trace(buffer.fetch())
     assert_valid(events)
     host = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
@@ -115,9 +115,9 @@ def test_who_lives_when_a_recording_begins_or_ends_is_in_it() -> None:
     requests = [add(engine, "abc", greedy(20)) for _ in range(3)]
     engine.step()
     engine.step()
-    recording = tracer.start(buffer)
+    tracer.start(buffer)
     engine.step()
-    tracer.stop(recording)
+    tracer.stop(buffer)
     events = read_trace(buffer.fetch())
     assert_valid(events)
     tracks = requests_of(events)
@@ -132,11 +132,11 @@ def test_who_lives_when_a_recording_begins_or_ends_is_in_it() -> None:
 def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None:
     """A shutdown that cannot wait fails them without a step."""
     engine, tracer, buffer = traced("phase5_continuous")
-    recording = tracer.start(buffer)
+    tracer.start(buffer)
     add(engine, "abc", greedy(20))
     engine.step()
     engine.abort_all(RuntimeError("the end"))
-    tracer.stop(recording)
+    tracer.stop(buffer)
     events = read_trace(buffer.fetch())
     assert_valid(events)
     (track,) = requests_of(events).values()
@@ -144,18 +144,36 @@ def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None
     assert track[-1]["args"]["error"] == "the end"
 
 
+def test_texts_that_json_cannot_hold_do_no_harm() -> None:
+    engine, tracer, buffer = traced("phase5_continuous")
+    tracer.start(buffer)
+    add(engine, "ab", greedy(20), "half \ud83d")
+    engine.step()
+    engine.abort_all(RuntimeError("no grammar: \ud83d"))
+    add(engine, "ab", greedy(2), "whole 🦊")
+    run(engine)
+    tracer.stop(buffer)
+    events = read_trace(buffer.fetch())
+    assert_valid(events)
+    first, second = requests_of(events).values()
+    assert first[0]["name"] == "half ?"
+    assert first[-1]["args"]["error"] == "no grammar: ?"
+    assert second[0]["name"] == "whole 🦊"
+
+
 @pytest.mark.parametrize("phase", [PHASES[2], PHASES[5]])
 def test_an_engine_that_nobody_records_is_as_it_was(phase: str) -> None:
     engine, tracer, _ = traced(phase)
     before = dict(vars(engine)), dict(vars(engine.runner))
     buffers = TraceBuffer(), TraceBuffer()
-    recordings = [tracer.start(buffer) for buffer in buffers]
+    for buffer in buffers:
+        tracer.start(buffer)
     assert engine.watchers
     add(engine, "ab", greedy(3))
     run(engine)
-    for recording in recordings:
-        tracer.stop(recording)
-        tracer.stop(recording)  # harmless
+    for buffer in buffers:
+        tracer.stop(buffer)
+        tracer.stop(buffer)  # harmless
     for buffer in buffers:
         events = read_trace(buffer.fetch())
         assert_valid(events)
@@ -178,15 +196,16 @@ def test_a_sink_that_takes_no_more_ends_its_trace_and_no_other(caplog: pytest.Lo
 
     engine, tracer, good = traced("phase5_continuous")
     full = Full()
-    recordings = [tracer.start(full), tracer.start(good)]
+    tracer.start(full)
+    tracer.start(good)
     add(engine, "ab", greedy(6))
     with caplog.at_level(logging.WARNING):
         outputs = run(engine)
     assert len(outputs) == 6
     assert [r.message for r in caplog.records] == ["a trace ends early: No space left on device"]
     assert full.closed
-    for recording in recordings:
-        tracer.stop(recording)
+    for buffer in (full, good):
+        tracer.stop(buffer)
     assert engine.watchers == []
     events = read_trace(full.fetch())
     assert {e["name"] for e in events if e["ph"] == "X"} >= {"step 0", "step 1"}
@@ -198,11 +217,11 @@ def test_a_sink_that_takes_no_more_ends_its_trace_and_no_other(caplog: pytest.Lo
 def test_what_nobody_fetches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TraceBuffer, "MOST_BYTES", 4096)
     engine, tracer, buffer = traced("phase5_continuous")
-    recording = tracer.start(buffer)
+    tracer.start(buffer)
     add(engine, "ab", greedy(20))
     run(engine)
     assert buffer.closed
-    tracer.stop(recording)
+    tracer.stop(buffer)
     data = buffer.fetch()
     assert len(data) <= 4096
     assert read_trace(data)
@@ -212,7 +231,8 @@ def test_a_file_has_every_step_that_is_over(tmp_path: Path) -> None:
     path = tmp_path / "some.trace"
     path.write_text("what was there before")
     engine, tracer, _ = traced("phase5_continuous")
-    recording = tracer.start(TraceFile(path))
+    file = TraceFile(path)
+    tracer.start(file)
     add(engine, "ab", greedy(4))
     for step in range(3):
         engine.step()
@@ -220,7 +240,7 @@ def test_a_file_has_every_step_that_is_over(tmp_path: Path) -> None:
         assert f"step {step}" in {event["name"] for event in events}
     assert not path.read_bytes().rstrip().endswith(b"]")
     run(engine)
-    tracer.stop(recording)
+    tracer.stop(file)
     assert path.read_bytes().endswith(b"]\n")
     assert_valid(read_trace(path.read_bytes()))
 
@@ -267,10 +287,10 @@ def forget_a_name(events: list[Event]) -> None:
 def test_a_mistake_in_a_trace_is_caught(mistake: Callable[[list[Event]], None]) -> None:
     engine = build("phase5_continuous", RememberingModel(), clock=time.monotonic)
     tracer, buffer = Tracer(engine), TraceBuffer()
-    recording = tracer.start(buffer)
+    tracer.start(buffer)
     add(engine, "abc", greedy(4))
     run(engine)
-    tracer.stop(recording)
+    tracer.stop(buffer)
     events = read_trace(buffer.fetch())
     assert_valid(events)
     wrong = copy.deepcopy(events)
