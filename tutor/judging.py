@@ -125,7 +125,7 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int) -> Iterator[str]:
 
 def _some(what: str, lines: list[str]) -> Iterator[str]:
     for line in lines[:SHOWN]:
-        yield _shortened(f"      {what}: {line}")
+        yield _shortened(f"{what}: {line}", " " * 6)
     if len(lines) > SHOWN:
         yield f"      … and {len(lines) - SHOWN} more"
 
@@ -138,5 +138,5 @@ def hint_for(exercise: Exercise, judgement: Judgement) -> str:
     return next((hint.says for hint in exercise.hints if hint.fits(failed, held)), "")
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) <= LINE else line[: LINE - 2].rstrip() + " …"
+def _shortened(line: str, indent: str) -> str:
+    return indent + textwrap.shorten(line, LINE - len(indent), placeholder=" …")
