@@ -60,7 +60,8 @@ def test_a_trace_has_the_hosts_parts_and_the_streams(depth: int) -> None:
         assert 0 <= began <= ended
     forwards = [(began, ended) for _, what, began, ended in spans if what == "forward"]
     commits = [began for _, what, began, _ in spans if what == "commit"]
-    assert len(forwards) in (4, 5, 6)
+    # Five steps of the host's, before which and after which the stream may be as far ahead as the pipeline is deep.
+    assert abs(len(forwards) - 5) <= max(1, depth)
     if depth == 0:  # nothing computes while the host reads
         assert not any(began < commit < ended for began, ended in forwards for commit in commits)
 
