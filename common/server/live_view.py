@@ -54,7 +54,7 @@ class Watcher:
 
     Args:
         worker: the engine's.
-        publish: is called with each frame, on the event loop.
+        live_view: is given each frame, on the event loop.
     """
 
     def __init__(self, worker: EngineWorker, live_view: LiveView) -> None:
