@@ -16,7 +16,6 @@ import functools
 import http.server
 import json
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -27,11 +26,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytestmark = pytest.mark.browser
+from tests.browser import CHROMIUM, DESKTOP, PHONE
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
-PHONE, DESKTOP = 390, 1280
+pytestmark = pytest.mark.browser
 
 #: Chromium calls its maker now and then, whatever page it shows; no page has a reason to ask these hosts.
 BROWSERS_OWN = {

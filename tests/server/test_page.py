@@ -18,8 +18,8 @@ from fastapi.responses import HTMLResponse
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.page import render_page
-from tests.browser import Tab, new_tab
-from tests.docs.test_browser import CHROMIUM, DESKTOP, PHONE, Record, browse
+from tests.browser import CHROMIUM, DESKTOP, PHONE, Tab, new_tab
+from tests.docs.test_browser import Record, browse
 from tests.server.support import HANG_S, ServerProcess, eventually
 
 
