@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cluster)
 
 
+@contextmanager
+def running(*arguments: Any, **options: Any) -> Iterator[ServerProcess]:
+    """A cluster, which is taken down at the end whatever has happened: Ray's processes would stay."""
+    process = ServerProcess(*arguments, module="tests.cluster.start", **options)
+    try:
+        yield process
+    finally:
+        process.signal()
+        code = process.wait()
+        process.close()
+    assert code == 0
+
+
 @pytest.fixture(scope="session")
 def phase() -> str:
     return "phase8_prefix"
@@ -29,10 +44,7 @@ def phase() -> str:
 @pytest.fixture(scope="session")
 def server(phase: str) -> Iterator[ServerProcess]:
     """A cluster that tests of the API take for a server. They leave it as they find it."""
-    process = ServerProcess(phase, "--max-seq-len", "1024", module="tests.cluster.start")
-    yield process
-    assert process.process.poll() is None, f"the cluster did not outlive its tests:\n{process.log_text}"
-    assert "Traceback" not in process.log_text
-    process.signal()
-    assert process.wait() == 0
-    process.close()
+    with running(phase, "--max-seq-len", "1024") as process:
+        yield process
+        assert process.process.poll() is None, f"the cluster did not outlive its tests:\n{process.log_text}"
+        assert "Traceback" not in process.log_text

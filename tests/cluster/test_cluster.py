@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster.conftest import running
 from tests.cluster.mortal import DEATH
 from tests.server.support import ServerProcess, assert_error, eventually
 
@@ -24,16 +25,12 @@ def death(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(death: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess(
+    with running(
         "tests.cluster.mortal",
-        *("--max-batch-size", "1", "--max-waiting-requests", "1", "--log-level", "info"),
-        module="tests.cluster.start",
+        *("--max-batch-size", "1", "--max-waiting-requests", "1"),
         env={DEATH: str(death)},
-    )
-    yield process
-    process.signal()
-    assert process.wait() == 0
-    process.close()
+    ) as process:
+        yield process
 
 
 def replicas(server: ServerProcess) -> dict[str, dict[str, float]]:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
+from tests.cluster.conftest import running
 from tests.server.support import ServerProcess, eventually
 
 
-def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end() -> None:
-    process = ServerProcess(
-        "phase8_prefix",
-        *("--replicas", "1", "--max-replicas", "2", "--max-batch-size", "2"),
-        module="tests.cluster.start",
-    )
+@pytest.fixture
+def growing() -> Iterator[ServerProcess]:
+    with running(
+        "phase8_prefix", "--replicas", "1", "--max-replicas", "2", "--max-batch-size", "2"
+    ) as process:
+        yield process
+
+
+def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end(growing: ServerProcess) -> None:
     over = threading.Event()
 
     def ask() -> None:
         while not over.is_set():
-            with process.streaming(max_tokens=500, ignore_eos=True) as events:
+            with growing.streaming(max_tokens=500, ignore_eos=True) as events:
                 for _ in events:
                     if over.is_set():
                         return
@@ -30,11 +36,11 @@ def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end() -> None:
         client.start()
 
     def replicas() -> set[str]:
-        return set(process.client.get("/telemetry").json()["replicas"])
+        return set(growing.client.get("/telemetry").json()["replicas"])
 
     assert len(replicas()) == 1
     eventually(lambda: len(replicas()) == 2)
-    session = f"session_*_{process.process.pid}"  # of the Ray that this command has started
+    session = f"session_*_{growing.process.pid}"  # of the Ray that this command has started
     (port,) = (path.read_text() for path in Path("/tmp/ray").glob(f"{session}/metrics_export_port_*"))
     gauge = "ray_infer_requests_running{"
 
@@ -46,15 +52,14 @@ def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end() -> None:
     over.set()
     for client in clients:
         client.join()
-    assert process.complete()["usage"]["completion_tokens"] == 8
+    assert growing.complete()["usage"]["completion_tokens"] == 8
 
     # The end: what runs is finished, what comes is refused.
-    with process.streaming(max_tokens=2000, ignore_eos=True) as events:
+    with growing.streaming(max_tokens=2000, ignore_eos=True) as events:
         next(events)
-        process.signal()
-        eventually(lambda: "SIGTERM: finishing what runs" in process.log_text)
-        eventually(lambda: process.client.get("/ready").status_code == 503)
+        growing.signal()
+        eventually(lambda: "SIGTERM: finishing what runs" in growing.log_text)
+        eventually(lambda: growing.client.get("/ready").status_code == 503)
         *_, (name, _) = events
         assert name == "done"
-    assert process.wait() == 0
-    process.close()
+    assert growing.wait() == 0
