@@ -83,6 +83,7 @@ def test_both_are_measured_in_turns_and_a_row_is_what_columns_say(
     assert "ratio" in COLUMNS[-1]
 
 
+@pytest.mark.slow
 def test_processes_of_their_own(writer: PromptWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         server_cost, "NEW_TOKENS", 8

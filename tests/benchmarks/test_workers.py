@@ -75,6 +75,7 @@ def test_our_worker_measures_a_batch(ours: WorkerProcess, expected: list[list[in
     assert ours.ask({"measure": PROMPTS, "new_tokens": 1})["decode_s"] is None
 
 
+@pytest.mark.slow
 def test_transformers_worker_measures_the_same_batch(expected: list[list[int]]) -> None:
     same_length = [prompt[:2] for prompt in PROMPTS]
     with WorkerProcess("transformers", options()) as worker, WorkerProcess("ours", options()) as own:

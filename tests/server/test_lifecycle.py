@@ -192,6 +192,7 @@ def test_a_client_leaves_in_the_middle_of_its_body(gated: ServerProcess) -> None
     assert "Traceback" not in gated.log_text
 
 
+@pytest.mark.slow
 def test_readers_that_stall_are_dropped_and_cost_no_memory(gated: ServerProcess) -> None:
     """Two seconds without reading anything is a stall, to this server. Buffers are small (see `gated_server`)."""
     process = psutil.Process(gated.process.pid)

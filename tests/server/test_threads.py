@@ -30,6 +30,7 @@ def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("served", "flag"), [("phase7_chunked", None), ("phase9_pipelined", "--pass-threads")]
 )
@@ -39,6 +40,7 @@ def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> Non
     assert two - one == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_does_not_keep_the_server() -> None:
     """Its clients are told, and the process ends, although the pass never does."""
     server = ServerProcess(

@@ -26,9 +26,8 @@ async def welcome(request: Request) -> Response:
     return Response(service_of(request).page, headers=PAGE_HEADERS, media_type="text/html")
 
 
-@router.get(
-    "/steps", include_in_schema=False
-)  # it never ends, and whoever tries out all that is in there waits
+# Not in the schema: it never ends, and whoever tries out all that is in there would wait.
+@router.get("/steps", include_in_schema=False)
 async def steps(request: Request) -> Response:
     """The engine's steps as they come, for as long as somebody looks (`common.server.live_view`)."""
     service = service_of(request)
