@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -27,7 +28,7 @@ from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
 from common.worker import EngineWorker
 
-HANG_S = 60.0  # nothing takes nearly so long; only a hang does
+HANG_S = 120.0  # nothing takes nearly so long, on a busy machine either; only a hang does
 
 Event = tuple[str, dict[str, Any]]
 
@@ -132,7 +133,12 @@ class ServerProcess(Served):
         ]
         for reader in self._readers:
             reader.start()
-        assert self._ready.wait(HANG_S), f"the server did not start:\n{self.log_text}"
+        if not self._ready.wait(HANG_S):
+            self.signal()  # a cluster has processes of its own to take down
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait()
+            self.close()
+            raise AssertionError(f"the server did not start:\n{self.log_text}")
         assert self._ready_url, f"the server ended:\n{self.log_text}"
         super().__init__(self._ready_url, headers)
 
