@@ -76,8 +76,9 @@ def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
     same = [
         entry
         for entry in _entries(folder)
-        if (entry["comparison"], entry["workload"], entry["model"], entry["quick"])
-        == (run.comparison, run.workload.name, run.server.model, run.workload.quick)
+        if entry.get("comparison") == run.comparison  # a table's figure is of none
+        and (entry["workload"], entry["model"], entry["quick"])
+        == (run.workload.name, run.server.model, run.workload.quick)
     ]
     return folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
 
