@@ -64,9 +64,10 @@ test-slow: .venv/full
 test-browser: .venv/full
 	$(BIN)/pytest -m browser
 
-# One after the other: each starts a cluster.
+# One after the other: each starts a cluster. The first are asked of one that stands all the while, the others not beside it.
 test-cluster: .venv/full .venv/cluster
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster -m 'cluster and not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster/api tests/cluster/test_cluster.py -m 'cluster and not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/cluster --ignore tests/cluster/api --ignore tests/cluster/test_cluster.py -m 'cluster and not slow'
 
 # A client that cannot be installed is skipped. TABLE=benchmarks/results writes what the site shows.
 test-clients: .venv/full
