@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 from benchmarks.cpu_steps import CONTEXT, Passes, milliseconds
 from benchmarks.results import LOCAL
@@ -150,9 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns=COLUMNS,
         rows=measure(model, options.rows, options.repeats, machine),
     )
-    console = Console()
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
 
 from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
@@ -171,9 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ],
         rows=rows,
     )
-    console = Console()
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out)
 
 
 if __name__ == "__main__":

@@ -260,8 +260,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         columns=["", *COLUMNS, "first tokens as ours"],
         rows=rows_of(contenders, floor_s),
     )
-    table.print(console)
-    console.print(f"written to {table.save(arguments.out)}")
+    table.publish(arguments.out, console)
 
 
 if __name__ == "__main__":

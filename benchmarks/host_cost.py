@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.results import LOCAL
 from benchmarks.servers import BLOCK_SIZE, find_phase_module
@@ -138,9 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns=["sequences", *(f"{part}, ms" for part in (*PARTS, "step"))],
         rows=rows,
     )
-    console = Console()
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from benchmarks.batch_size import load_as_served
 from benchmarks.cpu_steps import milliseconds
@@ -152,10 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows=measure_answers(model, options.repeats),
         ),
     ]
-    console = Console()
     for table in tables:
-        table.print(console)
-        console.print(f"written to {table.save(options.out)}")
+        table.publish(options.out)
 
 
 if __name__ == "__main__":

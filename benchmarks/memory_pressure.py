@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
@@ -171,9 +170,7 @@ def main() -> None:
         columns=COLUMNS,
         rows=measure(options.phase, model, checkpoint.tokenizer(), orders),
     )
-    console = Console()
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out)
 
 
 if __name__ == "__main__":

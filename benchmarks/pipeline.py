@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
@@ -239,10 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows=beside,
             )
         )
-    console = Console()
     for table in tables:
-        table.print(console)
-        console.print(f"written to {table.save(options.out)}")
+        table.publish(options.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode_step import LONG, MANY, MAX_SEQ_LEN, SEQUENCES, Batch, prompts
@@ -81,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns=["prompts", "part", "ms", "%"],
         rows=rows,
     )
-    console = Console()
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out)
 
 
 if __name__ == "__main__":

@@ -194,8 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
         columns=COLUMNS,
         rows=rows,
     )
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out, console)
 
 
 if __name__ == "__main__":

@@ -381,8 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         columns=COLUMNS,
         rows=rows,
     )
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out, console)
     return int(lost)
 
 

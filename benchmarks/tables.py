@@ -46,6 +46,12 @@ class MeasuredTable(BaseModel):
         """Write the file below a folder of results and return its path."""
         return write_whole(results / TABLES / f"{self.name}.json", self.model_dump_json(indent=1) + "\n")
 
+    def publish(self, results: Path, console: Console | None = None) -> None:
+        """Show it, write it below a folder of results, and say where."""
+        console = console or Console()
+        self.print(console)
+        console.print(f"written to {self.save(results)}")
+
     def print(self, console: Console) -> None:
         table = Table(*self.columns, title=self.title)
         for row in self.rows:

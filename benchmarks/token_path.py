@@ -32,7 +32,6 @@ from unittest.mock import patch
 
 import torch
 import uvicorn
-from rich.console import Console
 
 from benchmarks.results import LOCAL
 from benchmarks.servers import find_phase_module
@@ -272,9 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns=["until it is", "first token, ms", "each later token, ms"],
         rows=rows,
     )
-    console = Console()
-    table.print(console)
-    console.print(f"written to {table.save(options.out)}")
+    table.publish(options.out)
 
 
 if __name__ == "__main__":
