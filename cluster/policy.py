@@ -155,7 +155,7 @@ class Random(Policy):
 
     name = "random"
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - asked alike
         return self._random.choice(_with_room(loads))
 
 
@@ -168,7 +168,7 @@ class RoundRobin(Policy):
         super().__init__(seed)
         self._last = ""
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - asked alike
         names = sorted(_with_room(loads))
         self._last = next((name for name in names if name > self._last), names[0])
         return self._last
@@ -179,7 +179,7 @@ class LeastLoaded(Policy):
 
     name = "least_loaded"
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - asked alike
         return self._least_loaded(loads)
 
 
