@@ -52,6 +52,12 @@ def mortal(phase: str) -> Iterator[LocalServer]:
     server.close()
 
 
+def both_decode(server: LocalServer) -> bool:
+    """Whether two requests were let in, and tokens follow the first ones."""
+    counters = server.counters()
+    return counters["requests_added"] == 2 and counters["decode_tokens"] > 4
+
+
 # ---------------------------------------------------------------------- signals
 
 
@@ -63,7 +69,7 @@ def test_the_end_comes(mortal: LocalServer, moment: str) -> None:
     with contextlib.ExitStack() as stack:
         if moment == "streaming":
             running = in_background(2, lambda _: mortal.events(max_tokens=200, ignore_eos=True))
-            eventually(lambda: mortal.counters()["decode_tokens"] > 4)
+            eventually(lambda: both_decode(mortal))
         elif moment == "prefilling":
             stack.enter_context(breaking.passes(mortal, before=gate))
             running = in_background(1, lambda _: mortal.events(**MARKED))
@@ -179,7 +185,7 @@ def test_an_engines_thread_that_dies(mortal: LocalServer) -> None:
     """Everybody is told so, at once and later; the server can be asked how it is, and ends when it is told to."""
     with breaking.passes(mortal, before=breaking.raising(SystemExit("out of here"))):  # type: ignore[arg-type]
         streams = in_background(2, lambda _: mortal.events(max_tokens=900, ignore_eos=True))
-        eventually(lambda: mortal.counters()["decode_tokens"] > 4)
+        eventually(lambda: both_decode(mortal))
         assert_error(post(mortal, **MARKED), 503, None, "engine_dead")
     for each in streams:
         name, data = each.result(HANG_S)[-1]
