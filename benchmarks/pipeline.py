@@ -13,7 +13,7 @@ played     a recording is played in C++ (`kernels.tape`); on a GPU a graph is la
 
 A second table is of the same steps beside a thread that is busy in Python and takes the interpreter's lock whenever
 it can: what an event loop full of work does to an engine. `--trace` writes down when the host and the stream did
-what, for the drawing on phase 9's page.
+what, with and without a grammar that answers follow, for the drawings on phase 9's page.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch
 from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
+from common.grammar import Grammar
 from common.phases import find_phase
 from common.request import SamplingParams
 from common.step_parts import StepParts
@@ -42,6 +43,7 @@ from common.step_parts import StepParts
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
 BUSY_TOKENS = 16  # beside a busy thread a step may take a second
 TRACED_SEQUENCES, TRACED_STEPS = 8, 5
+LETTERS = Grammar.regex("[a-z ]+")  # goes on for as long as tokens are asked for
 
 #: Heading, phase and options of every way to step.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,9 +76,11 @@ def start(way: str, model: str, sequences: int) -> None:
     _engine = package.build_engine(config)
 
 
-def decode(sequences: int, new_tokens: int = NEW_TOKENS) -> Iterator[float]:
+def decode(
+    sequences: int, new_tokens: int = NEW_TOKENS, grammar: Grammar | None = None
+) -> Iterator[float]:
     """Seconds of each step in which all decode."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, grammar=grammar)
     for number in range(sequences):
         prompt = [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)]
         assert _engine.add_request(_engine.create_request(prompt, params))
@@ -126,11 +130,11 @@ class Traced(NamedTuple):
     to_ms: float
 
 
-def trace(sequences: int, steps: int) -> list[Traced]:
+def trace(sequences: int, steps: int, grammar: Grammar | None = None) -> list[Traced]:
     """When the host and the stream did what in some steps in the middle."""
     parts = StepParts(_engine)
     parts.start()
-    ends = [time.monotonic() for _ in decode(sequences)]
+    ends = [time.monotonic() for _ in decode(sequences, grammar=grammar)]
     taken = parts.take()
     parts.stop()
     middle = len(ends) // 2
@@ -174,12 +178,12 @@ def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float],
     return alone, beside
 
 
-def traced(model: str, depth: int) -> list[Traced]:
+def traced(model: str, depth: int, grammar: Grammar | None) -> list[Traced]:
     """Of an engine in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         process.submit(start, f"depth {depth}, played", model, TRACED_SEQUENCES).result()
         process.submit(step_ms, TRACED_SEQUENCES, False).result()
-        return process.submit(trace, TRACED_SEQUENCES, TRACED_STEPS).result()
+        return process.submit(trace, TRACED_SEQUENCES, TRACED_STEPS, grammar).result()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -200,12 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = []
     if options.trace:
         rows: list[list[Cell]] = []
-        columns = ["model", "depth", "lane", "what", "from, ms", "to, ms"]
-        setup |= {"sequences": str(TRACED_SEQUENCES)}
-        for model, depth in itertools.product(options.models, (0, 2)):
-            spans = traced(model, depth)
-            rows += [[model, depth, *span] for span in spans]
-            setup[f"{model}, depth {depth}, stream busy"] = f"{busy_share(spans):.0f} %"
+        columns = ["what runs", "depth", "lane", "what", "from, ms", "to, ms"]
+        setup |= {"sequences": str(TRACED_SEQUENCES), "steps": str(TRACED_STEPS)}
+        for model, grammar, depth in itertools.product(options.models, (None, LETTERS), (0, 2)):
+            spans = traced(model, depth, grammar)
+            runs = model if grammar is None else f"{model}, with a grammar"
+            rows += [[runs, depth, *span] for span in spans]
+            setup[f"{runs}, depth {depth}, stream busy"] = f"{busy_share(spans):.0f} %"
         tables.append(
             MeasuredTable(
                 name="pipeline_trace", title="where the time goes", setup=setup, columns=columns, rows=rows

@@ -86,7 +86,12 @@ class Runner(ABC):
     """Owns the model and the KV pool; runs what the scheduler planned."""
 
     #: Methods that a step's time goes into, and what a trace calls them.
-    PARTS: ClassVar[Mapping[str, str]] = {"forward": "pass", "_sample": "sample", "commit": "commit"}
+    PARTS: ClassVar[Mapping[str, str]] = {
+        "forward": "pass",
+        "_sample": "sample",
+        "_fill_masks": "mask",
+        "commit": "commit",
+    }
 
     def __init__(self, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
         self.model = model
@@ -175,7 +180,7 @@ class Runner(ABC):
         """Choose a pass's tokens, all at once; if that raises, one by one, so that only the guilty fail."""
         try:
             with torch.inference_mode():
-                sampled = sample(logits, requests, TokenMasks.of(requests))
+                sampled = sample(logits, requests, self.masks(requests))
                 launched.sampled.append(SampledPass(requests, sampled))
         except Exception as error:
             raise_if_fatal(error)
@@ -187,6 +192,14 @@ class Runner(ABC):
             return
         for row, request in enumerate(requests):
             self._sample((request,), logits[row : row + 1], launched)
+
+    def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+        """What grammars allow of the tokens that come next; None if nobody has one."""
+        has_grammar = any(request.matcher is not None for request in requests)
+        return self._fill_masks(requests) if has_grammar else None
+
+    def _fill_masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+        return TokenMasks.of(requests)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
         """One trip through the model: addresses, logits, then the new lengths.

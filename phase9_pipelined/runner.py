@@ -39,7 +39,7 @@ from common.models.layers import CausalLM
 from common.prompt_scores import scored_columns
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
-from common.sampling import Sampled, SamplingInputs, TokenMasks, choose
+from common.sampling import Sampled, SamplingInputs, choose
 from common.scheduling import StepPlan
 from common.streams import CudaStream, Done, Pending, TapeStream, open_stream
 from common.telemetry import Part, Telemetry
@@ -195,7 +195,7 @@ class PipelinedRunner(ChunkedRunner):
     def _sample_one(self, launched: LaunchedPass) -> Pending:
         requests = launched.requests
         vocab, device = self.model.config.vocab_size, self.model.device
-        inputs = SamplingInputs.of(requests, TokenMasks.of(requests), vocab, device)
+        inputs = SamplingInputs.of(requests, self.masks(requests), vocab, device)
         given = {name: value for name, value in inputs._asdict().items() if isinstance(value, Tensor)}
         names, top = tuple(given), inputs.top
         seats = self.forwards.moved([self.pool.seat(self.slot(request)) for request in requests])

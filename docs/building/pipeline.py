@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.tables import load_tables
@@ -13,6 +14,7 @@ LANES = ("host", "stream")
 KINDS = {
     "plan": "prefill",
     "launch": "launch",
+    "mask": "mask",
     "wait": "hidden",
     "commit": "idle",
     "forward": "decode",
@@ -20,10 +22,10 @@ KINDS = {
 }
 
 
-def pipeline_timeline(model: str, results: Path = RESULTS) -> str:
-    """The steps of a model, one at a time above, and with two in flight below, on one scale."""
+def pipeline_timeline(runs: str, results: Path = RESULTS) -> str:
+    """The steps of what runs, one at a time above, and with two in flight below, on one scale."""
     found = [table for table in load_tables(results) if table.name == "pipeline_trace"]
-    rows = [row for row in found[0].rows if row[0] == model] if found else []
+    rows = [row for row in found[0].rows if row[0] == runs] if found else []
     if not rows:
         return "Not drawn yet: `.venv/bin/python -m benchmarks.pipeline --trace` writes the trace.\n"
     spans = [
@@ -36,7 +38,7 @@ def pipeline_timeline(model: str, results: Path = RESULTS) -> str:
     y = 0
     for depth in sorted({each[0] for each in spans}):
         title = f"{depth} in flight" if depth else "one step at a time"
-        title += f", the stream busy for {found[0].setup[f'{model}, depth {depth}, stream busy']}"
+        title += f", the stream busy for {found[0].setup[f'{runs}, depth {depth}, stream busy']}"
         shapes.append(text(LABEL, y + 14, title, "label"))
         y += 20
         for lane in LANES:
@@ -50,5 +52,17 @@ def pipeline_timeline(model: str, results: Path = RESULTS) -> str:
             y += LANE + 4
         y += 8
     shapes.append(text(WIDTH - 24, y + 8, f"{longest:.3g} ms", "step"))
-    legend = " ".join(f'<span class="key {kind}">{what}</span>' for what, kind in KINDS.items())
-    return figure(WIDTH, y + 14, shapes, f"Host and stream of {model} in time", legend)
+    steps = int(found[0].setup["steps"])
+    legend = " ".join(
+        f'<span class="key {kind}">{what} {_a_step(spans, what, steps)}</span>'
+        for what, kind in KINDS.items()
+        if any(each[2] == what for each in spans)
+    )
+    return figure(WIDTH, y + 14, shapes, f"Host and stream of {runs} in time", legend)
+
+
+def _a_step(spans: Sequence[tuple[int, str, str, float, float]], what: str, steps: int) -> str:
+    """What it takes of a step on average, at each depth."""
+    depths = sorted({depth for depth, *_ in spans})
+    taken = (sum(b - a for d, _, each, a, b in spans if (d, each) == (depth, what)) for depth in depths)
+    return " / ".join(f"{each / steps:.2g}" for each in taken) + " ms"

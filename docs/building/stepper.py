@@ -143,8 +143,21 @@ def live_view_limit(name: str) -> str:
     return f"{value * 100:g}" if isinstance(value, float) else str(value)
 
 
-def stepper(left: int, right: int, story: str, *, seats: int = 4, blocks: int = 40, chunk: int = 16) -> str:
-    """The stepper on a page, opened at these settings. Who has no JavaScript sees the phases' plain pictures."""
+def stepper(
+    left: int,
+    right: int,
+    story: str,
+    *,
+    seats: int = 4,
+    blocks: int = 40,
+    chunk: int = 16,
+    root: str = "",
+) -> str:
+    """The stepper on a page, opened at these settings. Who has no JavaScript sees the phases' plain pictures.
+
+    Args:
+        root: from the page to the site's root.
+    """
     choices = {
         "seats": SEATS,
         "blocks": BLOCKS,
@@ -164,5 +177,5 @@ def stepper(left: int, right: int, story: str, *, seats: int = 4, blocks: int = 
     )
     return (
         f'<div class="stepper"><script type="application/json">{data}</script>{still}</div>\n'
-        '<script src="assets/viewer.js"></script><script src="assets/stepper.js"></script>\n'
+        f'<script src="{root}assets/viewer.js"></script><script src="{root}assets/stepper.js"></script>\n'
     )

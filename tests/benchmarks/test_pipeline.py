@@ -66,6 +66,17 @@ def test_a_trace_has_the_hosts_parts_and_the_streams(depth: int) -> None:
         assert not any(began < commit < ended for began, ended in forwards for commit in commits)
 
 
+@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+def test_with_a_grammar_masks_are_filled_while_the_next_pass_computes() -> None:
+    pipeline.start("depth 2, played", MODEL, 2)
+    spans = pipeline.trace(2, 5, pipeline.LETTERS)
+    launches = [span for span in spans if span.what == "launch"]
+    masks = [span for span in spans if span.what == "mask"]
+    assert abs(len(masks) - 5) <= 1
+    for mask in masks:
+        assert any(each.from_ms <= mask.from_ms <= mask.to_ms <= each.to_ms for each in launches)
+
+
 def test_a_stream_that_does_two_things_at_once_is_busy_once() -> None:
     times = [(1.0, 3.0), (2.0, 4.0), (2.5, 2.6), (6.0, 9.0)]
     spans = [Traced("stream", "forward", *each) for each in times]
@@ -76,15 +87,18 @@ def test_a_stream_that_does_two_things_at_once_is_busy_once() -> None:
 def test_the_trace_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Not drawn yet" in pipeline_timeline(MODEL, tmp_path)
     spans = [Traced("host", "plan", 0.0, 1.0), Traced("stream", "forward", 0.5, 2.0)]
-    rows = [[MODEL, depth, *span] for depth in (0, 2) for span in spans]
-    monkeypatch.setattr(pipeline, "traced", lambda model, depth: spans)
+    runs = (MODEL, f"{MODEL}, with a grammar")
+    rows = [[each, depth, *span] for each in runs for depth in (0, 2) for span in spans]
+    monkeypatch.setattr(pipeline, "traced", lambda model, depth, grammar: spans)
     pipeline.main(["--trace", "--models", MODEL, "--out", str(tmp_path)])
     table = json.loads((tmp_path / "tables" / "pipeline_trace.json").read_text())
     assert table["rows"] == rows
     drawn = pipeline_timeline(MODEL, tmp_path)
-    assert drawn.count("<rect") == len(rows)
+    assert drawn.count("<rect") == len(rows) / 2
     assert "2 in flight, the stream busy for 75 %" in drawn
     assert "forward, 1.50 ms" in drawn
+    assert "forward 0.3 / 0.3 ms</span>" in drawn  # of five steps
+    assert "mask" not in drawn
     assert "Not drawn yet" in pipeline_timeline("dummy:llama-60m", tmp_path)
 
 

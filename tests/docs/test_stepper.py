@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common.phases import find_phase
 from common.step_trace import StepTrace
 from docs.building import stepper
 from simulator import Arrival, Timelines, run, simulate_engine
@@ -57,8 +58,9 @@ def test_the_stories_show_what_their_page_says() -> None:
     assert not any("found" in frame for frame in frames(7, "prefix"))
 
 
-def test_who_has_no_javascript_sees_pictures() -> None:
-    page = stepper.stepper(4, 5, "mixed")
+@pytest.mark.parametrize("phase", range(5, 10))
+def test_who_has_no_javascript_sees_pictures(phase: int) -> None:
+    page = stepper.stepper(phase - 1, phase, "mixed")
     assert page.count("<svg") == 2
     assert page.index("<svg") < page.index("</div>\n<script")
 
@@ -185,6 +187,17 @@ def test_it_can_be_read_everywhere(tab: Tab, page: str, site: Path, width: int, 
 @browser
 def test_the_start_page_has_it(tab: Tab, site: Path) -> None:
     opened(tab, (site / "index.html").as_uri(), width=PHONE)
+    assert tab.ask("document.documentElement.scrollWidth") <= PHONE
+    tab.assert_well(site.as_uri())
+
+
+@browser
+@pytest.mark.parametrize("phase", range(5, 10))
+def test_a_phases_page_has_it_beside_the_phase_before(tab: Tab, site: Path, phase: int) -> None:
+    name = find_phase(phase).PHASE.slug.partition("_")[2]
+    opened(tab, (site / "phases" / f"{name}.html").as_uri(), width=PHONE)
+    chosen = [tab.ask(f"document.querySelector('[name={side}]').value") for side in ("left", "right")]
+    assert chosen == [str(phase - 1), str(phase)]
     assert tab.ask("document.documentElement.scrollWidth") <= PHONE
     tab.assert_well(site.as_uri())
 
