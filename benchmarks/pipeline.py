@@ -76,9 +76,7 @@ def start(way: str, model: str, sequences: int) -> None:
     _engine = package.build_engine(config)
 
 
-def decode(
-    sequences: int, new_tokens: int = NEW_TOKENS, grammar: Grammar | None = None
-) -> Iterator[float]:
+def decode(sequences: int, new_tokens: int = NEW_TOKENS, grammar: Grammar | None = None) -> Iterator[float]:
     """Seconds of each step in which all decode."""
     params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, grammar=grammar)
     for number in range(sequences):

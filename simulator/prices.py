@@ -291,6 +291,6 @@ def find_cost(fits: Sequence[Fit], model: str, mode: str, machine: str) -> Fit:
     known = sorted({f"{fit.group.model} on {fit.group.machine}, {fit.group.mode}" for fit in fits})
     raise ValueError(
         f"nothing was measured of {model}{f' on {machine}' if machine else ''} with steps {mode}: measure it "
-        "(`python -m benchmarks compare`) and fit prices (`python -m simulator.calibrate`), or describe a GPU with --gpu. There "
-        f"are {'; '.join(known) or 'none at all'}"
+        "(`python -m benchmarks compare`) and fit prices (`python -m simulator.calibrate`), or describe a GPU "
+        f"with --gpu. There are {'; '.join(known) or 'none at all'}"
     )
