@@ -199,6 +199,7 @@ class Runner(ABC):
         return self._fill_masks(requests) if has_grammar else None
 
     def _fill_masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+        # Apart, so that a trace has no part of this name where no mask is filled.
         return TokenMasks.of(requests)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:

@@ -254,12 +254,11 @@ def test_ten_thousand_steps_stay_smooth(tab: Tab, page: str) -> None:
         tab.ask("new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")
         return tab.busy_ms() - began_ms
 
-    for moment in range(4990, 5000):  # what reading the trace leaves behind is no picture's
-        picture_ms(moment)
-    times = [
-        picture_ms(5000 + i if i < 25 else i * 7919 % 10_000) for i in range(50)
-    ]  # played, then scrubbed
+    for _ in range(2):  # a new viewer draws itself when its size is known: that is not the first picture's time
+        tab.ask("new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")
+    played, scrubbed = range(5000, 5025), [i * 7919 % 10_000 for i in range(25, 50)]
+    times = [picture_ms(moment) for moment in (*played, *scrubbed)]
     assert tab.ask("long.moments.length") == 10_000
     times.sort()
     print(f"a picture takes {times[len(times) // 2]:.1f} ms, at most {times[-1]:.1f} ms")
-    assert times[-2] <= FRAME_MS  # one may be the machine's: other programs, or garbage
+    assert times[-1] <= FRAME_MS
