@@ -66,6 +66,7 @@ class _Known:
     request: Request
     number: int
     named_in: int = -1  # step of the frame that named it last
+    ended: bool = False
     slot: int | None = None
     table: list[int] = field(default_factory=list)
 
@@ -220,14 +221,21 @@ class FrameMaker:
             known.slot = None
         for known in self._running:
             known.slot = known.request.slot
-        ended = [
-            [self._know(ending.request, frame).number, output.finish_reason or "error"]
-            for output in self._ended
-            if (ending := self._known.get(output.request_id)) is not None
-        ]
+        ended = [[self._end(output, frame), output.finish_reason or "error"] for output in self._ended]
         if ended:
             frame["ended"] = ended
         self._ended.clear()
+
+    def _end(self, output: StepOutput, frame: Frame) -> int:
+        """The number of a request that has ended. One that came and went between two frames is named here."""
+        known = self._known.get(output.request_id)
+        if known is not None and not known.ended:
+            known.ended = True
+            return self._know(known.request, frame).number
+        number, self._named = self._named, self._named + 1
+        name = [number, output.request_id, output.prompt_tokens, output.completion_tokens]
+        frame.setdefault("requests", []).append(name)
+        return number
 
 
 def _prefill(chunk: PrefillChunk, longest: int) -> list[Any]:

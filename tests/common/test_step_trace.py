@@ -224,6 +224,27 @@ def test_an_end_in_a_step_that_is_left_out_is_told_with_the_next_frame() -> None
     assert len(continuation(other.prompt_token_ids, 9)) == 9
 
 
+def test_who_comes_and_goes_between_two_frames_is_named_with_its_end() -> None:
+    engine = build("continuous")
+    maker, steps, frames = FrameMaker(engine), [], []
+    engine.watchers.append(lambda *step: (steps.append(step), maker.note(step[2])))
+    for _ in range(2):
+        add(engine, [1, 2], greedy(3), request_id="same")
+        run(engine)
+        gone = add(engine, [9], greedy(3), request_id="gone")
+        engine.cancel(gone.request_id)
+        run(engine)
+        frames.append(maker.frame(*steps[-1]))
+    assert [frame["requests"] for frame in frames] == [
+        [[0, "same", 2, 3], [1, "gone", 1, 0]],
+        [[2, "same", 2, 3], [3, "gone", 1, 0]],
+    ]
+    assert [frame["ended"] for frame in frames] == [
+        [[0, "length"], [1, "cancelled"]],
+        [[2, "length"], [3, "cancelled"]],
+    ]
+
+
 def test_a_frame_that_is_to_be_a_key_tells_everything() -> None:
     engine = build("paged", block_size=4)
     maker, frames = FrameMaker(engine), []
