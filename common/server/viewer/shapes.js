@@ -54,8 +54,10 @@ class Layer {
   /** @param {string} kind @param {number | null} request */
   box(kind, request, x, y, width, height, round = 0) {
     const look = this.look(request, kind), r = Math.min(round, width / 2, height / 2);
-    const w = px(width - 2 * r), h = px(height - 2 * r), arc = (dx, dy) => r ? `a${r} ${r} 0 0 1 ${dx} ${dy}` : "";
-    const path = `M${px(x + r)} ${px(y)}h${w}${arc(r, r)}v${h}${arc(-r, r)}h${-w}${arc(-r, -r)}v${-h}${arc(r, -r)}z`;
+    const w = px(width - 2 * r), h = px(height - 2 * r), start = `M${px(x + r)} ${px(y)}h${w}`;
+    const path = start + (r
+      ? `q${r} 0 ${r} ${r}v${h}q0 ${r} ${-r} ${r}h${-w}q${-r} 0 ${-r} ${-r}v${-h}q0 ${-r} ${r} ${-r}z`
+      : `v${h}h${-w}z`);
     const paths = this.paths.get(look);
     if (paths) paths.push(path);
     else this.paths.set(look, [path]);

@@ -68,7 +68,11 @@ class StepViewer {
     });
     this.slider.addEventListener("input", () => this.goTo(Number(this.slider.value)));
     element.addEventListener("keydown", event => this.key(event));
-    new ResizeObserver(() => this.drawSoon()).observe(this.box);
+    let width = 0; /* pictures fill it, and are as high as they are */
+    new ResizeObserver(([{ contentRect }]) => {
+      if (contentRect.width !== width) this.drawSoon();
+      width = contentRect.width;
+    }).observe(this.box);
   }
 
   /* ---------------------------------------------------------------- what is shown */
