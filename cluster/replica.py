@@ -15,6 +15,7 @@ from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
 from common.phases import find_phase
 from common.server.app import create_app
+from common.server.lifecycle import freeze_objects
 from common.server.log_format import configure_logging
 from common.server.options import CommonOptions
 from common.server.service import Service
@@ -64,6 +65,7 @@ class Replica:
         self._service.created = created
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
+        freeze_objects()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._numbers = itertools.count()
         self._gauges = {field: metrics.Gauge(name, text) for field, (name, text) in GAUGES.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import math
 import os
@@ -87,6 +88,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
         )
         if trace is not None:
             service.tracer.start(trace)  # from this thread: the engine's is idle until the server runs
+        freeze_objects()
         server.run(sockets=[listener])
     if worker.running:
         logger.warning("the step in flight did not end within %g s: exiting without it", LAST_STEP_S)
@@ -94,6 +96,16 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     if trace is not None:
         service.tracer.stop(trace)
     return 0
+
+
+def freeze_objects() -> None:
+    """Spare the garbage collector what there is by now.
+
+    It stays for as long as the process serves. To look through it takes 0.1 to 0.2 s, in which no step is planned
+    and no client gets a token.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def bind(host: str, port: int) -> socket.socket:

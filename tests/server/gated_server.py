@@ -2,11 +2,13 @@
 
 It is the ordinary server (`common.server.lifecycle`), with hooks on the model. Lines on stdin are orders: `hold`
 and `open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`. On stdout it says `held`
-when a pass waits, and echoes each order once it is in force.
+when a pass waits, and echoes each order once it is in force; then, to `collect`, whether the garbage collector has
+`few` objects to look through or `many`.
 """
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 import threading
@@ -38,9 +40,11 @@ def obey() -> None:
             gate.clear()
         elif order == "open":
             gate.set()
-        else:
+        elif order != "collect":
             broken = "" if order == "heal" else order
         say(order)
+        if order == "collect":
+            say("few" if len(gc.get_objects()) < gc.get_freeze_count() / 10 else "many")
 
 
 def before_pass(*_: object) -> None:

@@ -70,6 +70,13 @@ def test_the_server_answers_while_a_pass_runs(gated: ServerProcess) -> None:
 # ---------------------------------------------------------------------- overload
 
 
+def test_the_garbage_collector_has_little_to_look_through(gated: ServerProcess) -> None:
+    """It would hold up a step for longer than most take."""
+    assert gated.complete()["usage"]["completion_tokens"] > 0
+    gated.order("collect")
+    gated.expect("few")
+
+
 def test_overload_is_refused_exactly_and_costs_no_memory(gated: ServerProcess) -> None:
     memory: list[float] = []
     for _ in range(4):
