@@ -41,7 +41,7 @@ def replicas(server: ServerProcess) -> dict[str, dict[str, float]]:
 
 def test_tokens_come_while_the_next_are_computed(server: ServerProcess) -> None:
     server.begin_test()
-    tokens = 300
+    tokens = 900
     with server.client.stream(
         "POST", "/v1/completions", json=server.body(max_tokens=tokens, ignore_eos=True, stream=True)
     ) as response:

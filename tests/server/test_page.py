@@ -210,7 +210,7 @@ def test_requests_are_seen_sharing_the_steps(tab: Tab, live: ServerProcess, widt
     tab.until("document.getElementById('live-status').textContent.includes('wants a key')")
     tab.errors.clear()  # that one request was refused
     give_key(tab)
-    send(tab, 6, 100)
+    send(tab, 6, 240)
     tab.until("document.querySelectorAll('.sv-chip').length > 4")  # four seats, and who waits
     assert "blocks" in tab.until("document.querySelector('.sv-memory-head').textContent")
     tab.until("document.querySelectorAll('.answer b:not([hidden])').length === 6")
