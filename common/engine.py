@@ -90,6 +90,7 @@ class Engine:
             deque()
         )  # when each is given up, on the engine's clock
         self._notices: list[StepOutput] = []  # terminal outputs that the next step delivers
+        self._has_begun = False  # whether the present step has been waited for
         self._arrivals = itertools.count()
         self._ids = itertools.count()
 
@@ -251,6 +252,14 @@ class Engine:
         now = self.clock()
         return now if self._notices or self.runner.in_flight else self.scheduler.next_wake(now)
 
+    def wait(self) -> None:
+        """Begin a step: wait for what it will read of steps before it. `step` does that itself, but whoever is added
+        between the two is still part of its plan."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.telemetry.begin_step(self.clock())
+            self.runner.wait()
+
     def step(self) -> list[StepOutput]:
         """Retire, admit, compute: the outputs of this step, at most one terminal output per request ever.
 
@@ -261,7 +270,8 @@ class Engine:
             raise self.dead
         scheduler, runner, telemetry = self.scheduler, self.runner, self.telemetry
         pool = runner.pool
-        record = telemetry.begin_step(self.clock())
+        record = telemetry.current if self._has_begun else telemetry.begin_step(self.clock())
+        self._has_begun = False
         failed_passes = telemetry.counters.failed_passes
         plan = StepPlan()
 
@@ -320,7 +330,7 @@ class Engine:
             TimeoutError: that took longer; nothing is paused, and the next steps bring it to its end.
         """
         outputs = self.runner.drain(timeout_s)
-        self.paused = True
+        self.paused, self._has_begun = True, False
         self._settle(outputs)
         return outputs
 

@@ -118,6 +118,9 @@ class Runner(ABC):
         except torch.AcceleratorError as error:  # a failed pass may show only when its results are read
             raise EngineDeadError(DEVICE_FAILED) from error
 
+    def wait(self) -> None:  # noqa: B027 - nothing is on its way where each step commits itself
+        """Wait for what `settle` is going to commit."""
+
     def settle(self) -> list[StepOutput]:
         """What must be committed before the next step can be planned: nothing, where each step commits itself."""
         return []

@@ -383,6 +383,9 @@ class EngineWorker:
         """Wait for work, take it in and compute a step; whether this was the last turn."""
         with self._wakeup:
             self._wait_for_work()
+        if self._is_due():
+            self.engine.wait()  # who comes meanwhile is taken in for this step
+        with self._wakeup:
             stopping = self._stopping
             refused = self._take_in()
         self._hand_back(refused)  # before the step, which may be long

@@ -67,7 +67,8 @@ class PipelinedRunner(ChunkedRunner):
         **ChunkedRunner.PARTS,  # of what is computed while the host waits: scored prompts, and steps that failed
         "launch_forward": "launch",
         "finalize_sampling": "launch",
-        "_wait": "wait",
+        "wait": "wait",
+        "_read": "wait",
     }
 
     def __init__(
@@ -100,6 +101,10 @@ class PipelinedRunner(ChunkedRunner):
     @property
     def in_flight(self) -> bool:
         return self.state.in_flight > 0
+
+    def wait(self) -> None:
+        if self.state.free_slot_id() is None and self.state.oldest is not None:
+            self.slots[self.state.oldest].wait()
 
     def settle(self) -> list[StepOutput]:
         """Commit the oldest step if both slots are taken: the next one needs a slot."""
@@ -217,7 +222,7 @@ class PipelinedRunner(ChunkedRunner):
         slot_id = self.state.pop_oldest()
         slot = self.slots[slot_id]
         try:
-            results = self._wait(slot)
+            results = self._read(slot)
         except Exception as error:
             return self._recover(error)
         launched = Launched(slot.plan)
@@ -231,7 +236,7 @@ class PipelinedRunner(ChunkedRunner):
         slot.begin(StepPlan(), [])
         return outputs
 
-    def _wait(self, slot: DecodeSlot) -> list[tuple[Tensor, ...]]:
+    def _read(self, slot: DecodeSlot) -> list[tuple[Tensor, ...]]:
         """What a step's passes return. Raises what one of them raised."""
         return [each.outcome.wait() for each in slot.launched]
 

@@ -61,9 +61,12 @@ class DecodeSlot:
             share.sample_at is not None and share.request.waits_for_its_tokens for share in self.shares
         )
 
-    def abandon(self) -> None:
-        """Wait until nothing computes for it any more, whatever comes of it."""
+    def wait(self) -> None:
+        """Until nothing computes for it any more, whatever comes of it."""
         for each in self.launched:
             with suppress(Exception):
                 each.outcome.wait()
+
+    def abandon(self) -> None:
+        self.wait()
         self.begin(StepPlan(), [])

@@ -70,15 +70,23 @@ class Server:
         return wake
 
     def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
-        """Let in who has come by then, and compute a step if one is due: its outputs; None: none was."""
+        """Let in who has come by then, and compute a step if one is due: its outputs; None: none was, or it waits for
+        an earlier one, and others may come meanwhile."""
         self.changes += 1
         self.clock.wait_until(time_s)
+        if self._is_due():
+            self.engine.wait()
+            if self.clock.now > time_s:
+                return None
         while self._door and self._door[0][0] <= self.clock.now:
             if not self.engine.add_request(self._door[0][1]):
                 break
             self._door.popleft()
+        return self.engine.step() if self._is_due() else None
+
+    def _is_due(self) -> bool:
         wake = self.engine.next_wake()
-        return self.engine.step() if wake is not None and wake <= self.clock.now else None
+        return wake is not None and wake <= self.clock.now
 
     def rest(self, tokens: int) -> None:
         """What comes between a step that has handed out so many tokens and the next."""

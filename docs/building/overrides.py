@@ -22,6 +22,7 @@ ROLES = {"scheduler": "Scheduler", "runner": "Runner", "pool": "KV pool"}
 
 #: What a step asks of a phase, in order (see `Engine.step`), and of whom.
 STAGES = (
+    ("runner", "wait"),
     ("runner", "settle"),
     ("scheduler", "retire"),
     ("runner", "release"),

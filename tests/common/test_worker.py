@@ -116,6 +116,22 @@ def test_the_event_loop_runs_on_while_a_pass_does(phase: str) -> None:
     with_worker(engine, scenario)
 
 
+def test_who_comes_while_a_step_waits_for_another_is_part_of_it() -> None:
+    gate = Gate()
+    model = RememberingModel(before_pass=gate)
+    engine = build("pipelined", model, clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        first = submit(worker, "one", greedy(9))
+        await until(lambda: gate.reached.is_set() and engine.scheduler.active[0].pending_tokens == 2)
+        late = submit(worker, "late", greedy(9))
+        gate.open.set()
+        assert len(await read(first)) == len(await read(late)) == 9
+
+    with_worker(engine, scenario)
+    assert [len(call.query_lengths) for call in model.calls[:4]] == [1, 1, 2, 2], "two were launched before it came"
+
+
 def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
