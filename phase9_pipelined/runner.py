@@ -159,15 +159,7 @@ class PipelinedRunner(ChunkedRunner):
         passes = super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
         if all(chunk.request.params.prompt_logprobs is None for chunk in plan.prefill):
             return passes
-        return itertools.chain.from_iterable(map(self._apart, passes))
-
-    def _apart(self, forward_pass: ForwardPass) -> Iterable[ForwardPass]:
-        """Shares that tell of their prompts in a pass of their own: those are read while they are computed."""
-        told: list[PassShare] = []
-        others: list[PassShare] = []
-        for share in forward_pass.shares:
-            (told if scored_columns(share.request, share.span) else others).append(share)
-        return (ForwardPass(tuple(shares)) for shares in (others, told) if shares)
+        return itertools.chain.from_iterable(map(_apart, passes))
 
     def decode_share(self, request: Request) -> PassShare:
         """Its token is where the step before has left it."""
@@ -307,3 +299,12 @@ class PipelinedRunner(ChunkedRunner):
         """What was chosen on the host is where the next step looks for it."""
         for share in shares:
             self.latest[self.pool.seat(share.span.slot)] = share.request.token_ids[-1]
+
+
+def _apart(forward_pass: ForwardPass) -> Iterable[ForwardPass]:
+    """Shares that tell of their prompts in a pass of their own: those are read while they are computed."""
+    told: list[PassShare] = []
+    others: list[PassShare] = []
+    for share in forward_pass.shares:
+        (told if scored_columns(share.request, share.span) else others).append(share)
+    return (ForwardPass(tuple(shares)) for shares in (others, told) if shares)
