@@ -129,7 +129,9 @@ def test_who_comes_while_a_step_waits_for_another_is_part_of_it() -> None:
         assert len(await read(first)) == len(await read(late)) == 9
 
     with_worker(engine, scenario)
-    assert [len(call.query_lengths) for call in model.calls[:4]] == [1, 1, 2, 2], "two were launched before it came"
+    assert [len(call.query_lengths) for call in model.calls[:4]] == [1, 1, 2, 2], (
+        "two were launched before it came"
+    )
 
 
 def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
