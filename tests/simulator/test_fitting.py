@@ -67,7 +67,7 @@ def test_what_no_step_has_costs_nothing() -> None:
         "mixed-llama-60m-20261121-182212-phase-5-r1",
         "mixed-llama-60m-20261121-182212-phase-6-r1",
         "peers/multi_turn-llama-60m-20261122-065526-phase-8-r1",
-        "mixed-llama-60m-20261122-083229-phase-9-r1",
+        "mixed-llama-60m-20261123-003438-phase-9-r1",
     ],
 )
 def test_a_measured_run_is_planned_alike_in_every_step(name: str) -> None:
@@ -90,7 +90,7 @@ def test_a_run_with_another_schedule_is_noticed() -> None:
 
 
 def test_prices_of_a_run_predict_it() -> None:
-    run = committed("mixed-llama-60m-20261122-083229-phase-8-r1")
+    run = committed("mixed-llama-60m-20261123-003438-phase-8-r1")
     measured = [Measured(run, replay(run))]
     tokens_per_s, ttft_s = figures(run.metrics)
     predicted = figures(simulate_run(run, cost_of(measured)))
