@@ -253,8 +253,10 @@ class Engine:
         return now if self._notices or self.runner.in_flight else self.scheduler.next_wake(now)
 
     def wait(self) -> None:
-        """Begin a step: wait for what it will read of steps before it. `step` does that itself, but whoever is added
-        between the two is still part of its plan."""
+        """Begin a step: wait for what it will read of steps before it.
+
+        `step` does that itself, but whoever is added between the two is still part of its plan.
+        """
         if not self._has_begun:
             self._has_begun = True
             self.telemetry.begin_step(self.clock())

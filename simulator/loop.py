@@ -70,8 +70,10 @@ class Server:
         return wake
 
     def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
-        """Let in who has come by then, and compute a step if one is due: its outputs; None: none was, or it waits for
-        an earlier one, and others may come meanwhile."""
+        """Let in who has come by then, and compute a step if one is due: its outputs.
+
+        None: none was, or it had to wait for an earlier one, until a time when others may have come.
+        """
         self.changes += 1
         self.clock.wait_until(time_s)
         if self._is_due():
