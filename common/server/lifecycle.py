@@ -9,6 +9,7 @@ port taken ─> engine built ─> ready ─> SIGTERM: draining, new requests 503
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import errno
 import gc
@@ -106,6 +107,7 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # the interpreter takes down at its end what it can collect, and libraries look
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -314,6 +314,9 @@ def test_an_idle_server_ends_at_once_with_connections_open(mortal: ServerProcess
     mortal.signal()
     assert mortal.wait() == 0
     assert time.monotonic() - started < 20, "the shutdown timeout of 30 s is not waited for"
+    mortal.read_the_rest()
+    *_, last = mortal.log_text.splitlines()
+    assert "SIGTERM: finishing what runs" in last, "nothing is said after that, by no library either"
 
 
 def test_what_is_not_done_in_time_ends_with_an_error(phase: str) -> None:
