@@ -116,6 +116,7 @@ class RequestTrack:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._open: list[str] = []
+        self._since = 0.0
 
     @property
     def stage(self) -> str:
@@ -126,11 +127,13 @@ class RequestTrack:
         request = self.request
         known |= {"prompt tokens": request.num_prompt_tokens, "max tokens": request.params.max_new_tokens}
         stage = _ADMITTED.get(request.state, "waiting")
+        self._since = now
         return [self._begin(now, _plain(request.request_id), known), self._begin(now, stage)]
 
     def step(self, began: float, ended: float, chunk: PrefillChunk | None, first_token: bool) -> list[Event]:
         """What a step has done with the request: its chunk in it, and whether the client got its first token."""
         state = self.request.state
+        began = max(began, self._since)  # it may have come while the step waited for an earlier one
         events: list[Event] = []
         prefills_again = self.stage == "decode" and chunk is not None
         if prefills_again or (self.stage != "waiting" and state is RequestState.WAITING):
@@ -215,10 +218,10 @@ class Recording:
         self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput], parts: Sequence[Part]
     ) -> None:
         ended_s = record.started_s + record.duration_s
-        began, ended = self._at(record.started_s), self._at(ended_s)
+        began, ended = self._at(max(record.started_s, self._zero_s)), self._at(ended_s)
         known = dataclasses.asdict(record)
         events = [self._span("host", f"step {record.step}", record.started_s, ended_s, known)]
-        events += [self._span(*part) for part in parts]
+        events += [self._span(*part) for part in parts if part.ended_s >= self._zero_s]
         empty = record.kv_reserved_tokens - record.kv_used_tokens
         for name, values in (
             ("requests", {"active": record.active, "waiting": record.waiting}),

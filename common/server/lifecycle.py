@@ -107,7 +107,9 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # the interpreter takes down at its end what it can collect, and libraries look
+    atexit.register(
+        gc.unfreeze
+    )  # the interpreter takes down at its end what it can collect, and libraries look
 
 
 def bind(host: str, port: int) -> socket.socket:

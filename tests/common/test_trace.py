@@ -129,6 +129,24 @@ def test_who_lives_when_a_recording_begins_or_ends_is_in_it() -> None:
     assert len(run(engine)) > 0
 
 
+def test_recordings_and_requests_may_begin_while_a_step_waits_for_another() -> None:
+    engine, tracer, buffer = traced("phase9_pipelined", max_batch_size=2)
+    late = TraceBuffer()
+    tracer.start(buffer)
+    add(engine, "abc", greedy(6))
+    engine.step()
+    engine.step()
+    engine.wait()
+    tracer.start(late)
+    add(engine, "abc", greedy(3))
+    run(engine)
+    for each in (buffer, late):
+        tracer.stop(each)
+        events = read_trace(each.fetch())
+        assert_valid(events)
+        assert [track[-1]["args"]["new tokens"] for track in requests_of(events).values()] == [6, 3]
+
+
 def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None:
     """A shutdown that cannot wait fails them without a step."""
     engine, tracer, buffer = traced("phase5_continuous")
