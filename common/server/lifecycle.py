@@ -107,9 +107,8 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-    atexit.register(
-        gc.unfreeze
-    )  # the interpreter takes down at its end what it can collect, and libraries look
+    # At its end the interpreter takes down what it can collect, and libraries complain of the rest.
+    atexit.register(gc.unfreeze)
 
 
 def bind(host: str, port: int) -> socket.socket:
