@@ -252,6 +252,12 @@ class Engine:
         now = self.clock()
         return now if self._notices or self.runner.in_flight else self.scheduler.next_wake(now)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `step` is to be called now."""
+        wake = self.next_wake()
+        return wake is not None and wake <= self.clock()
+
     def wait(self) -> None:
         """Begin a step: wait for what it will read of steps before it.
 
@@ -332,7 +338,8 @@ class Engine:
             TimeoutError: that took longer; nothing is paused, and the next steps bring it to its end.
         """
         outputs = self.runner.drain(timeout_s)
-        self.paused, self._has_begun = True, False
+        self.paused = True
+        self._has_begun = False  # the step that has been waited for does not come, or much later
         self._settle(outputs)
         return outputs
 

@@ -383,13 +383,13 @@ class EngineWorker:
         """Wait for work, take it in and compute a step; whether this was the last turn."""
         with self._wakeup:
             self._wait_for_work()
-        if self._is_due():
+        if self.engine.is_due:
             self.engine.wait()  # who comes meanwhile is taken in for this step
         with self._wakeup:
             stopping = self._stopping
             refused = self._take_in()
         self._hand_back(refused)  # before the step, which may be long
-        if not stopping and self._is_due():
+        if not stopping and self.engine.is_due:
             self._hand_back(self.engine.step())
         return stopping
 
@@ -401,10 +401,6 @@ class EngineWorker:
             if timeout is not None and timeout <= 0:
                 return
             self._wakeup.wait(timeout)
-
-    def _is_due(self) -> bool:
-        wake = self.engine.next_wake()
-        return wake is not None and wake <= self.engine.clock()
 
     def _take_in(self) -> list[StepOutput]:
         """Carry the news to the engine; outputs of requests it did not take. The lock is held.

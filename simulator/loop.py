@@ -76,7 +76,7 @@ class Server:
         """
         self.changes += 1
         self.clock.wait_until(time_s)
-        if self._is_due():
+        if self.engine.is_due:
             self.engine.wait()
             if self.clock.now > time_s:
                 return None
@@ -84,11 +84,7 @@ class Server:
             if not self.engine.add_request(self._door[0][1]):
                 break
             self._door.popleft()
-        return self.engine.step() if self._is_due() else None
-
-    def _is_due(self) -> bool:
-        wake = self.engine.next_wake()
-        return wake is not None and wake <= self.clock.now
+        return self.engine.step() if self.engine.is_due else None
 
     def rest(self, tokens: int) -> None:
         """What comes between a step that has handed out so many tokens and the next."""
