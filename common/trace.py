@@ -218,7 +218,7 @@ class Recording:
         self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput], parts: Sequence[Part]
     ) -> None:
         ended_s = record.started_s + record.duration_s
-        began, ended = self._at(max(record.started_s, self._zero_s)), self._at(ended_s)
+        began, ended = self._at(record.started_s), self._at(ended_s)
         known = dataclasses.asdict(record)
         events = [self._span("host", f"step {record.step}", record.started_s, ended_s, known)]
         events += [self._span(*part) for part in parts if part.ended_s >= self._zero_s]
@@ -258,13 +258,14 @@ class Recording:
     def _span(
         self, lane: str, what: str, began_s: float, ended_s: float, known: Event | None = None
     ) -> Event:
-        began = self._at(max(began_s, self._zero_s))  # what began before the recording is cut
+        began = self._at(began_s)
         event: Event = {"ph": "X", "tid": TRACKS[lane], "name": what, "ts": began}
         event["dur"] = round(self._at(ended_s) - began, 3)
         return event | ({"args": known} if known else {})
 
     def _at(self, now_s: float) -> float:
-        return round((now_s - self._zero_s) * 1e6, 3)
+        """Microseconds since the recording began; what began before is cut."""
+        return round(max(now_s - self._zero_s, 0.0) * 1e6, 3)
 
     def _write(self, events: Iterable[Event]) -> None:
         lines = b",\n".join(orjson.dumps({"pid": PROCESS, **event}) for event in events)
