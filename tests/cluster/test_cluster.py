@@ -41,7 +41,7 @@ def replicas(server: ServerProcess) -> dict[str, dict[str, float]]:
 
 def test_tokens_come_while_the_next_are_computed(server: ServerProcess) -> None:
     server.begin_test()
-    tokens = 900
+    tokens, lump = 900, 75
     with server.client.stream(
         "POST", "/v1/completions", json=server.body(max_tokens=tokens, ignore_eos=True, stream=True)
     ) as response:
@@ -52,8 +52,9 @@ def test_tokens_come_while_the_next_are_computed(server: ServerProcess) -> None:
                 other.get("/telemetry").json()["counters"]["requests_finished"]
                 == server.counted["requests_finished"]
             )
+        next(reads)  # what has come while the other was answered
         most = max(read.count(b"event: token") for read in reads)
-    assert most < tokens / 4
+    assert most < lump
 
 
 def test_what_replicas_say_is_added_up(server: ServerProcess) -> None:
