@@ -62,11 +62,12 @@ class DecodeSlot:
         )
 
     def wait(self) -> None:
-        """Until nothing computes for it any more, whatever comes of it."""
+        """Wait until nothing computes for it any more, whatever comes of it."""
         for each in self.launched:
             with suppress(Exception):
                 each.outcome.wait()
 
     def abandon(self) -> None:
+        """Forget the step, once nothing computes for it."""
         self.wait()
         self.begin(StepPlan(), [])
