@@ -111,10 +111,11 @@ class AnswerReader:
             reason = choice.get("finish_reason")
             self.finish_reason = reason or self.finish_reason
             self._text.append(choice.get("text") or "")
-            self._token_ids += choice.get("token_ids") or ()
-            # A chunk that only says why the answer ended brings no token; one without text that does not
-            # end it does (its text is held back, or is half a character).
-            self.tokens += bool(choice.get("text")) or reason is None
+            token_ids = choice.get("token_ids") or ()
+            self._token_ids += token_ids
+            # Where no ids are named: a chunk that only says why the answer ended brings no token; one without
+            # text that does not end it does (its text is held back, or is half a character).
+            self.tokens += len(token_ids) or bool(choice.get("text")) or reason is None
 
     def continued(self, prompt: list[int] | str) -> list[int] | str:
         """A prompt and the answer to it, in the prompt's form.

@@ -59,6 +59,15 @@ def test_a_chunk_that_only_ends_brings_no_token() -> None:
     assert not reader.ended  # only [DONE] is the end
 
 
+def test_tokens_that_are_named_count_whatever_their_text() -> None:
+    """The last may have none, and come with the word that it is the last; two may come at once."""
+    reader = AnswerReader()
+    assert reader.feed(b'data: {"choices":[{"text":"Hi","token_ids":[4,5],"finish_reason":null}]}\n\n') == 2
+    assert reader.feed(b'data: {"choices":[{"text":"","token_ids":[6],"finish_reason":"length"}]}\n\n') == 1
+    assert reader.feed(b'data: {"choices":[{"text":"","token_ids":null,"finish_reason":"length"}]}\n\n') == 0
+    assert reader.continued([1]) == [1, 4, 5, 6]
+
+
 def test_usage_of_null_does_not_wipe_usage_that_came() -> None:
     """With include_usage, every chunk but one says `"usage": null`."""
     reader = AnswerReader()
