@@ -1,0 +1,39 @@
+"""The viewer's JavaScript against the types that its comments give, by TypeScript's compiler."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.server.viewer import PARTS
+
+ROOT = Path(__file__).resolve().parents[1]
+TSC = ROOT / ".clients/typescript/node_modules/.bin/tsc"
+VIEWER = ROOT / "common/server/viewer"
+
+# Parameters without a type may be anything; null is a value of its own. The parts are scripts, and share one scope.
+RULES = ("--allowJs", "--checkJs", "--noEmit", "--strict", "--noImplicitAny", "false", "--moduleDetection", "legacy")
+TARGET = ("--target", "es2023", "--lib", "es2023,dom,dom.iterable")
+
+pytestmark = pytest.mark.browser  # what a browser is given; Chromium itself is not needed
+
+
+def complaints(*scripts: Path) -> list[str]:
+    if not TSC.is_file():
+        pytest.skip("no TypeScript here: npm install --prefix .clients/typescript typescript@5")
+    found = subprocess.run([TSC, *RULES, *TARGET, *scripts], capture_output=True, text=True, check=False)
+    return found.stdout.splitlines()
+
+
+def test_the_viewer_and_the_stepper_keep_their_types() -> None:
+    assert complaints(*(VIEWER / f"{part}.js" for part in PARTS), ROOT / "docs/assets/stepper.js") == []
+
+
+def test_a_wrong_type_is_found(tmp_path: Path) -> None:
+    shutil.copytree(VIEWER, tmp_path, dirs_exist_ok=True)
+    part = tmp_path / "viewer.js"
+    part.write_text(part.read_text("utf-8").replace("this.moment = 0;", "this.moment = '0';", 1), "utf-8")
+    assert any("viewer.js" in line for line in complaints(*(tmp_path / f"{each}.js" for each in PARTS)))
