@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ torch.set_num_threads(1)
 # machine without a compiler would; the servers that tests start read the same variable.
 if os.environ.get("INFER_NATIVE_KERNELS", "true").lower() not in ("false", "0"):
     native.load_native_kernels()
+
+
+# A shell that starts tests in the background lets them ignore Ctrl-C, and so would the servers that they interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ def called_from_python(phase: str) -> tuple[str, ...]:
 
 
 #: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.
-EVERY_PHASE = {"test_completions", "test_traffic"}
+EVERY_PHASE = {"test_traffic"}
 #: What of the phases between the first and the last is slow, too.
-FIRST_AND_LAST = {"test_constrained", "test_errors"}
+FIRST_AND_LAST = {"test_completions", "test_constrained", "test_errors"}
 #: Of those modules, what takes long and tests nothing that a phase has a part in.
 ONE_PHASE = {
     "test_two_megabytes_of_nonsense_cost_one_error_each",
