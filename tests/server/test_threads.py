@@ -80,11 +80,14 @@ def test_an_interrupt_while_the_engine_is_built() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_ENGINE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "building\n"
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=HANG_S)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "building\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()  # if it has not ended it computes for ever
     assert (process.returncode, log) == (130, "interrupted\n")
 
 
