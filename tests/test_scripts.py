@@ -15,8 +15,8 @@ TSC = ROOT / ".clients/typescript/node_modules/.bin/tsc"
 VIEWER = ROOT / "common/server/viewer"
 
 # Parameters without a type may be anything; null is a value of its own. The parts are scripts, and share one scope.
-RULES = ("--allowJs", "--checkJs", "--noEmit", "--strict", "--noImplicitAny", "false", "--moduleDetection", "legacy")
-TARGET = ("--target", "es2023", "--lib", "es2023,dom,dom.iterable")
+RULES = ("--allowJs", "--checkJs", "--noEmit", "--strict", "--noImplicitAny", "false")
+TARGET = ("--moduleDetection", "legacy", "--target", "es2023", "--lib", "es2023,dom,dom.iterable")
 
 pytestmark = pytest.mark.browser  # what a browser is given; Chromium itself is not needed
 
