@@ -91,14 +91,18 @@ def complete_groups(results: Path) -> list[Group]:
 
 
 def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
-    """For each model and machine the newest full comparison of a workload that has all these servers."""
+    """For each model and machine the newest full comparison of a workload that has all these servers.
+
+    The first is the one with most repeats, and of those the one with most servers.
+    """
     kept: dict[tuple[str, str], Group] = {}
     for group in complete_groups(results):
         run = group.first
         fits = run.workload.name == workload and set(labels) <= set(group.labels)
         if fits and not run.workload.quick and not group.swept:
             kept.setdefault((group.folder, run.server.model), group)
-    return [kept[key] for key in sorted(kept)]
+    found = [kept[key] for key in sorted(kept)]
+    return sorted(found, key=lambda group: (-group.repeats, -len(group.labels)))
 
 
 def missing(workload: str, labels: Sequence[str]) -> str:

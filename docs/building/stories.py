@@ -39,7 +39,7 @@ def measured_section(
         first: the figure that stands open.
         root: from the page to the site's root.
     """
-    found = sorted(chosen(workload, labels, results), key=lambda group: (-group.repeats, -len(group.labels)))
+    found = chosen(workload, labels, results)
     if not found:
         return missing(workload, labels)
     parts = [_story(group, labels, first, root, folder) for group in found]
@@ -65,9 +65,7 @@ def story_picture(
     workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
 ) -> str:
     """One figure of a workload's newest comparison of these servers, and nothing else."""
-    found = sorted(chosen(workload, labels, results), key=lambda group: (-group.repeats, -len(group.labels)))[
-        :1
-    ]
+    found = chosen(workload, labels, results)[:1]
     entries = [entry for group in found for entry in _drawn(group, labels, folder)]
     return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
 
