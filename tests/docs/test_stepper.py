@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,11 +251,17 @@ def test_ten_thousand_steps_stay_smooth(tab: Tab, page: str) -> None:
     times = []
     for i in range(50):
         moment = 5000 + i if i < 25 else i * 7919 % 10_000  # played, then scrubbed
-        began_ms = tab.busy_ms()
+        began_ms, began_s = tab.busy_ms(), time.perf_counter()
         tab.ask(f"long.goTo({moment}); long.box.getBoundingClientRect(); 0")  # laid out, too
         tab.ask("new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")
-        times.append(tab.busy_ms() - began_ms)
+        # Each says too much in its own way: what else the machine does has passed, too, and a thread's clock may
+        # leap on a virtual machine, by up to 15 ms in tasks that have taken 5.
+        elapsed_ms = (time.perf_counter() - began_s) * 1000
+        times.append(min(tab.busy_ms() - began_ms, elapsed_ms))
     assert tab.ask("long.moments.length") == 10_000
+    texts = "[...document.querySelectorAll('.sv-time text')].map(each => each.textContent)"
+    letters = tab.ask(f"{texts}.join('').length")
+    assert letters < 300, "each is laid out by itself: long names stand at every fifth step"
     times.sort()
     print(f"a picture takes {times[len(times) // 2]:.1f} ms, at most {times[-1]:.1f} ms")
     assert times[-1] <= FRAME_MS

@@ -33,7 +33,7 @@ class MemoryPicture {
     if (kept) words.push(`${kept} kept for requests to come`);
     if (shown < blocks) words.push(`the first ${shown} drawn here`);
     this.heading.textContent = blocks ? words.join(", ") : "memory: none is taken";
-    const width = this.element.clientWidth || 320, area = width * (shown > 500 ? 230 : 130);
+    const { width } = this.viewer, area = width * (shown > 500 ? 230 : 130);
     const side = Math.max(5, Math.min(24, Math.floor(Math.sqrt(area / Math.max(shown, 1)))));
     const rows = slots ? shown : Math.ceil(shown / Math.max(1, Math.floor(width / side)));
     const per = Math.max(1, Math.ceil(shown / rows)); /* no row that is nearly empty */

@@ -4,6 +4,7 @@
 class StepPanel {
   /** @param {HTMLElement} element @param {StepTrace} trace @param {StepViewer} viewer */
   constructor(element, trace, viewer) {
+    this.element = element;
     this.trace = trace;
     this.viewer = viewer;
     this.index = -1;
@@ -43,6 +44,11 @@ class StepPanel {
   requestOf(target) {
     const found = target instanceof Element ? target.closest("[data-r]") : null;
     return found ? Number(found.getAttribute("data-r")) : null;
+  }
+
+  /** That of all panels of a viewer, in pixels. */
+  get width() {
+    return this.element.clientWidth || 320;
   }
 
   /** @param {number} index */
@@ -103,7 +109,8 @@ class StepPanel {
       chip.type = "button";
       chip.className = `sv-chip ${hueOf(number)}`;
       chip.dataset.r = String(number);
-      chip.innerHTML = `<b>${letterOf(number)}</b><span></span><i></i>`;
+      for (const tag of ["b", "span", "i"]) chip.append(document.createElement(tag));
+      chip.children[0].textContent = letterOf(number);
       this.chips.set(number, chip);
     }
     chip.children[1].textContent = words;

@@ -38,9 +38,9 @@ class SeatsPicture {
 
   /** @param {number} now the step that is shown @param {string} words what is to be seen, for those who hear it */
   draw(now, words) {
-    const { frames, header } = this.trace;
+    const { frames, header } = this.trace, { width } = this.viewer;
     const bars = this.viewer.scale ? 0 : BARS, top = AXIS + bars;
-    const width = this.element.clientWidth || 320, view = width - LABEL;
+    const view = width - LABEL;
     const height = top + header.seats * ROW + 24;
     this.scroll = this.viewer.scrollOf(this, now, view);
     let first = now, last = now;
@@ -86,16 +86,20 @@ class SeatsPicture {
     const frame = this.trace.frames[index];
     const x = LABEL + this.left(index) - this.scroll, width = this.right(index) - this.left(index);
     const middle = x + width / 2, below = top + this.trace.header.seats * ROW;
-    for (const row of frame.running) this.drawCell(layer, row, frame, x, width, top + row[1] * ROW);
+    const fifth = (index + this.trace.forgotten) % 5 === 0; /* words that are longer than a letter stand there */
+    const waiting = String(frame.waiting[0]), fits = width > 7 * waiting.length + 2;
+    for (const row of frame.running)
+      this.drawCell(layer, row, frame, x, width, top + row[1] * ROW, fifth || index === now);
     if (!this.viewer.scale) {
       const missing = index > 0 ? frame.step - this.trace.frames[index - 1].step - 1 : 0;
-      const height = BARS * frame.took / longest, known = index + this.trace.forgotten;
+      const height = BARS * frame.took / longest;
       layer.box("sv-took", null, x + 4, AXIS + BARS - height, width - 8, height);
       if (missing > 0) layer.others.push(`<path class="sv-gap" d="M${px(x)} ${AXIS}V${below}"/>`);
-      if (index === now || (known % 5 === 0 && Math.abs(index - now) > 1))
+      if (index === now || (fifth && Math.abs(index - now) > 1))
         layer.others.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
     }
-    if (frame.waiting[0] && width > 9) layer.letters("sv-tick", null, middle, below + 16, String(frame.waiting[0]));
+    if (frame.waiting[0] && (fits || (fifth && !this.viewer.scale)))
+      layer.letters("sv-tick", null, middle, below + 16, waiting);
     for (const number of frame.preempted ?? []) this.drawLoss(layer, number, index, x, width, top);
   }
 
@@ -114,9 +118,9 @@ class SeatsPicture {
 
   /**
    * @param {Layer} layer @param {Row} row @param {Frame} frame @param {number} x @param {number} width
-   * @param {number} y
+   * @param {number} y @param {boolean} marked whether a long name of one who decodes stands here, too
    */
-  drawCell(layer, row, frame, x, width, y) {
+  drawCell(layer, row, frame, x, width, y, marked) {
     const [number, , , kind, start = 0, end = 0, padding = 0] = row;
     const inner = Math.max(width - EDGE, 1), height = ROW - 2 * EDGE;
     const own = kind === "p" ? (inner * (end - start)) / (end - start + padding) : inner;
@@ -127,7 +131,8 @@ class SeatsPicture {
     if (kind === "p" && own > 66) {
       const words = `${letter} ${start}–${end}`;
       layer.others.push(text(`${on} ${hueOf(number)}`, middle, y + 15.5, words, 'text-anchor="middle"'));
-    } else if (own > 7 * letter.length) layer.letters(on, number, middle, y + 15.5, letter);
+    } else if (own > 7 * letter.length && (letter.length === 1 || kind === "p" || marked))
+      layer.letters(on, number, middle, y + 15.5, letter);
     if ((frame.found ?? []).some(each => each[0] === number))
       layer.others.push(`<path class="sv-found" d="M${px(x)} ${y + EDGE}h9l-9 9z"/>`);
     if ((frame.ended ?? []).some(each => each[0] === number))

@@ -27,6 +27,8 @@ class StepViewer {
     this.moment = 0;
     this.scale = 0; /* pixels a second; 0: every step is as wide as the next */
     this.origin = 0;
+    this.usual = 1; /* between two moments, in seconds */
+    this.width = 0; /* of each panel's pictures, in pixels */
     this.playing = live;
     this.timer = 0;
     /** @type {number | undefined} */
@@ -68,10 +70,8 @@ class StepViewer {
     });
     this.slider.addEventListener("input", () => this.goTo(Number(this.slider.value)));
     element.addEventListener("keydown", event => this.key(event));
-    let width = 0; /* pictures fill it, and are as high as they are */
-    new ResizeObserver(([{ contentRect }]) => {
-      if (contentRect.width !== width) this.drawSoon();
-      width = contentRect.width;
+    new ResizeObserver(() => { /* pictures are as wide as it is, and it is as high as they are */
+      if (this.panels.length && this.panels[0].width !== this.width) this.drawSoon();
     }).observe(this.box);
   }
 
@@ -89,6 +89,8 @@ class StepViewer {
     this.origin = Math.min(...all.map(frame => frame.start));
     this.scale = byTime ? 17 / Math.max(times[Math.floor(times.length / 8)], 1e-6) : 0;
     this.moments = [...new Set(all.map(frame => frame.start))].sort((a, b) => a - b);
+    const gaps = this.moments.slice(1).map((time, index) => time - this.moments[index]).sort((a, b) => a - b);
+    this.usual = gaps[Math.floor(gaps.length / 2)] || 1;
     this.pause();
     this.fill(read);
     this.goTo(Math.min(this.moment, this.moments.length - 1), { tell: false });
@@ -159,6 +161,7 @@ class StepViewer {
   draw() {
     if (!this.panels.length) return;
     const time = this.moments[this.moment] ?? -Infinity;
+    this.width = this.panels[0].width; /* read before anything is written, or the page is laid out once more */
     for (const panel of this.panels) {
       const { frames } = panel.trace;
       let low = 0, high = frames.length; /* the first step that begins later lies between */
@@ -239,9 +242,7 @@ class StepViewer {
 
   /** Show what comes next when its time has come: a step of usual length takes a third of a second. */
   next() {
-    const gaps = this.moments.slice(1).map((time, index) => time - this.moments[index]).sort((a, b) => a - b);
-    const usual = gaps[Math.floor(gaps.length / 2)] || 1;
-    const gap = (this.moments[this.moment + 1] - this.moments[this.moment]) / usual;
+    const gap = (this.moments[this.moment + 1] - this.moments[this.moment]) / this.usual;
     this.timer = window.setTimeout(() => {
       this.goTo(this.moment + 1);
       if (this.moment < this.moments.length - 1) this.next();
