@@ -92,6 +92,21 @@ MODELS = [
 ]
 
 
+#: Each phase as it comes, before those with options of their own.
+PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every variant with a model that has everything, and every model with each phase as it comes; the rest of the
+    grid is slow, for there is much of it."""
+    for item in items:
+        if isinstance(item, pytest.Function) and {"subject", "variant"} <= set(item.fixturenames):
+            chosen = item.callspec.params
+            if "gemma3" not in chosen["subject"] and chosen["variant"] not in PLAIN:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=VARIANTS, ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     chosen: Variant = request.param
