@@ -58,7 +58,7 @@ test: .venv/full
 
 test-slow: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
-	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py
+	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py -m 'not gpu and not checkpoints'
 
 # Needs chromium on the machine.
 test-browser: .venv/full
