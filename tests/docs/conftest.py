@@ -70,12 +70,6 @@ def read_page(path: Path) -> Page:
     return page
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function) and "site" in item.fixturenames:
-            item.add_marker(pytest.mark.slow)  # building it takes most of a minute
-
-
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. A warning fails the build, and with it every test that wants the site."""

@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 from common.server import viewer
 from tests.docs.conftest import ROOT, Page
+
+pytestmark = pytest.mark.slow  # building it takes most of a minute
 
 NOT_FOUND = "404.html"  # its links begin at the server's root, wherever that is
 

@@ -92,14 +92,14 @@ MODELS = [
 ]
 
 
-#: Each phase as it comes, before those with options of their own.
+#: The first of each phase.
 PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every variant with a model that has everything, and every model with each phase as it comes; the rest of the
-    grid is slow, for there is much of it."""
+    """Every variant with the model that has most of what can go wrong (windows, two thetas), and the first of each
+    phase with every model; the rest of the grid is slow, for there is much of it."""
     for item in items:
         if isinstance(item, pytest.Function) and {"subject", "variant"} <= set(item.fixturenames):
             chosen = item.callspec.params
