@@ -46,7 +46,7 @@ class StepPanel {
     return found ? Number(found.getAttribute("data-r")) : null;
   }
 
-  /** That of all panels of a viewer, in pixels. */
+  /** In pixels, alike for all panels of a viewer; made up while they are hidden. */
   get width() {
     return this.element.clientWidth || 320;
   }

@@ -38,9 +38,8 @@ class SeatsPicture {
 
   /** @param {number} now the step that is shown @param {string} words what is to be seen, for those who hear it */
   draw(now, words) {
-    const { frames, header } = this.trace, { width } = this.viewer;
+    const { frames, header } = this.trace, { width } = this.viewer, view = width - LABEL;
     const bars = this.viewer.scale ? 0 : BARS, top = AXIS + bars;
-    const view = width - LABEL;
     const height = top + header.seats * ROW + 24;
     this.scroll = this.viewer.scrollOf(this, now, view);
     let first = now, last = now;
@@ -86,8 +85,8 @@ class SeatsPicture {
     const frame = this.trace.frames[index];
     const x = LABEL + this.left(index) - this.scroll, width = this.right(index) - this.left(index);
     const middle = x + width / 2, below = top + this.trace.header.seats * ROW;
-    const fifth = (index + this.trace.forgotten) % 5 === 0; /* words that are longer than a letter stand there */
-    const waiting = String(frame.waiting[0]), fits = width > 7 * waiting.length + 2;
+    const fifth = (index + this.trace.forgotten) % 5 === 0; /* what is longer than a letter stands there */
+    const waiting = String(frame.waiting[0]);
     for (const row of frame.running)
       this.drawCell(layer, row, frame, x, width, top + row[1] * ROW, fifth || index === now);
     if (!this.viewer.scale) {
@@ -98,7 +97,7 @@ class SeatsPicture {
       if (index === now || (fifth && Math.abs(index - now) > 1))
         layer.others.push(text("sv-tick", middle, 13, frame.step, 'text-anchor="middle"'));
     }
-    if (frame.waiting[0] && (fits || (fifth && !this.viewer.scale)))
+    if (frame.waiting[0] && (width > 7 * waiting.length + 2 || (fifth && !this.viewer.scale)))
       layer.letters("sv-tick", null, middle, below + 16, waiting);
     for (const number of frame.preempted ?? []) this.drawLoss(layer, number, index, x, width, top);
   }
