@@ -113,7 +113,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     native = config.native_kernels and device.type == "cpu" and load_native_kernels()
     weights = weight_bytes(checkpoint.config, dtype, packed=native)
     check_memory(config, checkpoint.config, dtype, device, weights=weights)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = checkpoint.tokenizer(config.chat_template)
     started = time.perf_counter()
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
     if native:

@@ -45,20 +45,26 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The template of a checkpoint: its `chat_template.jinja`, or what its `tokenizer_config.json` says (of
-        several, the one called `default`). None: it has none.
+    def from_folder(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
+        """Return the template of a checkpoint, or None if it has none.
+
+        It is the one in `file` if that is given, else in the checkpoint's `chat_template.jinja`, else in its
+        `tokenizer_config.json` (of several, the one called `default`).
 
         Raises:
             StartupError: a file cannot be read, or is no template.
         """
-        config_path, own_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config_path = folder / "tokenizer_config.json"
+        own_file = folder / "chat_template.jinja" if file is None else file
         try:
             config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
         except ValueError as error:
             raise StartupError(f"{config_path} is no JSON: {error}") from None
-        own = own_file.is_file()
-        source = own_file.read_text("utf-8") if own else _default_of(config.get("chat_template"))
+        own = file is not None or own_file.is_file()
+        try:
+            source = own_file.read_text("utf-8") if own else _default_of(config.get("chat_template"))
+        except (OSError, UnicodeError) as error:
+            raise StartupError(f"the chat template {own_file} cannot be read: {error}") from None
         if source is None:
             return None
         try:

@@ -6,6 +6,8 @@ line, where field descriptions become `--help`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,13 +19,16 @@ DEFAULT_MAX_SEQ_LEN = 4096
 
 
 class EngineConfig(BaseModel):
-    """What an engine needs to know."""
+    """Options of the engine that every phase has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(
         default="zoo:llama-tiny",
         description="checkpoint folder, zoo:NAME, dummy:PRESET, or a Hugging Face hub id",
+    )
+    chat_template: Path | None = Field(
+        default=None, description="Jinja file with a chat template; default: the checkpoint's own"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes a GPU where there is one"
@@ -76,6 +81,10 @@ class EngineConfig(BaseModel):
         """
         assert self.max_seq_len is not None
         return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
+
+    def captured_sizes(self) -> Sequence[int]:
+        """Rows of each graph that is captured on a GPU."""
+        return ()
 
     def kv_formula(self) -> str:
         """How `kv_tokens` comes about, for the log."""

@@ -1,37 +1,44 @@
 """The engine: one synchronous step, the same for every phase.
 
 ```text
-retire ───> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
-scheduler   runner     └────── scheduler ───────┘   runner
-└──────────── integers: who holds what ─────────┘   └ tensors
+retire ─> release ─> make_room ─> admit ─> plan ─> execute ─> outputs
+                      │      ^
+                      v      │  once for each preempted request
+                     release ┘
+
+scheduler   retire, make_room, admit, plan     integers: which request holds which blocks
+runner      release, execute                   tensors
 ```
 
-An engine does no I/O, starts no thread and knows nothing of asyncio; whoever owns it calls `step`.
+An engine does no I/O, starts no thread and knows nothing of asyncio. The thread that owns it calls `step`.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from common.config import EngineConfig
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, RequestTimeoutError
-from common.grammar import GrammarCompiler
-from common.request import Request, SamplingParams, StepOutput
+from common.grammar import GrammarCompiler, Matcher
+from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.runner import Runner, fail, terminal_output
 from common.scheduling import Scheduler, StepPlan
 from common.telemetry import StepRecord, Telemetry
 from common.text import IncrementalDetokenizer, Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Clock = Callable[[], float]
 
-#: Told of each step once it is over: its record, what was planned, and what it gave clients. Called by the thread
-#: that steps, which waits for it.
+#: Called after each step, in the thread that steps, with the step's record, plan and outputs. A watcher that raises
+#: is logged and removed.
 StepWatcher = Callable[[StepRecord, StepPlan, Sequence[StepOutput]], None]
 
 
@@ -55,7 +62,8 @@ class Engine:
     Attributes:
         dead: the error that ended this engine; None while it lives.
         max_seq_len: prompt and new tokens of one request at the most.
-        watchers: who is told of each step; nobody, unless someone wants to see.
+        paused: whether steps plan nothing, until `resume`.
+        watchers: functions that are called after each step; usually none.
     """
 
     #: Methods that a step's time goes into beside its runner's, and what a trace calls them.
@@ -86,10 +94,10 @@ class Engine:
         self.paused = False
         self.watchers: list[StepWatcher] = []
         self._requests: dict[str, Request] = {}  # all that have not had their terminal output
-        self._deadlines: deque[tuple[float, Request]] = (
-            deque()
-        )  # when each is given up, on the engine's clock
-        self._notices: list[StepOutput] = []  # terminal outputs that the next step delivers
+        # A heap: when each request is given up, on the engine's clock, and its order of arrival.
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._undelivered: list[StepOutput] = []  # outputs that the next step to end returns
+        self._interrupted = False  # whether a step has begun and not ended: it runs, or it raised
         self._has_begun = False  # whether the present step has been waited for
         self._arrivals = itertools.count()
         self._ids = itertools.count()
@@ -103,6 +111,9 @@ class Engine:
         request_id: str | None = None,
         *,
         cache_salt: str = "",
+        group: str = "",
+        arrived_s: float | None = None,
+        matcher: Matcher | None = None,
     ) -> Request:
         """Check a prompt against this engine's limits and make a request of it. Any thread may call this.
 
@@ -111,6 +122,9 @@ class Engine:
             params: how to sample and when to end.
             request_id: unique among the requests that live; made up if None.
             cache_salt: memory of equal prompts is shared, where it is, only by requests with the same one.
+            group: requests of the same one, such as the choices of one answer, share seats as one request would.
+            arrived_s: when the request reached the server, on the engine's clock: its time to run begins there.
+            matcher: of `params.grammar`, if one was made already.
 
         Raises:
             InvalidPromptError: empty, or with ids that the model does not have.
@@ -137,14 +151,18 @@ class Engine:
                 raise InvalidRequestError(
                     f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
                 )
+        if matcher is None and params.grammar is not None:
+            matcher = self.grammars.new_matcher(params.grammar)
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self.runner.model.config.eos_token_ids,
-            detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop),
+            detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop, params.min_tokens),
             cache_salt=cache_salt,
-            matcher=None if params.grammar is None else self.grammars.new_matcher(params.grammar),
+            matcher=matcher,
+            group=group,
+            arrived_s=arrived_s,
         )
 
     def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
@@ -186,7 +204,7 @@ class Engine:
             )
 
     def add_request(self, request: Request) -> bool:
-        """Queue a request. False: the queue is full, nothing has changed.
+        """Queue a request. Returns False if the queue is full; nothing has changed then.
 
         Raises:
             EngineDeadError: this engine has ended.
@@ -196,16 +214,21 @@ class Engine:
             raise self.dead
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
+        # Before it is queued: an interrupt in between loses nothing.
+        self._requests[request.request_id] = request
         if not self.scheduler.add_request(request):
+            del self._requests[request.request_id]
             return False
         request.arrival = next(self._arrivals)
         if request.params.seed is None:
             # Reproducible for an engine seed and an order of arrival, and alike for no two requests.
             draw = random.Random(f"{self.config.seed}:{request.arrival}")
             request.seed_generator(draw.getrandbits(63))
-        self._requests[request.request_id] = request
+        if request.arrived_s is None:
+            request.arrived_s = self.clock()
         if self.config.request_timeout is not None:
-            self._deadlines.append((self.clock() + self.config.request_timeout, request))
+            deadline_s = request.arrived_s + self.config.request_timeout
+            heapq.heappush(self._deadlines, (deadline_s, request.arrival, request))
         self.telemetry.counters.requests_added += 1
         return True
 
@@ -217,17 +240,48 @@ class Engine:
         request = self._requests.get(request_id)
         if request is not None and not request.is_terminal:
             request.cancel()
-            self._notices.append(terminal_output(request))
+            self._undelivered.append(terminal_output(request))
 
     def abort_all(self, error: Exception) -> list[StepOutput]:
-        """Fail every live request: the terminal outputs. Their memory returns at the next step, if there is one.
+        """Abandon the steps in flight and fail every live request. Returns all outputs that were not delivered.
 
-        A request that had ended in a step that raised is told how it ended: its output was lost with the step.
+        The requests' memory is released in the next step, if there is one. A request that ended in a step that
+        raised gets its finish reason: its last token was lost with the step.
         """
-        self._notices.clear()  # cancelled requests: told below, like all that have ended
-        outputs = [terminal_output(r) if r.is_terminal else fail(r, error) for r in self._requests.values()]
+        if self._interrupted:
+            self._restore()
+        else:
+            self.runner.abandon()
+        self._fail(self._requests.values(), error)
+        self._interrupted = False
+        outputs, self._undelivered = self._undelivered, []
         self._settle(outputs)
         return outputs
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """Make a terminal output for each of these requests that has none."""
+        ended = {output.request_id for output in self._undelivered if output.finished}
+        for request in requests:
+            if request.request_id not in ended:
+                output = terminal_output(request) if request.is_terminal else fail(request, error)
+                self._undelivered.append(output)
+
+    def _restore(self) -> None:
+        """After a step that raised, forget what it was computing and free all memory, shared prefixes included.
+
+        Its bookkeeping may have been interrupted anywhere. May be repeated if it was interrupted itself.
+        """
+        self.runner.abandon()
+        for request in (*self._requests.values(), *self.scheduler.active, *self.scheduler.waiting):
+            request.slot = None
+        self.runner.pool.clear()
+
+    def _fail_interrupted(self) -> None:
+        """Fail the requests that a step was computing when it raised, since tokens of theirs may be lost."""
+        self._restore()
+        waiting = RequestState.WAITING
+        begun = [request for request in self._requests.values() if request.state is not waiting]
+        self._fail(begun, RuntimeError("the step that computed this request was interrupted"))
 
     @property
     def live_requests(self) -> Iterable[Request]:
@@ -243,14 +297,24 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.runner.in_flight or bool(self._notices)
+        return self.scheduler.has_work or self.runner.in_flight or self._owes_outputs
+
+    @property
+    def _owes_outputs(self) -> bool:
+        """Whether the next step has outputs to deliver, whatever it computes."""
+        return bool(self._undelivered) or self._interrupted
 
     def next_wake(self) -> float | None:
-        """When to call `step` again, on the engine's clock; None: not before something is added."""
-        if self.dead is not None or self.paused:
+        """Return when to call `step` again, on the engine's clock; None: not before a request is added, or `resume`
+        is called."""
+        if self.dead is not None:
             return None
         now = self.clock()
-        return now if self._notices or self.runner.in_flight else self.scheduler.next_wake(now)
+        if self._owes_outputs or self.runner.in_flight:
+            return now
+        if self.paused:  # requests may still run out of time
+            return self._deadlines[0][0] if self._deadlines else None
+        return self.scheduler.next_wake(now)
 
     @property
     def is_due(self) -> bool:
@@ -269,85 +333,102 @@ class Engine:
             self.runner.wait()
 
     def step(self) -> list[StepOutput]:
-        """Retire, admit, compute: the outputs of this step, at most one terminal output per request ever.
+        """Run one step. Returns its outputs; each request gets exactly one terminal output.
 
         Raises:
             EngineDeadError: this engine has ended, in an earlier step.
+            BaseException: an interrupt (Ctrl-C), or a mistake in this code. The next step fails the requests that
+                were being computed and goes on with those that were waiting.
         """
         if self.dead is not None:
             raise self.dead
-        scheduler, runner, telemetry = self.scheduler, self.runner, self.telemetry
-        pool = runner.pool
+        telemetry, runner = self.telemetry, self.runner
         record = telemetry.current if self._has_begun else telemetry.begin_step(self.clock())
         self._has_begun = False
         failed_passes = telemetry.counters.failed_passes
         plan = StepPlan()
-
+        if self._interrupted:
+            self._fail_interrupted()
+        self._interrupted = True
         try:
             self._give_up_late()
-            outputs = self._notices + runner.settle()
+            self._undelivered += runner.settle()
             plan = self._plan(record)
-            outputs += runner.execute(plan)
-            self._notices = []
+            self._undelivered += runner.execute(plan)
         except EngineDeadError as error:
             self.dead = error
-            outputs = self.abort_all(error)
+            runner.abandon()
+            self._fail(self._requests.values(), error)
+        self._interrupted = False
         if telemetry.counters.failed_passes > failed_passes:
-            telemetry.counters.reclaimed_slots += pool.audit(scheduler.active)
-        record.kv_used_tokens = pool.used_tokens
+            holders = [*self.scheduler.active, *self.scheduler.waiting]
+            telemetry.counters.reclaimed_slots += runner.pool.audit(holders)
+        record.kv_used_tokens = runner.pool.used_tokens
         telemetry.end_step(self.clock())
+        outputs, self._undelivered = self._undelivered, []
         self._settle(outputs)
-        for watch in self.watchers:
-            watch(record, plan, outputs)
+        self._tell_watchers(record, plan, outputs)
         return outputs
 
+    def _tell_watchers(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
+        for watch in tuple(self.watchers):
+            try:
+                watch(record, plan, outputs)
+            except Exception:  # the step's outputs must reach their clients all the same
+                logger.exception("a watcher of the engine's steps failed, and is called no more")
+                self.unwatch(watch)
+
+    def unwatch(self, watcher: StepWatcher) -> None:
+        """Call a watcher no more; a watcher that was removed because it raised is left alone."""
+        if watcher in self.watchers:
+            self.watchers.remove(watcher)
+
     def _give_up_late(self) -> None:
-        """Fail those whose time is over. All have as much of it, so they are due in the order they came."""
+        """Fail requests whose time is over."""
+        timeout_s = self.config.request_timeout
+        if timeout_s is None:
+            return
         now = self.clock()
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1].is_terminal):
-            _, request = self._deadlines.popleft()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].is_terminal):
+            _, _, request = heapq.heappop(self._deadlines)
             if not request.is_terminal:
-                timeout_s = self.config.request_timeout
-                error = RequestTimeoutError(
-                    f"not done within {timeout_s:g} s, the most this server gives a request"
-                )
-                self._notices.append(fail(request, error))
+                self._undelivered.append(fail(request, RequestTimeoutError.after(timeout_s)))
 
     def _plan(self, record: StepRecord) -> StepPlan:
-        """Who leaves, who comes, and what is computed."""
+        """Release what has ended, admit what fits, and plan the step. A paused engine only releases."""
         scheduler, runner = self.scheduler, self.runner
         pool, counters = runner.pool, self.telemetry.counters
         runner.release(scheduler.retire())
-        scheduler.make_room(pool)
-        scheduler.admit(pool)
-        plan = scheduler.plan()
+        plan = StepPlan()
+        if not self.paused:
+            while preempted := scheduler.make_room(pool):
+                runner.release(preempted)
+            scheduler.admit(pool)
+            plan = scheduler.plan()
         counters.preemptions, counters.evictions = scheduler.preemptions, pool.evictions
         record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
         record.kv_reserved_tokens = pool.reserved_tokens
         begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
+        if begun:
+            now = self.clock()
+            for request in begun:
+                request.scheduled_s = now
         record.prompt_tokens = sum(request.num_prompt_tokens for request in begun)
         record.cached_tokens = sum(request.cached_tokens for request in begun)
         return plan
 
-    def pause(self, timeout_s: float) -> list[StepOutput]:
-        """Finish what is in flight and compute nothing more until `resume`: outputs.
-
-        Raises:
-            TimeoutError: that took longer; nothing is paused, and the next steps bring it to its end.
-        """
-        outputs = self.runner.drain(timeout_s)
+    def pause(self) -> None:
+        """Plan nothing more until `resume`. The next steps deliver what is in flight (`runner.in_flight`)."""
         self.paused = True
-        self._has_begun = False  # the step that has been waited for does not come, or much later
-        self._settle(outputs)
-        return outputs
 
     def resume(self) -> None:
+        """Plan again from the next step on; requests that came during the pause are in the queue."""
         self.paused = False
 
     def _settle(self, outputs: list[StepOutput]) -> None:
-        """Forget the requests that these outputs end."""
+        """Count and forget the requests that these outputs end."""
         counters = self.telemetry.counters
         for output in outputs:
             if output.finished and self._requests.pop(output.request_id, None) is not None:

@@ -34,6 +34,10 @@ class QueueFullError(RuntimeError):
 class RequestTimeoutError(RuntimeError):
     """This request was not done in the time that a request may take."""
 
+    @classmethod
+    def after(cls, timeout_s: float) -> RequestTimeoutError:
+        return cls(f"not done within {timeout_s:g} s, the most this server gives a request")
+
 
 class EngineDeadError(RuntimeError):
     """The device failed in a way that leaves its state unknown: the process must be restarted."""

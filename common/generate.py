@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
+from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput
 from common.runner import commit_token
 from common.sampling import TokenMasks, read_logprobs, sample
@@ -88,13 +89,15 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
         while not request.is_terminal:
             start = cache.get_seq_len(0)
             token_ids = request.token_ids[start:]  # what the cache does not hold yet
-            view = cache.view([Span.exact(0, start, start + len(token_ids))])
+            span = Span.exact(0, start, start + len(token_ids))
+            view = cache.view([span])
             batch = TokenBatch(
                 token_ids=torch.tensor(token_ids, device=model.device),
                 positions=view.positions,
                 logit_rows=torch.tensor([len(token_ids) - 1], device=model.device),
             )
-            logits = model(batch, view)
+            scores = PromptScores.of([(request, span)])
+            logits = scores.forward(model, batch, view) if scores.asked else model(batch, view)
             view.advance()
             if request.state is RequestState.PREFILL:
                 request.start_decode()

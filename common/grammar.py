@@ -6,36 +6,46 @@ Grammar ──compile──> Matcher ──fill_mask──> a bit for each token
                         └──── advance <──── token sampled among those
 ```
 
-A matcher stands where the tokens it was told of have led it: it may be asked for a mask any number of times, and
-what happens to a request between two tokens is nothing to it. The work is done by llguidance, whose parser walks a
-grammar and a trie of the vocabulary side by side.
+A matcher's state depends on the tokens it has advanced by, and on nothing else: its mask may be read any number of
+times, and preempting the request between two tokens does not change it. The work is done by llguidance, whose
+parser walks a grammar and a trie of the vocabulary side by side. Masks are computed in threads of their own
+(`common.mask_threads`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from common import grammar_trial
-from common.errors import GrammarFailedError, InvalidGrammarError
+from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
+from common.grammar_trial import MaskBudget, OverBudgetError
+from common.mask_threads import MaskThreads, Work
 from common.text import Tokenizer
 
 #: Of a grammar's text. What it becomes takes a hundred times as many bytes.
 MAX_GRAMMAR_CHARACTERS = 65_536
 
-#: Compiled grammars that are kept: clients ask with the same few again and again.
-GRAMMARS_KEPT = 16
+#: Verdicts that are kept: clients ask with the same few grammars again and again, good ones and bad ones.
+VERDICTS_KEPT = 1024
+
+CLOSED = "the server is shutting down; no grammar is compiled any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,53 +84,101 @@ class Grammar:
 
 
 class Matcher:
-    """Where one request's answer stands in its grammar."""
+    """Where one request's answer stands in its grammar. Used by one thread.
 
-    def __init__(self, backend: llguidance.LLMatcher, words: int) -> None:
+    Attributes:
+        words: how many words of 32 bits a mask has.
+        complete: whether nothing can follow the tokens so far.
+    """
+
+    def __init__(self, backend: llguidance.LLMatcher, vocab_size: int, threads: MaskThreads) -> None:
+        self.words = -(-vocab_size // 32)
+        self.complete = backend.is_stopped()
         self._backend = backend
-        self.words = words  # that a mask has
+        self._threads = threads
+        self._budget = MaskBudget(vocab_size)
+        self._mask = np.zeros(self.words, dtype=np.uint32)
+        self._filling: Work | None = None  # of `_mask`, for the next token; while it runs it has the backend
+        self._failure: str | None = None
 
-    def fill_mask(self, mask: npt.NDArray[np.uint32], held_back: Collection[int] = ()) -> None:
-        """Write which tokens may come next.
+    def begin_mask(self) -> None:
+        """Start computing the next token's mask in another thread, unless that has been done."""
+        if self._filling is None and self._failure is None:
+            self._filling = self._threads.start(self._fill)
+
+    def mask(self, held_back: Collection[int] = ()) -> npt.NDArray[np.uint32]:
+        """Return which tokens may come next: [words], valid until `advance`. Waits until that is known.
+
+        Token i may come if bit i % 32 of word i // 32 is set.
 
         Args:
-            mask: [words], contiguous. Token i may come if bit i % 32 of word i // 32 is set.
-            held_back: tokens that may not, unless nothing else may.
+            held_back: tokens that may not come, unless nothing else may.
 
         Raises:
-            GrammarFailedError: the grammar has become more than its limits allow for.
+            GrammarFailedError: the grammar has exceeded its limits, or its masks their budget of processor time.
+                The matcher has failed: `advance` raises the same error.
         """
-        self._backend.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._backend.is_error():
-            raise self._failure()
-        if held_back:
-            others = mask.copy()
-            for token_id in held_back:
-                others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-            if others.any():
-                mask[:] = others
+        self.begin_mask()
+        self._wait()
+        if not held_back:
+            return self._mask
+        others = self._mask.copy()
+        for token_id in held_back:
+            others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return others if others.any() else self._mask
 
     def advance(self, token_id: int) -> None:
-        """Take in the next token.
+        """Move on by the next token.
 
         Raises:
-            GrammarFailedError: it may not come here, or the grammar has become too much.
+            GrammarFailedError: it may not come here, or the matcher has failed, or fails now.
         """
+        mask_s = self._wait()
+        began_s = time.thread_time()
         if not self._backend.consume_token(token_id):
-            raise self._failure()
+            self._fail(self._backend_error())
+        self.complete = self._backend.is_stopped()
+        self._charge(mask_s + time.thread_time() - began_s)
+        self._filling = None
 
-    @property
-    def complete(self) -> bool:
-        """Whether nothing can follow what has come."""
-        return self._backend.is_stopped()
+    def _fill(self) -> None:
+        self._backend.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._backend.is_error():
+            raise self._backend_error()
 
-    def _failure(self) -> GrammarFailedError:
-        reason = (self._backend.get_error().splitlines() or ["no more is known"])[0]
-        return GrammarFailedError(f"the answer's grammar could not be followed any further: {reason}")
+    def _wait(self) -> float:
+        """Wait for the mask, if one is being computed. Returns the processor time that it took, in seconds."""
+        if self._failure is not None:
+            raise GrammarFailedError(self._failure)
+        filling = self._filling
+        if filling is None:
+            return 0.0
+        if not filling.wait(self._budget.allowance_s):
+            self._threads.give_up(filling)
+            self._charge(filling.processor_s)
+        if filling.error is not None:
+            self._fail(filling.error)
+        return filling.processor_s
+
+    def _charge(self, seconds: float) -> None:
+        try:
+            self._budget.charge(seconds)
+        except OverBudgetError as error:
+            self._fail(error)
+
+    def _backend_error(self) -> ValueError:
+        return ValueError((self._backend.get_error().splitlines() or ["no more is known"])[0])
+
+    def _fail(self, reason: Exception) -> NoReturn:
+        self._failure = f"the answer's grammar could not be followed any further: {reason}"
+        raise GrammarFailedError(self._failure)
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. Any thread may ask; what is made is used by one thread.
+    """Makes matchers for one tokenizer. Any thread may call it; each matcher is used by one thread.
+
+    A grammar is tried once, and the verdict is kept. A grammar that may be used is compiled for each matcher anew:
+    copies of a compiled grammar share the lexer, its lock and its limits, so one answer could block or fail others.
 
     Args:
         tokenizer: of the model.
@@ -130,29 +188,67 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(eos_token_ids)
-        self._lock = threading.Lock()  # a trial has one grammar at a time
-        self._compiled = functools.lru_cache(GRAMMARS_KEPT)(self._compile)
+        self._verdicts = _Verdicts()
+        self._trying = threading.Lock()  # a trial has one grammar at a time
+        self._trial = _Trial()
+        self._threads = MaskThreads()
 
     def new_matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of its text.
+        """Return a matcher at the beginning of its text.
+
+        A grammar that was not tried before waits for the trials of others.
 
         Raises:
-            InvalidGrammarError: there is no such grammar, nothing matches it, or it is too large.
+            InvalidGrammarError: there is no such grammar, nothing matches it, it is too large, or its masks take
+                too long.
+            ShuttingDownError: the grammar was not tried before `close` was called.
         """
         if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidGrammarError(
                 f"{len(grammar.text)} characters are too many; at most {MAX_GRAMMAR_CHARACTERS} are compiled"
             )
-        with self._lock:
-            return Matcher(self._compiled(grammar).deep_copy(), -(-self._backend.vocab_size // 32))
-
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         try:
             backend = self._backend
-            self._trial.run(grammar)
-            return grammar_trial.compile_grammar(backend, grammar.kind, grammar.text)
+            self._check(grammar)
+            began_s = time.thread_time()
+            compiled = grammar_trial.compile_grammar(backend, grammar.kind, grammar.text)
         except ValueError as error:
             raise InvalidGrammarError(str(error)) from None
+        self._verdicts.put(grammar, Verdict(None, time.thread_time() - began_s))
+        return Matcher(compiled, backend.vocab_size, self._threads)
+
+    def compile_s(self, grammar: Grammar) -> float | None:
+        """Return the processor time that the next matcher of a grammar will take to make, in seconds.
+
+        It is the time of the latest one, and 0 for a grammar that is refused. None: the grammar was not compiled
+        before, or too long ago.
+        """
+        verdict = self._verdicts.get(grammar)
+        return None if verdict is None else verdict.compile_s
+
+    def close(self) -> None:
+        """Give up the trial that runs, and try no more grammars. Matchers live on.
+
+        Any thread may call this, any number of times. It does not wait.
+        """
+        self._trial.close()
+
+    def _check(self, grammar: Grammar) -> None:
+        """Try a grammar, unless its verdict is known.
+
+        Raises:
+            InvalidGrammarError: it is refused.
+            ShuttingDownError: see `new_matcher`.
+        """
+        verdict = self._verdicts.get(grammar)
+        if verdict is None:
+            with self._trying:
+                verdict = self._verdicts.get(grammar)  # tried while this thread waited?
+                if verdict is None:
+                    verdict = self._trial.run(grammar, self._options)
+                    self._verdicts.put(grammar, verdict)
+        if verdict.reason is not None:
+            raise InvalidGrammarError(verdict.reason)
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
@@ -170,46 +266,111 @@ class GrammarCompiler:
     def _backend(self) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(**self._options)
 
-    @functools.cached_property
-    def _trial(self) -> _Trial:
-        return _Trial(self._options)
+
+class Verdict(NamedTuple):
+    """The outcome of a trial.
+
+    Attributes:
+        reason: why the grammar is refused; None: it may be used.
+        compile_s: processor time that compiling it takes, in seconds; None: it was not compiled here yet.
+    """
+
+    reason: str | None
+    compile_s: float | None
+
+
+class _Verdicts:
+    """The latest verdicts, `VERDICTS_KEPT` of them. Any thread may use them."""
+
+    def __init__(self) -> None:
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, grammar: Grammar) -> Verdict | None:
+        """Return a grammar's verdict, or None if it was not tried, or too long ago."""
+        key = self._key(grammar)
+        with self._lock:
+            if key in self._verdicts:
+                self._verdicts.move_to_end(key)
+            return self._verdicts.get(key)
+
+    def put(self, grammar: Grammar, verdict: Verdict) -> None:
+        with self._lock:
+            self._verdicts[self._key(grammar)] = verdict
+            if len(self._verdicts) > VERDICTS_KEPT:
+                self._verdicts.popitem(last=False)
+
+    @staticmethod
+    def _key(grammar: Grammar) -> bytes:
+        text = grammar.text.encode(errors="surrogatepass")
+        return hashlib.sha256(grammar.kind.encode() + b" " + text).digest()
 
 
 class _Trial:
     """The process of `grammar_trial`: started for the first grammar, and again after one that ended it."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = json.dumps(options)
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._end_process: Callable[..., object] = lambda: None
+        self._closed = False
+        self._lock = threading.Lock()  # nothing is started after `close`
 
-    def run(self, grammar: Grammar) -> None:
-        """InvalidGrammarError: the process ended over it."""
-        if self._process is None or self._process.poll() is not None:
-            self._end_process()
-            self._process = self._start()
-            self._end_process = weakref.finalize(self, _end, self._process)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([grammar.kind, grammar.text]) + "\n")
-        self._process.stdin.flush()
-        if not self._process.stdout.readline():
-            self._process.wait()
-            raise InvalidGrammarError(
-                "it is too large or too deep: compiling it takes too much time, or more stack than there is"
-            )
+    def run(self, grammar: Grammar, options: Mapping[str, Any]) -> Verdict:
+        """Try a grammar. Used by one thread at a time.
 
-    def _start(self) -> subprocess.Popen[str]:
+        Args:
+            grammar: what to try.
+            options: how the tokenizer is made; always the same.
+
+        Raises:
+            InvalidGrammarError: something else than the grammar ended the process.
+            ShuttingDownError: `close` has been called.
+        """
+        with self._lock:
+            if self._closed:
+                raise ShuttingDownError(CLOSED)
+            if self._process is None or self._process.poll() is not None:
+                self._end_process()
+                self._process = self._start(options)
+                self._end_process = weakref.finalize(self, _end, self._process)
+            process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is nothing to read, either
+            process.stdin.write(json.dumps([grammar.kind, grammar.text]) + "\n")
+            process.stdin.flush()
+        if line := process.stdout.readline():
+            reason = json.loads(line)
+            return Verdict(reason, None if reason is None else 0.0)
+        ended_by = -process.wait()
+        if self._closed:
+            raise ShuttingDownError(CLOSED)
+        if ended_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # nothing that a grammar does
+            raise InvalidGrammarError("the process that tries grammars was ended; send the request again")
+        return Verdict(
+            "it is too large or too deep: compiling it takes too much time, or more stack than there is", 0.0
+        )
+
+    def close(self) -> None:
+        """End the process, and start none any more. Any thread may call this."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    @staticmethod
+    def _start(options: Mapping[str, Any]) -> subprocess.Popen[str]:
         # -P: the script's folder is no place to look for packages.
         command = [sys.executable, "-P", grammar_trial.__file__]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert process.stdin is not None
-        process.stdin.write(self._options + "\n")
+        process.stdin.write(json.dumps(options) + "\n")
         return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate()
+    with contextlib.suppress(BrokenPipeError):
+        process.communicate()

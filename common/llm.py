@@ -24,29 +24,34 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """One prompt's answer; `error` where there is none.
+    """The answer to one prompt, or the error that came instead.
 
     Attributes:
         token_ids: the new tokens, the one that ended them included.
         logprobs: one entry for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
+        prompt_logprobs: one entry for each token of the prompt but the first; None unless
+            `SamplingParams.prompt_logprobs` asked for them.
     """
 
     prompt: Prompt
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     def add(self, output: StepOutput) -> None:
-        """Take in what a step of the engine has to say to this prompt."""
+        """Append the output of one step of the engine."""
         self.text += output.text_delta
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
         if self.logprobs is not None and output.logprobs is not None:
             self.logprobs.append(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = list(output.prompt_logprobs)
         if output.finished:
             self.finish_reason, self.error = output.finish_reason, output.error
             self.prompt_tokens, self.completion_tokens = output.prompt_tokens, output.completion_tokens
@@ -95,7 +100,10 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt is empty or too long; nothing has run then.
             ValueError: there are not as many params as prompts.
+            RuntimeError: the engine is paused.
         """
+        if self.engine.paused:
+            raise RuntimeError("the engine is paused: call llm.engine.resume() first")
         prompts = _listed(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -107,11 +115,16 @@ class LLM:
         ]
         requests = [self.engine.create_request(prompt, each) for prompt, each in pairs]
         with self._turn:
+            self._clear()  # a second Ctrl-C may have cut short the one below
             try:
                 self._run(requests, completions, progress=progress)
-            finally:  # an interrupted call leaves nothing behind that the next one would hear of
-                self.engine.abort_all(RuntimeError("generation was interrupted"))
+            finally:
+                self._clear()
         return completions
+
+    def _clear(self) -> None:
+        """Fail what an interrupted call has left in the engine, so that the next call does not hear of it."""
+        self.engine.abort_all(RuntimeError("generation was interrupted"))
 
     def _run(self, requests: Sequence[Request], completions: Sequence[Completion], *, progress: bool) -> None:
         by_id = dict(zip((request.request_id for request in requests), completions, strict=True))

@@ -1,13 +1,17 @@
 """Whether an engine fits into memory, told before a byte of its weights is read.
 
 ```text
-weights + KV cache + activations of the widest pass + logits and sampling  <=  what is free
+weights + KV cache + activations of the widest pass + logits and sampling + captured graphs  <=  what is free
 ```
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,10 +42,11 @@ class MemoryEstimate:
     kv_cache: int
     activations: int
     sampling: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.activations + self.sampling
+        return self.weights + self.kv_cache + self.activations + self.sampling + self.graphs
 
 
 def estimate_memory(
@@ -59,12 +64,17 @@ def estimate_memory(
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
     # Attention copies the keys and values of one layer at a time together, with a quarter to spare.
     gathered = kv_cache // model.num_layers * 5 // 4
-    activations = config.max_pass_tokens() * _activation_bytes_per_token(model, dtype, device)
+    per_token = _activation_bytes_per_token(model, dtype, device)
+    activations = config.max_pass_tokens() * per_token
+    # Graphs share the memory in which they compute. Each keeps the logits that it returns.
+    sizes = config.captured_sizes() if device.type == "cuda" else ()
+    graphs = max(sizes, default=0) * per_token + sum(sizes) * model.vocab_size * dtype.itemsize
     return MemoryEstimate(
         weights=weights,
         kv_cache=kv_cache,
         activations=activations + gathered + LIBRARY_BYTES,
         sampling=config.max_batch_size * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
+        graphs=graphs,
     )
 
 
@@ -91,11 +101,11 @@ def check_memory(
         f"KV cache ({config.kv_formula()} tokens)": estimate.kv_cache,
         f"activations ({config.max_pass_tokens()} tokens in a pass)": estimate.activations,
         f"logits and sampling ({config.max_batch_size} sequences)": estimate.sampling,
+        f"captured graphs ({sum(config.captured_sizes())} rows)": estimate.graphs,
     }
     account = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     account += f" = {format_bytes(estimate.total)}"
     available = f"{format_bytes(free)} are free on {device}"
-    logger.info("KV cache: %s tokens = %s", config.kv_formula(), format_bytes(estimate.kv_cache))
     logger.info("memory at the most: %s; %s", account, available)
     if estimate.weights > free:
         raise StartupError(
@@ -177,3 +187,25 @@ def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
 def format_bytes(count: int) -> str:
     """1 GB is 2**30 bytes here, as memory is sold."""
     return f"{count / 2**30:.1f} GB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MB"
+
+
+def return_freed_memory() -> None:
+    """Give memory that this process has freed back to the operating system, where the C library is GNU's.
+
+    Its allocator keeps the memory of many small objects. Two megabytes of text become 600 MB of the tokenizer's
+    objects, and the process would stay as large for ever. Takes milliseconds; may run in any thread.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):  # musl has neither
+        return None
+    return trim

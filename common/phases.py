@@ -28,6 +28,11 @@ def phase_names() -> list[str]:
     return sorted((entry.value for entry in entry_points(group=GROUP)), key=_phase_number)
 
 
+def phases_in_words() -> str:
+    """The registered phases for a message that refuses something else."""
+    return f"{', '.join(phase_names())}, by name or number"
+
+
 def _phase_number(module: str) -> int:
     return int("".join(itertools.takewhile(str.isdigit, module.removeprefix("phase"))) or 0)
 
@@ -53,7 +58,7 @@ def find_phase(name: int | str) -> PhasePackage:
 
 def _import_unregistered(name: str) -> PhasePackage:
     """A phase that is named in full because no entry point names it."""
-    unknown = StartupError(f"no phase {name!r}; there are {', '.join(phase_names())}")
+    unknown = StartupError(f"no phase {name!r}; there are {phases_in_words()}")
     if not all(part.isidentifier() for part in name.split(".")):
         raise unknown
     try:

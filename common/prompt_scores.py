@@ -1,4 +1,4 @@
-"""How likely a model finds the tokens of a prompt: what a request with `prompt_logprobs` asks for.
+"""Log-probabilities of a prompt's own tokens, for requests with `prompt_logprobs`.
 
 The pass that computes keys and values of a prompt has a state for each of its tokens; the head turns the state of
 token i into log-probabilities of token i + 1. For sampling only the last one is needed. Here all are, but never at
@@ -8,7 +8,7 @@ once: a prompt of 8,000 tokens and a vocabulary of 128,000 would take 4 GB.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,17 @@ class PromptScores(NamedTuple):
 
     rows: list[int]
     asked: list[tuple[Request, range]]
+
+    @classmethod
+    def of(cls, shares: Iterable[tuple[Request, Span]]) -> PromptScores:
+        """The rows of a pass over these spans, in this order, whose states score a token of a prompt."""
+        scores, first_row = cls([], []), 0
+        for request, span in shares:
+            if columns := scored_columns(request, span):
+                scores.rows.extend(first_row + column - span.start for column in columns)
+                scores.asked.append((request, columns))
+            first_row += span.end - span.start
+        return scores
 
     def forward(self, model: CausalLM, batch: TokenBatch, view: KVView) -> Tensor:
         """The pass: logits of the batch's own rows, and the requests learn of their prompts."""

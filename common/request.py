@@ -19,9 +19,12 @@ import torch
 
 from common.grammar import Grammar, Matcher
 from common.text import IncrementalDetokenizer
-from common.token_counts import TokenCounts
+from common.token_counts import TokenBiases, TokenCounts
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
+
+#: A generator gives the same numbers one by one and many at a time, and for many it is called once.
+UNIFORMS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, but for the first
     ignore_eos: bool = False
-    min_tokens: int = 0  # neither EOS nor a stop token can be sampled before this many tokens
+    min_tokens: int = 0  # before this many tokens no EOS or stop token is sampled, and no stop string ends it
     grammar: Grammar | None = None  # what the answer must look like; it ends when it is complete
 
     def __post_init__(self) -> None:
@@ -127,11 +130,16 @@ class Request:
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
     cache_salt: str = ""  # only requests with the same one share memory
     matcher: Matcher | None = None  # of `params.grammar`; knows the generated tokens, and no others
+    group: str = ""  # requests of one group share seats as one request would; "": a group of its own
+    arrived_s: float | None = (
+        None  # when it reached the server, on the engine's clock; None: when it was added
+    )
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
     ending_token_ids: frozenset[int] = field(init=False)  # end it when sampled; none is, before `min_tokens`
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
+    token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     takes_best: bool = field(init=False)  # greedy, and nothing else about its tokens is asked or changed
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
@@ -144,6 +152,9 @@ class Request:
         default=0, init=False
     )  # sampled in those: it has them, and nobody has read them
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
+    scheduled_s: float | None = field(
+        default=None, init=False
+    )  # when its first chunk was planned, engine's clock
     _generator: torch.Generator = field(init=False)
     _uniforms: list[float] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -162,11 +173,13 @@ class Request:
             self.token_counts = TokenCounts(
                 self.prompt_token_ids, params.max_new_tokens, with_prompt=with_prompt
             )
+        if params.logit_bias:
+            self.token_biases = TokenBiases(params.logit_bias)
         self.takes_best = (
             params.greedy
             and self.token_counts is None
+            and self.token_biases is None
             and not params.min_tokens
-            and not params.logit_bias
             and params.logprobs is None
         )
         self.seed_generator(params.seed if params.seed is not None else 0)
@@ -184,7 +197,8 @@ class Request:
         """
         place = self.num_generated_tokens + self.pending_tokens
         while len(self._uniforms) <= place:
-            self._uniforms.append(torch.rand((), generator=self._generator, dtype=torch.float64).item())
+            drawn = torch.rand(UNIFORMS_AT_A_TIME, generator=self._generator, dtype=torch.float64)
+            self._uniforms += drawn.tolist()
         return self._uniforms[place]
 
     # ------------------------------------------------------------------ what it holds
@@ -253,7 +267,7 @@ class Request:
             self.cached_tokens = tokens
 
     def preempt(self) -> None:
-        """Back to the queue with everything generated so far; the caller has released its memory."""
+        """Return to the queue with everything generated so far. Its memory is released after this call."""
         self._move_to(RequestState.WAITING)
         self.preempted = True
         self.prefill_progress = self.prefill_start = 0

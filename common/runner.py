@@ -18,7 +18,7 @@ import torch
 from common.errors import EngineDeadError, NaNLogitsError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
-from common.prompt_scores import PromptScores, scored_columns
+from common.prompt_scores import PromptScores
 from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import NOT_A_TOKEN, Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import StepPlan
@@ -51,7 +51,7 @@ class ForwardPass:
 
     Attributes:
         shares: one of each sequence.
-        splittable: after a failure each sequence may be tried alone, so that only the guilty fail.
+        splittable: whether the pass may be tried again in halves after a failure, so that only the guilty fail.
         padded_tokens, idle_rows: what is computed for the sake of a rectangle.
     """
 
@@ -60,9 +60,10 @@ class ForwardPass:
     padded_tokens: int = 0
     idle_rows: int = 0
 
-    def alone(self) -> list[ForwardPass]:
-        """The same work, one sequence a pass; padding was counted already."""
-        return [ForwardPass((share,), splittable=False) for share in self.shares]
+    def halves(self) -> tuple[ForwardPass, ForwardPass]:
+        """Return the same work as two passes; padding was counted already."""
+        middle = len(self.shares) // 2
+        return ForwardPass(self.shares[:middle]), ForwardPass(self.shares[middle:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +126,8 @@ class Runner(ABC):
         """What must be committed before the next step can be planned: nothing, where each step commits itself."""
         return []
 
-    def drain(self, timeout_s: float | None = None) -> list[StepOutput]:  # noqa: ARG002 - there is nothing to wait for
-        """Commit all that is in flight.
-
-        Raises:
-            TimeoutError: that took longer; what is in flight still is.
-            EngineDeadError: as in `execute`.
-        """
-        return []
+    def abandon(self) -> None:  # noqa: B027 - nothing is on its way where each step commits itself
+        """Forget the steps in flight, once nothing computes for them. Their requests must not go on."""
 
     def warm_up(self) -> None:  # noqa: B027 - most do not
         """Do what takes long the first time, before anybody waits for it."""
@@ -152,7 +147,7 @@ class Runner(ABC):
     # ------------------------------------------------------------------ launch
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the forward passes and sample. What raises in a pass fails that pass alone."""
+        """Run the forward passes and sample. A failure stays within its pass."""
         launched = Launched(plan)
         for forward_pass in self.passes(plan):
             record = self.telemetry.current
@@ -162,6 +157,7 @@ class Runner(ABC):
         return launched
 
     def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
+        """Run a pass and sample. A pass that fails is bisected: one guilty sequence of N costs 2 log2 N passes."""
         try:
             requests, logits = self.forward(forward_pass)
         except Exception as error:
@@ -171,13 +167,13 @@ class Runner(ABC):
                 logger.exception("a forward pass failed")
                 launched.failed += [(share.request, without_frames(error)) for share in forward_pass.shares]
                 return
-            logger.warning("a pass of %d sequences failed, trying each alone", len(forward_pass.shares))
+            logger.warning("a pass of %d sequences failed, trying its halves", len(forward_pass.shares))
         else:
             self._sample(requests, logits, launched)
             return
         # Outside the `except`, where the error's frames hold the failed pass's tensors: room that this needs.
-        for single in forward_pass.alone():
-            self._launch_pass(single, launched)
+        for half in forward_pass.halves():
+            self._launch_pass(half, launched)
 
     def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
         """Choose a pass's tokens, all at once; if that raises, one by one, so that only the guilty fail."""
@@ -197,12 +193,12 @@ class Runner(ABC):
             self._sample((request,), logits[row : row + 1], launched)
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """What grammars allow of the tokens that come next; None if nobody has one."""
+        """Return what grammars allow of the tokens that come next; None if no request has a grammar."""
         has_grammar = any(request.matcher is not None for request in requests)
         return self._fill_masks(requests) if has_grammar else None
 
     def _fill_masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        # Apart, so that a trace has no part of this name where no mask is filled.
+        # Apart, so that a trace has no part of this name where no mask is waited for.
         return TokenMasks.of(requests)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
@@ -212,23 +208,12 @@ class Runner(ABC):
             The requests that a token is to be sampled for, and their logits [S, vocab].
         """
         requests, batch, view = self.prepare(forward_pass)
-        scores = self.prompt_scores(forward_pass)
+        scores = PromptScores.of((share.request, share.span) for share in forward_pass.shares)
         logits = scores.forward(self.model, batch, view) if scores.asked else self.model(batch, view)
         self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
         return requests, logits[: len(requests)]
-
-    @staticmethod
-    def prompt_scores(forward_pass: ForwardPass) -> PromptScores:
-        """What the pass is to tell of its prompts, beside its logits."""
-        scores, first_row = PromptScores([], []), 0
-        for request, span, token_ids, _ in forward_pass.shares:
-            if columns := scored_columns(request, span):
-                scores.rows.extend(first_row + column - span.start for column in columns)
-                scores.asked.append((request, columns))
-            first_row += len(token_ids)
-        return scores
 
     @staticmethod
     def count_as_computed(forward_pass: ForwardPass) -> None:
@@ -267,7 +252,8 @@ class Runner(ABC):
         for done in launched.sampled:
             if not done.requests:
                 continue
-            token_ids = done.sampled.token_ids.tolist()  # the pass's one copy from device to host
+            # One copy from device to host for all rows; log-probabilities, if a request asks for them, take more.
+            token_ids = done.sampled.token_ids.tolist()
             logprobs = read_logprobs(done.sampled, done.requests)
             for request, token_id, row_logprobs in zip(done.requests, token_ids, logprobs, strict=True):
                 if request.is_terminal:  # cancelled since the launch
@@ -302,6 +288,8 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     text, reason = _read(request, token_id)
     if reason is not None:
         request.finish(reason)
+    elif request.matcher is not None:
+        request.matcher.begin_mask()  # while the other rows are committed, and the next pass computes
     return StepOutput(
         request_id=request.request_id,
         token_id=token_id,

@@ -22,10 +22,11 @@ infinity, has no token.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.request import Request, SamplingParams, TokenLogprobs
-from common.token_counts import TokenCounts
+from common.errors import GrammarFailedError
+from common.request import Request, TokenLogprobs
+from kernels.transfer import to_device
 
 #: The id reported for a row whose logits allow no token.
 NOT_A_TOKEN = -1
@@ -72,10 +74,10 @@ class SamplingInputs(NamedTuple):
         drawn: the D rows that draw their token, int64.
         settings: [D, 5] float64, what decides a draw beside the scores: see `_Settings`.
         unordered, ordered: places in `drawn` of those that need no order of the tokens, and of those that do.
-        biased: [2, b] int64: rows, and tokens whose scores are changed.
+        biased: [2, b] int32: rows, and tokens whose scores are changed.
         biases: [b] float32, by how much.
-        penalised: [3, n] int64, an entry for each token of each row with penalties: row, token, times generated.
-        penalties: [3, n] float64, for each entry: repetition, frequency and presence penalty.
+        penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
+        penalties: [S, 3] float64: repetition, frequency and presence penalty of each row that has any.
         held_back: [2, m] int64: rows, and tokens that may not come yet.
         masked: the C rows that have a grammar, int64.
         words: [C, W] int32, their masks: see `TokenMasks`.
@@ -106,10 +108,11 @@ class SamplingInputs(NamedTuple):
         settings: list[tuple[float, ...]] = []
         places: tuple[list[int], list[int]] = ([], [])
         reported: list[int] = []
-        penalised: list[tuple[int, SamplingParams, TokenCounts]] = []
+        penalised: list[npt.NDArray[np.int32]] = []
+        penalties: npt.NDArray[np.float64] | None = None
         held_back: list[tuple[int, int]] = []
-        biased: list[tuple[int, int]] = []
-        biases: list[float] = []
+        biased: list[npt.NDArray[np.int32]] = []
+        biases: list[npt.NDArray[np.float32]] = []
         for row, request in enumerate(requests):
             if request.takes_best:
                 continue
@@ -121,31 +124,36 @@ class SamplingInputs(NamedTuple):
                 settings.append(_settings_of(request, vocab))
             if params.logprobs is not None:
                 reported.append(row)
-            for token_id, bias in params.logit_bias:
-                biased.append((row, token_id))
-                biases.append(bias)
+            if request.token_biases is not None:
+                biased.append(request.token_biases.at_row(row))
+                biases.append(request.token_biases.values)
             if counts is not None:
+                penalties = np.zeros((len(requests), 3)) if penalties is None else penalties
                 counts.catch_up(request.token_ids)
-                penalised.append((row, params, counts))
+                penalised.append(counts.at_row(row))
+                penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
             if request.matcher is None:
                 held_back += [(row, token_id) for token_id in request.held_back_token_ids]
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+            return to_device(tensor, device)
 
         def rows(values: Sequence[int]) -> Tensor | None:
             return moved(torch.tensor(values)) if values else None
 
-        entries = _penalty_entries(penalised) if penalised else (None, None)
+        def joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor | None:
+            """The arrays end to end; always a copy, since each changes in later steps."""
+            return moved(torch.from_numpy(np.concatenate(arrays, axis=-1))) if arrays else None
+
         return cls(
             drawn=rows(drawn),
             settings=moved(torch.tensor(settings, dtype=torch.float64)) if drawn else None,
             unordered=rows(places[0]),
             ordered=rows(places[1]),
-            biased=moved(torch.tensor(biased).T.contiguous()) if biased else None,
-            biases=moved(torch.tensor(biases, dtype=torch.float32)) if biased else None,
-            penalised=None if entries[0] is None else moved(entries[0]),
-            penalties=None if entries[1] is None else moved(entries[1]),
+            biased=joined(biased),
+            biases=joined(biases),
+            penalised=joined(penalised),
+            penalties=None if penalties is None else moved(torch.from_numpy(penalties)),
             held_back=moved(torch.tensor(held_back).T.contiguous()) if held_back else None,
             masked=None if masks is None else rows(masks.rows),
             words=None if masks is None else moved(masks.words),
@@ -169,22 +177,26 @@ class TokenMasks:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> TokenMasks | None:
-        """The masks for the tokens that come next; None if no row has a grammar. Changes nothing.
+        """Return the masks for the tokens that come next, or None if no row has one. Waits until they are filled.
 
-        Raises:
-            GrammarFailedError: a grammar has become too much to follow.
+        A row whose matcher fails has no mask. Whatever is sampled there is dropped: committing it raises the
+        matcher's error, which fails that request alone.
         """
-        matchers = [
-            (row, request.matcher, request.held_back_token_ids)
+        constrained = [
+            (row, request, request.matcher)
             for row, request in enumerate(requests)
             if request.matcher is not None and not request.is_terminal
         ]
-        if not matchers:
+        for _, _, matcher in constrained:  # all of them, before the first is waited for
+            matcher.begin_mask()
+        masks: dict[int, npt.NDArray[np.uint32]] = {}
+        for row, request, matcher in constrained:
+            with contextlib.suppress(GrammarFailedError):
+                masks[row] = matcher.mask(request.held_back_token_ids)
+        if not masks:
             return None
-        words = np.empty((len(matchers), matchers[0][1].words), dtype=np.uint32)
-        for mask, (_, matcher, held_back) in zip(words, matchers, strict=True):
-            matcher.fill_mask(mask, held_back)
-        return cls(tuple(row for row, _, _ in matchers), torch.from_numpy(words.view(np.int32)))
+        words = np.stack(list(masks.values()))
+        return cls(tuple(masks), torch.from_numpy(words.view(np.int32)))
 
 
 def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None = None) -> Sampled:
@@ -254,7 +266,7 @@ def _adjust(raw: Tensor, inputs: SamplingInputs) -> Tensor:
     if inputs.penalised is not None and inputs.penalties is not None:
         scores = _penalise(scores, inputs.penalised, inputs.penalties)
     if inputs.held_back is not None:
-        scores = scores.index_put(inputs.held_back.unbind(), scores.new_tensor(-torch.inf))
+        scores = scores.index_put(inputs.held_back.unbind(), scores.new_full((), -torch.inf))
     if inputs.masked is not None and inputs.words is not None:
         scores = _forbid(scores, inputs.masked, inputs.words)
     return scores
@@ -270,27 +282,6 @@ def _forbid(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
     return scores.index_copy(0, rows, torch.minimum(scores[rows], highest[:, : scores.shape[-1]]))
 
 
-def _penalty_entries(penalised: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> tuple[Tensor, Tensor]:
-    """An entry for each token of each row with penalties: see `SamplingInputs`."""
-    sizes = [len(counts.token_ids) for _, _, counts in penalised]
-
-    def each(values: list[float]) -> npt.NDArray[np.float64]:
-        """[n]: a row's value for each of its entries."""
-        return np.repeat(np.array(values, dtype=np.float64), sizes)
-
-    entries = [
-        np.repeat(np.array([row for row, _, _ in penalised]), sizes),
-        np.concatenate([counts.token_ids for _, _, counts in penalised]),
-        np.concatenate([counts.generated for _, _, counts in penalised]),
-    ]
-    penalties = [
-        each([params.repetition_penalty for _, params, _ in penalised]),
-        each([params.frequency_penalty for _, params, _ in penalised]),
-        each([params.presence_penalty for _, params, _ in penalised]),
-    ]
-    return torch.from_numpy(np.stack(entries)), torch.from_numpy(np.stack(penalties))
-
-
 def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
     """Penalties of some rows of [S, vocab], all of them at once; entries and penalties as in `SamplingInputs`.
 
@@ -299,7 +290,7 @@ def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
     In float64, which holds every penalty a request can name.
     """
     rows, token_ids, generated = entries.unbind()
-    factor, frequency, presence = penalties.unbind()
+    factor, frequency, presence = (column[rows] for column in penalties.unbind(1))
     values = scores[rows, token_ids].double()
     values = torch.where(values > 0, values / factor, values * factor).float().double()
     penalty = torch.where(generated > 0, frequency * generated + presence, 0.0)
@@ -374,7 +365,8 @@ def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) ->
     In order of the scores before the temperature: a huge one leaves no differences.
     """
     vocab = scores.shape[-1]
-    # To find out which rows need more is to wait for the device. A GPU sorts well, and is not kept waiting.
+    # Finding the rows that need more reads from the device. On a GPU the host would wait for every pass before, so
+    # all rows are sorted whole there, which takes the device longer, and scratch memory for the whole vocabulary.
     candidates = min(FIRST_CANDIDATES, vocab) if scores.device.type == "cpu" else vocab
     drawn, suffice = _draw_from_first(scores, probabilities, settings, candidates)
     if candidates == vocab:
@@ -443,7 +435,7 @@ def _pick(probabilities: Tensor, settings: _Settings) -> Tensor:
     """
     floor = settings.min_p.float() * probabilities.amax(dim=-1, keepdim=True)
     cdf = probabilities.masked_fill(probabilities < floor, 0.0).cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:].contiguous()
+    total = cdf[:, -1:].clone()  # `contiguous` does nothing for one row, and would be missing in a recording
     picked = torch.searchsorted(cdf, settings.uniform * total, right=True)
     # Rounding can put the target on the total itself: the entry that completes the sum is meant then.
     return torch.minimum(picked, torch.searchsorted(cdf, total)).squeeze(1)

@@ -12,7 +12,7 @@ from common.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """`request.token_ids[start:end]`, to be computed in this step."""
+    """The part `token_ids[start:end]` of a request's tokens, to be computed in this step."""
 
     request: Request
     start: int
@@ -20,7 +20,7 @@ class PrefillChunk:
 
     @classmethod
     def rest(cls, request: Request) -> PrefillChunk:
-        """All that is still to be computed before the next token."""
+        """Return the chunk of all tokens that are still to be computed before the next one is sampled."""
         return cls(request, request.prefill_progress, len(request.token_ids))
 
     @property
@@ -40,20 +40,23 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """An immutable snapshot of what one step computes."""
+    """The requests and chunks that one step computes. The plan does not change; its requests do: one may be
+    cancelled while the step computes.
+    """
 
     decode: tuple[Request, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
 
 
 class Scheduler(ABC):
-    """Who runs when. Only a scheduler reserves KV memory and preempts; it never touches a tensor.
+    """Decides which requests run in a step, reserves their KV memory and preempts. Computes with integers only.
 
-    A step calls `retire`, `make_room`, `admit` and `plan`, in that order.
+    A step calls `retire`, `make_room`, `admit` and `plan`, in that order. The engine releases the memory of the
+    requests that `retire` and `make_room` return.
     """
 
     preemptions = 0  # since the start
-    waiting: Sequence[Request]  # not admitted yet, or not again; whoever is first in line in front
+    waiting: Sequence[Request]  # not admitted yet, or preempted; the first in line in front
 
     @abstractmethod
     def add_request(self, request: Request) -> bool:
@@ -65,11 +68,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def retire(self) -> list[Request]:
-        """Let go of requests that are done for good; their memory is released next."""
+        """Remove and return the requests that have ended; the engine releases their memory next."""
 
     @abstractmethod
-    def make_room(self, pool: KVPool) -> None:
-        """One more column for every decoding request, oldest first, preempting the latest arrivals if need be."""
+    def make_room(self, pool: KVPool) -> list[Request]:
+        """Reserve one more column for every decoding request, oldest first.
+
+        Returns the requests that were preempted for it. The engine releases their memory and calls again, until
+        the list is empty.
+        """
 
     @abstractmethod
     def admit(self, pool: KVPool) -> None:

@@ -8,7 +8,7 @@ stream     └─ t ────────┴─ t+1 ────────�
 Work is a function of tensors that returns tensors. Its last argument list changes from step to step; what else it
 reads and writes (weights, KV memory, the latest tokens) stays where it is.
 
-| | who computes | what the host's Python costs it |
+| stream | who computes | what the host's Python costs it |
 | --- | --- | --- |
 | `TapeStream` | a thread of C++ that plays recordings (`kernels.tape`) | nothing: it never asks for the lock |
 | `ThreadStream` | a thread of Python | a wait for the interpreter's lock between any two operators |
@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,16 +82,21 @@ class Stream(ABC):
         """
 
     def entered(self) -> AbstractContextManager[object]:
-        """Inside it, what is made for work that will be handed in is made where that work will find it."""
+        """Context manager: tensors created inside it live on the stream that runs the submitted work."""
         return nullcontext()
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """What any function returns, called where the stream computes, when all that was handed in is done."""
+        """Run a function where the stream computes, after all submitted work. Returns what it returns."""
 
     def aside(self, function: Callable[[], T]) -> T:
-        """The same for a function of what is done already: it need not wait for what is not."""
+        """Like `call`, for functions that touch finished work only. A stream that can run them without waiting for
+        pending work does so."""
         return self.call(function)
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until nothing computes: no submitted work, and no `call` that was interrupted while it waited."""
 
     def time_work(self, wanted: bool) -> None:  # noqa: B027 - one that cannot tell has nothing to prepare
         """Whether `take_times` is going to be asked."""
@@ -109,23 +114,29 @@ def open_stream(device: torch.device, *, recorded: bool) -> Stream:
 
 
 def call_apart(function: Callable[[], T]) -> T:
-    """What `function` returns, called in a thread that ends with it.
+    """Run a function in a thread of its own that ends with it. Returns what the function returns.
 
-    With it end the workers that libgomp keeps for every thread that has ever shared out an operator: they would
-    stand in the way of those of the thread that computes.
+    libgomp keeps a pool of workers for every thread that has computed. That pool ends with the thread, so it does
+    not compete with the pool of the thread that computes from then on.
     """
-    outcome: Future[T] = Future()
+    apart = _Apart(function)
+    apart.thread.join()
+    return apart.outcome.result()
 
-    def run() -> None:
+
+class _Apart(Generic[T]):
+    """A function in a thread of its own, and what will become of it."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.outcome: Future[T] = Future()
+        self.thread = threading.Thread(target=self._run, args=(function,), name="apart")
+        self.thread.start()
+
+    def _run(self, function: Callable[[], T]) -> None:
         try:
-            outcome.set_result(function())
+            self.outcome.set_result(function())
         except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="apart")
-    thread.start()
-    thread.join()
-    return outcome.result()
+            self.outcome.set_exception(error)
 
 
 # ---------------------------------------------------------------------- a CPU, by tapes
@@ -171,6 +182,7 @@ class TapeStream(Stream):
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
         self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # of tickets
+        self._apart: _Apart[Any] | None = None  # a `call` that may not have ended
 
     def submit(
         self,
@@ -195,8 +207,16 @@ class TapeStream(Stream):
         return _Played(self._player, ticket)
 
     def call(self, function: Callable[[], T]) -> T:
+        self.drain()
+        self._apart = apart = _Apart(function)
+        self.drain()
+        return apart.outcome.result()
+
+    def drain(self) -> None:
         self._player.drain()
-        return call_apart(function)
+        if self._apart is not None:
+            self._apart.thread.join()
+            self._apart = None
 
     def set_threads(self, threads: int) -> None:
         """How many threads share what is handed in from now on."""
@@ -259,6 +279,9 @@ class ThreadStream(Stream):
     def call(self, function: Callable[[], T]) -> T:
         return self._thread.submit(function).result()
 
+    def drain(self) -> None:
+        self._thread.submit(lambda: None).result()
+
     def time_work(self, wanted: bool) -> None:
         self._times = HostTimes() if wanted else None
 
@@ -304,6 +327,15 @@ class _Launched(Pending):
 
 #: Rows of a captured graph. A graph holds for one number of them; missing ones are copies of the first.
 CAPTURED_ROWS = (1, 2, 4, 8, *range(16, 257, 16))
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Return the sizes of the graphs that passes over up to so many sequences use, smallest first.
+
+    The last one has a row for each of them, unless that is beyond the largest size there is.
+    """
+    last = next((size for size in CAPTURED_ROWS if size >= sequences), CAPTURED_ROWS[-1])
+    return [size for size in CAPTURED_ROWS if size <= last]
 
 
 class _Graph:
@@ -405,6 +437,9 @@ class CudaStream(Stream):
     def aside(self, function: Callable[[], T]) -> T:
         with torch.cuda.stream(self._copies):
             return function()
+
+    def drain(self) -> None:
+        self._compute.synchronize()
 
     def time_work(self, wanted: bool) -> None:
         with self.entered():

@@ -6,9 +6,9 @@ import bisect
 import itertools
 from collections import deque
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from common.request import FinishReason
+from common.request import FinishReason, StepOutput
 
 PAGE_STEPS = 256  # of one answer: while it is made, no other thread of the process runs
 
@@ -126,26 +126,32 @@ class Telemetry:
 # ---------------------------------------------------------------------- requests, as their clients see them
 
 
+#: Bounds of durations, in seconds: from less than a step to more than anybody waits.
+SECONDS: tuple[float, ...] = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
+)
+
+#: Bounds of lengths, in tokens.
+TOKENS: tuple[float, ...] = tuple(digit * 10.0**power for power in range(6) for digit in (1.0, 2.0, 5.0))
+
+
 class Histogram:
-    """How many durations there were, by how long they took.
+    """Counts values by the bound that they do not exceed.
 
     Attributes:
-        total: of all of them, in seconds.
+        bounds: in ascending order; a value counts at the first that is not below it.
+        total: the sum of all values.
     """
 
-    #: Seconds; what is not above a bound counts there. From less than a step to more than anybody waits.
-    BOUNDS: ClassVar[tuple[float, ...]] = (
-        *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-        *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
-    )
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(self.BOUNDS) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
-        self.total += seconds
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
 
     def cumulative(self) -> list[int]:
         """For each bound, how many were not above it; last, how many there were."""
@@ -162,20 +168,51 @@ ENDINGS: dict[FinishReason | None, str] = {
 }
 
 
+class RequestTimes(NamedTuple):
+    """When a request that has ended came to each stage, in seconds on one clock; None: it never did."""
+
+    submitted_s: float
+    scheduled_s: float | None  # its prefill was planned
+    first_token_s: float | None
+    latest_token_s: float
+    ended_s: float
+
+
+def _durations() -> Histogram:
+    return Histogram(SECONDS)
+
+
+def _lengths() -> Histogram:
+    return Histogram(TOKENS)
+
+
 @dataclass(slots=True)
 class RequestTelemetry:
     """What became of requests. Written by the thread that hands their outputs to clients, and by no other."""
 
     generation_tokens: int = 0
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDINGS.values(), 0))
-    time_to_first_token_s: Histogram = field(default_factory=Histogram)
-    inter_token_latency_s: Histogram = field(default_factory=Histogram)
-    end_to_end_s: Histogram = field(default_factory=Histogram)
+    time_to_first_token_s: Histogram = field(default_factory=_durations)
+    inter_token_latency_s: Histogram = field(default_factory=_durations)
+    end_to_end_s: Histogram = field(default_factory=_durations)
+    queue_s: Histogram = field(default_factory=_durations)  # until it was scheduled, or left the queue
+    prefill_s: Histogram = field(default_factory=_durations)  # from there to its first token
+    decode_s: Histogram = field(default_factory=_durations)  # from there to its last token
+    prompt_lengths: Histogram = field(default_factory=_lengths)
+    answer_lengths: Histogram = field(default_factory=_lengths)
+    longest_choices: Histogram = field(default_factory=_lengths)  # of the choices that continue one prompt
 
-    def end(self, reason: FinishReason | None, seconds: float) -> None:
-        """A request has ended, so long after it was submitted; without a reason, by an error."""
-        self.ended[ENDINGS[reason]] += 1
-        self.end_to_end_s.observe(seconds)
+    def end(self, output: StepOutput, times: RequestTimes) -> None:
+        """Count a request by its terminal output and its times."""
+        self.ended[ENDINGS[output.finish_reason]] += 1
+        self.prompt_lengths.observe(output.prompt_tokens)
+        self.answer_lengths.observe(output.completion_tokens)
+        self.end_to_end_s.observe(times.ended_s - times.submitted_s)
+        scheduled_s = times.ended_s if times.scheduled_s is None else times.scheduled_s
+        self.queue_s.observe(scheduled_s - times.submitted_s)
+        if times.first_token_s is not None:
+            self.prefill_s.observe(times.first_token_s - scheduled_s)
+            self.decode_s.observe(times.latest_token_s - times.first_token_s)
 
 
 _SUMMED = (

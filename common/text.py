@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from tokenizers.decoders import DecodeStream
 
 from common.chat_template import ChatTemplate
 from common.errors import StartupError
+
+# Texts are tokenized one at a time, by the thread that asks: its priority is the work's. The library's own threads
+# would help with batches only.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -41,8 +46,10 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}  # grows to one entry for each id of the model at the most
 
     @classmethod
-    def from_folder(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Truncation and padding, which the file may ask for, are switched off: a prompt is all that was sent.
+    def from_folder(cls, folder: Path, *, vocab_size: int, chat_template: Path | None = None) -> Tokenizer:
+        """Read a checkpoint's tokenizer, with the chat template of a file of its own if one is given.
+
+        Truncation and padding, which `tokenizer.json` may ask for, are switched off: a prompt is all that was sent.
 
         Raises:
             StartupError: no readable tokenizer.json, or a chat template that is none.
@@ -56,7 +63,8 @@ class Tokenizer:
             raise StartupError(f"{path} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, vocab_size=vocab_size, chat_template=ChatTemplate.from_folder(folder))
+        template = ChatTemplate.from_folder(folder, chat_template)
+        return cls(backend, vocab_size=vocab_size, chat_template=template)
 
     def min_tokens(self, text: str) -> int:
         """A bound from below on the tokens of `text`, without tokenizing it."""
@@ -66,7 +74,6 @@ class Tokenizer:
         """Token ids of `text`, with the tokens that the checkpoint puts around every text (BOS, say).
 
         Other threads run meanwhile: the library lets go of the GIL for batches only, so a text is a batch of one.
-        Its pool of threads, one for each core, serves that batch with one of them; the others sleep.
         """
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -112,6 +119,9 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
 class IncrementalDetokenizer:
     """One request's tokens turned into text as they come, stop strings held back and cut out.
 
+    Until `min_tokens` tokens have come, none of them stops the text: a stop string counts if a later token
+    completes it.
+
     Two things are never said too early: half a character (its bytes may be spread over several tokens), and text
     that may turn out to be the start of a stop string. The second is why `add` may return less than was decoded:
 
@@ -131,9 +141,14 @@ class IncrementalDetokenizer:
     CONTEXT = 8
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
+        self._unstoppable = min_tokens  # how many more tokens cannot complete a stop string
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in self._stop), default=0)
         self._held = ""
@@ -162,8 +177,12 @@ class IncrementalDetokenizer:
         return stream
 
     def add(self, token_id: int) -> str:
-        """The text that this token lets out; sets `stopped` when it completes a stop string."""
-        return self._release(self._decode(token_id))
+        """Return the text that can be delivered with this token. Sets `stopped` if it completes a stop string."""
+        text = self._decode(token_id)
+        if self._unstoppable > 0:
+            self._unstoppable -= 1
+            return self._release(text, stoppable=False)
+        return self._release(text)
 
     def finish(self) -> str:
         """What was held back in case of a stop string. Bytes of an unfinished character are dropped."""
@@ -210,14 +229,20 @@ class IncrementalDetokenizer:
 
     # ------------------------------------------------------------------ stop strings
 
-    def _release(self, text: str) -> str:
+    def _release(self, text: str, *, stoppable: bool = True) -> str:
+        """Add decoded text to the held text and return as much of it as can be delivered."""
         if not self._stop:
             return text
+        before = len(self._held)
         self._held += text
         # The stop string that is complete first wins; among those complete at the same character, the longest
-        # (it begins first). Only matches that end in the new text can be new.
-        ends = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
-        if ends:
+        # (it begins first). Only matches that end in the new text count.
+        ends = [
+            (start + len(stop), start)
+            for stop in self._stop
+            if (start := self._held.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if ends and stoppable:
             _, start = min(ends)
             self.stopped = True
             said, self._held = self._held[:start], ""

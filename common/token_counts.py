@@ -1,4 +1,7 @@
-"""How often a request has generated each token: what its penalties are computed from."""
+"""Which tokens' scores a request changes, as arrays that are kept from step to step.
+
+A step joins the arrays of its requests. A token is looked at when it is new, and not again in every later step.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 class TokenCounts:
     """The tokens that a request's penalties fall on, and how often it has generated each.
 
-    Kept from step to step: a token is looked at when it is new, and not again for every later one. Only what
-    occurred has an entry, so that a request takes 16 bytes for each token of its prompt and of its longest answer;
-    a count for each token of the vocabulary would take a megabyte.
+    Only tokens that occurred have an entry, so a request takes 12 bytes for each token of its prompt and of its
+    longest answer. A count for each token of the vocabulary would take half a megabyte.
 
     Args:
         prompt: the request's.
@@ -23,27 +26,50 @@ class TokenCounts:
 
     def __init__(self, prompt: Sequence[int], max_new_tokens: int, *, with_prompt: bool) -> None:
         known = dict.fromkeys(prompt) if with_prompt else {}
-        self._entries = {token_id: entry for entry, token_id in enumerate(known)}
-        room = len(known) + max_new_tokens
-        self._token_ids = np.zeros(room, dtype=np.int64)
-        self._token_ids[: len(known)] = list(known)
-        self._generated = np.zeros(room, dtype=np.int64)
+        self._places = {token_id: place for place, token_id in enumerate(known)}
+        # Row of the pass, token, times generated; one column for each token.
+        self._entries = np.zeros((3, len(known) + max_new_tokens), dtype=np.int32)
+        self._entries[1, : len(known)] = list(known)
         self._counted = len(prompt)
+        self._row = 0
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Count what has come since the last call. `token_ids`: the prompt and all that was generated."""
+        """Count the tokens since the last call. `token_ids`: the prompt and all that was generated."""
         for token_id in token_ids[self._counted :]:
-            entry = self._entries.setdefault(token_id, len(self._entries))
-            self._token_ids[entry] = token_id
-            self._generated[entry] += 1
+            place = self._places.setdefault(token_id, len(self._places))
+            self._entries[:2, place] = self._row, token_id
+            self._entries[2, place] += 1
         self._counted = len(token_ids)
 
-    @property
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        """[n], each once."""
-        return self._token_ids[: len(self._entries)]
+    def at_row(self, row: int) -> npt.NDArray[np.int32]:
+        """Return the entries of a request that is row `row` of a pass.
 
-    @property
-    def generated(self) -> npt.NDArray[np.int64]:
-        """[n]: how often each of `token_ids` was generated; 0 for those of the prompt alone."""
-        return self._generated[: len(self._entries)]
+        Returns:
+            [3, n]: the row, each token once, and how often it was generated; 0 for tokens of the prompt alone. Good
+            until the next call.
+        """
+        entries = self._entries[:, : len(self._places)]
+        if row != self._row:
+            entries[0] = self._row = row
+        return entries
+
+
+class TokenBiases:
+    """The tokens whose scores a request raises or lowers, and by how much.
+
+    Args:
+        biases: token ids and biases.
+
+    Attributes:
+        values: [b] float32, the biases.
+    """
+
+    def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
+        token_ids, values = zip(*biases, strict=True)
+        self.values = torch.tensor(values, dtype=torch.float32).numpy()
+        self._entries = np.array([[0] * len(token_ids), token_ids], dtype=np.int32)
+
+    def at_row(self, row: int) -> npt.NDArray[np.int32]:
+        """Return the entries of a request that is row `row` of a pass: [2, b], the row and each token."""
+        self._entries[0] = row
+        return self._entries

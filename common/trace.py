@@ -315,7 +315,7 @@ class Tracer:
         engine.watchers.append(self._stepped)
 
         def leave() -> None:
-            engine.watchers.remove(self._stepped)
+            engine.unwatch(self._stepped)
             put_back()
             self._parts.stop()
 

@@ -11,10 +11,12 @@ event loop                                engine thread
 The event loop never runs a forward pass, so it answers while one runs. An idle engine thread is blocked on a
 condition, not polling.
 
-**Nobody else computes.** libgomp, which shares out a CPU's matrix products, keeps a pool of workers for every
-thread that ever computed. With a second pool there are more workers than cores, and libgomp then puts them to sleep
-between the hundreds of parallel regions of a pass: a decode step takes twice as long. So the engine's thread builds
-the engine, too, and no other thread of the process calls an operation of torch that is worth sharing out.
+**One thread computes.** libgomp, which shares out a CPU's matrix products, keeps a pool of workers for every
+thread that has called an operator worth sharing out. With a second pool there are more workers than cores, and
+libgomp then puts them to sleep between the hundreds of parallel regions of a pass: a decode step takes twice as
+long. So one thread of the process calls such operators: the engine's in phases 4 to 8, that of the engine's stream
+in phase 9, where the engine's own thread makes small tensors only. A thread that ends builds the engine, and takes
+its pool of workers with it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput
 from common.runner import fail
-from common.telemetry import RequestTelemetry
+from common.telemetry import RequestTelemetry, RequestTimes
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class RequestStream:
     Attributes:
         received_tokens: how many have come, read or not.
         first_token_s: when the first came, on `time.monotonic`'s clock; None before.
+        latest_token_s: when the latest came.
         longest_gap_s: the longest wait between two tokens.
         last: the terminal output; None before it has come.
     """
@@ -58,11 +61,11 @@ class RequestStream:
         self._worker = worker
         self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._ended = False
-        self._submitted_s = time.monotonic()
+        self._arrived_s = time.monotonic() if request.arrived_s is None else request.arrived_s
         self.received_tokens = 0
         self.first_token_s: float | None = None
         self.longest_gap_s = 0.0
-        self._latest_token_s = 0.0
+        self.latest_token_s = 0.0
         self.last: StepOutput | None = None
 
     def __aiter__(self) -> RequestStream:
@@ -81,16 +84,19 @@ class RequestStream:
             telemetry.generation_tokens += 1
             if self.first_token_s is None:
                 self.first_token_s = now
-                telemetry.time_to_first_token_s.observe(now - self._submitted_s)
+                telemetry.time_to_first_token_s.observe(now - self._arrived_s)
             else:
-                gap = now - self._latest_token_s
+                gap = now - self.latest_token_s
                 self.longest_gap_s = max(self.longest_gap_s, gap)
                 telemetry.inter_token_latency_s.observe(gap)
-            self._latest_token_s = now
+            self.latest_token_s = now
         self.received_tokens = output.completion_tokens
         if output.finished:
             self.last = output
-            telemetry.end(output.finish_reason, now - self._submitted_s)
+            times = RequestTimes(
+                self._arrived_s, self.request.scheduled_s, self.first_token_s, self.latest_token_s, now
+            )
+            telemetry.end(output, times)
         self._outputs.put_nowait(output)
 
     def put_error(self, error: Exception) -> None:
@@ -165,6 +171,7 @@ class EngineWorker:
         self._held = 0  # places whose requests are not yet with the scheduler
         self._abort: Exception | None = None
         self._stopping = False
+        self._turn_began_s: float | None = None  # on `time.monotonic`'s clock; None: it waits for work
         # The event loop's own:
         self._streams: dict[str, RequestStream] = {}
         self._holders = 0  # of places whose requests are still to be handed over
@@ -189,6 +196,13 @@ class EngineWorker:
         return self.engine.dead
 
     @property
+    def step_s(self) -> float:
+        """Seconds that the engine's thread has been in its present step; 0 while it waits for work. Any thread may
+        ask."""
+        began_s = self._turn_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    @property
     def draining(self) -> bool:
         return self._draining
 
@@ -209,12 +223,31 @@ class EngineWorker:
         """
         self._refuse_at_the_end()
         with self._wakeup:
-            if self._queue_room() < count:
-                raise self._queue_full(count)
+            self._check_room(count)
             self._held += count
         self._holders += 1
         self._idle.clear()
         return HeldPlaces(self, count)
+
+    def check_room(self, count: int) -> None:
+        """Raise what `hold_places` would raise now, and hold nothing."""
+        self._refuse_at_the_end()
+        with self._wakeup:
+            self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        """Check that so many requests may be queued at once. The lock is held.
+
+        Beside other requests, several at once must leave a quarter of the queue free: a client with 32 choices does
+        not lock out those with one.
+
+        Raises:
+            QueueFullError: there are fewer places.
+        """
+        alone = not self._streams and not self._held
+        kept = 0 if count == 1 or alone else self.engine.config.max_waiting_requests // 4
+        if count > self._queue_room() - kept:
+            raise self._queue_full(count)
 
     def _refuse_at_the_end(self) -> None:
         if self.dead is not None:
@@ -283,6 +316,25 @@ class EngineWorker:
         """
         self._refuse_at_the_end()
         return await asyncio.wrap_future(self.call(lambda engine: engine.reset_prefix_cache()))
+
+    async def pause(self) -> None:
+        """Let the engine plan nothing more until `resume`, and wait until all outputs in flight are delivered.
+
+        New requests queue meanwhile.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: nothing is taken any more.
+        """
+        self._refuse_at_the_end()
+        await asyncio.wrap_future(self.call(Engine.pause))
+        while await asyncio.wrap_future(self.call(lambda engine: engine.runner.in_flight)):
+            pass  # each of these calls waits for a step, and each step delivers one that is in flight
+        self._refuse_at_the_end()
+
+    async def resume(self) -> None:
+        """Let the engine plan again. Raises as `pause` does."""
+        self._refuse_at_the_end()
+        await asyncio.wrap_future(self.call(Engine.resume))
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Between two steps, in the engine's thread, call a function of the engine: soon, what it returns.
@@ -383,14 +435,18 @@ class EngineWorker:
         """Wait for work, take it in and compute a step; whether this was the last turn."""
         with self._wakeup:
             self._wait_for_work()
-        if self.engine.is_due:
-            self.engine.wait()  # who comes meanwhile is taken in for this step
-        with self._wakeup:
-            stopping = self._stopping
-            refused = self._take_in()
-        self._hand_back(refused)  # before the step, which may be long
-        if not stopping and self.engine.is_due:
-            self._hand_back(self.engine.step())
+        self._turn_began_s = time.monotonic()
+        try:
+            if self.engine.is_due:
+                self.engine.wait()  # who comes meanwhile is taken in for this step
+            with self._wakeup:
+                stopping = self._stopping
+                refused = self._take_in()
+            self._hand_back(refused)  # before the step, which may be long
+            if not stopping and self.engine.is_due:
+                self._hand_back(self.engine.step())
+        finally:
+            self._turn_began_s = None
         return stopping
 
     def _wait_for_work(self) -> None:

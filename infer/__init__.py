@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 USAGE = """\
-usage: infer serve PHASE [options]      serve a phase; infer serve 7 --help lists its options
+usage: infer serve PHASE [options]      serve a phase; infer serve --help lists the options
+       infer cluster [options]          serve replicas of a phase behind one address, on Ray
        infer phases                     list the phases: PHASE is a number or a name
        infer compare [options]          start servers in turn and compare them
        infer run --server URL [options] measure a server that runs already
@@ -30,8 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     match words:
-        case ["-h" | "--help"] | ["serve", "-h" | "--help"]:
+        case ["-h" | "--help"]:
             print(USAGE)
+        case ["--version"]:
+            from common.server import cli
+
+            cli.print_version()
+        case ["serve", "-h" | "--help"]:
+            from common.phases import phase_names
+            from common.server import cli
+
+            cli.main(phase_names()[-1], ["--help"], prog="infer serve PHASE")
         case ["phases"]:
             from common.phases import find_phase, phase_names
 
@@ -39,6 +49,10 @@ def _run(words: list[str]) -> int:
                 print(f"{phase.number}  {phase.slug:<18}  {phase.idea}")
         case ["serve", *arguments]:
             _serve(arguments)
+        case ["cluster", *options]:
+            from cluster.__main__ import main as serve_cluster
+
+            serve_cluster(options, prog="infer cluster")
         case ["compare" | "run" | "plots" | "demo" as word, *options]:
             return _measure(word, options)
         case _:
@@ -50,11 +64,11 @@ def _run(words: list[str]) -> int:
 
 def _serve(arguments: Sequence[str]) -> NoReturn:
     from common.errors import StartupError
-    from common.phases import find_phase, phase_names
+    from common.phases import find_phase, phases_in_words
     from common.server import cli
 
     if not arguments:
-        cli.exit_with(f"error: infer serve takes a phase; there are {', '.join(phase_names())}", 2)
+        cli.exit_with(f"error: infer serve takes a phase; there are {phases_in_words()}", 2)
     name, *options = arguments
     try:
         find_phase(name)

@@ -1,8 +1,8 @@
 // Attention over a KV store of blocks, on a CPU: see attention.py for what it is and for the shapes.
 //
 // The queries of one sequence that share a KV head are the rows of a small matrix. They meet the sequence's columns a
-// tile of 256 at a time, and keep three things between tiles, as in Milakov & Gimelshein (2018) and FlashAttention
-// (Dao et al. 2022): the largest score so far, the sum of weights, and the weighted sum of values.
+// tile of 256 at a time. A tile gives each row three things, as in Milakov & Gimelshein (2018) and FlashAttention (Dao
+// et al. 2022): its largest score, the sum of its weights, and the weighted sum of values. Tiles are merged in order.
 //
 //              columns   0 … 255     256 … 511   512 … 767           one tile of columns:
 //   row 0                ████████    ████████    ███·····              scores  = Q K^T
@@ -13,12 +13,17 @@
 // A row has the same bits whatever is computed beside it. Tiles begin at multiples of 256, not where a window or a chunk
 // begins; a hidden column has the weight 0, which adds nothing; every sum runs over columns or features in order. So it
 // makes no difference whether a token is decoded, or prefilled alone, in a chunk or with others.
+//
+// Each thread takes the longest task that is left. A sequence that decodes and is much longer than the others is more
+// than one task: threads compute its tiles apart, and the last thread merges them, in order again.
 #include "native.h"
 
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -30,6 +35,7 @@ constexpr int64_t kColumns = 256; // of a tile: long enough that a product is wo
 constexpr int64_t kWidth = 64;    // of a tile's products, times one to four: what is not there is not computed
 constexpr int64_t kRows = 256;    // queries times heads in a group, at the most: a tile is brought into form for all
 constexpr int64_t kFewRows = 16;  // so many are computed the other way round: see `multiply_keys`
+constexpr int64_t kFewTiles = 4;  // of columns: a sequence of so many is not cut, for a piece has costs of its own
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();  // a row's largest score until it has seen one
 
@@ -76,13 +82,20 @@ class Buffer {
   std::vector<Line> lines_;
 };
 
+// What tiles of columns give a task's rows: of one tile, or of all tiles so far.
+struct Part {
+  float* largest;  // [rows]: the largest score
+  float* total;    // [rows]: the sum of weights
+  float* sums;     // [rows, size]: weighted values
+};
+
 // What one thread works on.
 template <typename T>
 struct Scratch {
   explicit Scratch(int64_t size)
       : size(size), queries(kRows * size), turned(kFewRows * size), keys(kColumns * size), packed(kColumns * size),
-        values(kColumns * size), zeros(size), weights(kRows * kColumns), scores(kRows * kColumns), sums(kRows * size),
-        largest(kRows), rescale(kRows), total(kRows) {}
+        values(kColumns * size), zeros(size), weights(kRows * kColumns), scores(kRows * kColumns),
+        rows(2 * kRows * (size + 2)) {}
 
   int64_t size;             // numbers in a head
   Buffer<T> queries;        // [rows, size]
@@ -93,10 +106,13 @@ struct Scratch {
   Buffer<T> zeros;          // [size]: a column that is not there
   Buffer<T> weights;        // [rows, 256]
   Buffer<float> scores;     // [rows, 256]
-  Buffer<float> sums;       // [rows, size]: weighted values so far
-  Buffer<float> largest;    // [rows]
-  Buffer<float> rescale;    // [rows]: what that does to sums so far
-  Buffer<float> total;      // [rows]: weights so far
+  Buffer<float> rows;       // two parts
+
+  Part tile() { return part(rows.data()); }                            // of the tile at hand
+  Part so_far() { return part(rows.data() + kRows * (size + 2)); }     // of all tiles merged so far
+
+ private:
+  Part part(float* begin) { return {begin, begin + kRows, begin + 2 * kRows}; }
 };
 
 // A thread's own, kept from call to call: with an allocation each, the operating system would hand out and clear the
@@ -178,42 +194,64 @@ struct Task {
   int64_t head;           // the KV head
 };
 
-// Scores to weights, of the tile of columns that begins at `first`; what rows have so far is rescaled to their new
-// largest score. The vector unit takes rows side by side where a row has one number, and else a row's columns.
+// Scores to weights, of the tile of columns that begins at `first`: each row's largest score and sum of weights.
 template <typename T>
 void weigh(
-    Scratch<T>& scratch, const Task<T>& task, int64_t first, int64_t width, int64_t size, float scale, int64_t window) {
+    Scratch<T>& scratch, const Task<T>& task, const Part& tile, int64_t first, int64_t width, float scale,
+    int64_t window) {
   const int64_t count = task.queries * task.group;
-  float *largest = scratch.largest.data(), *total = scratch.total.data(), *rescale = scratch.rescale.data();
   for (int64_t row = 0; row < count; ++row) {
     float* scores = scratch.scores.data() + row * kColumns;
+    T* weights = scratch.weights.data() + row * kColumns;
     const int64_t end = task.position + row / task.group + 1 - first, begin = window > 0 ? end - window : 0;
     std::fill(scores, scores + std::clamp<int64_t>(begin, 0, width), kHidden);
     std::fill(scores + std::clamp<int64_t>(end, 0, width), scores + width, kHidden);
-    rescale[row] = std::max(largest[row], largest_of(scores, width) * scale);  // a scale is positive
-  }
-  for (int64_t row = 0; row < count; ++row) {
-    const float before = largest[row];
-    largest[row] = rescale[row];
-    rescale[row] = exp_of_nonpositive(before - largest[row]);
-  }
-  for (int64_t row = 0; row < count; ++row) {
-    float *scores = scratch.scores.data() + row * kColumns, *sums = scratch.sums.data() + row * size;
-    T* weights = scratch.weights.data() + row * kColumns;
-    const float best = largest[row];
+    const float best = std::max(kLowest, largest_of(scores, width) * scale);  // a scale is positive
     for (int64_t i = 0; i < width; ++i) scores[i] = exp_of_nonpositive(scores[i] * scale - best);
     round_all(scores, weights, width);
     OrderedSum added;
     added.add(width, [=](int64_t i) { return scores[i]; });
-    total[row] = total[row] * rescale[row] + added.total();
-    for (int64_t d = 0; d < size; ++d) sums[d] *= rescale[row];
+    tile.largest[row] = best;
+    tile.total[row] = added.total();
   }
 }
 
+// Adds a tile's part to that of the tiles before it. Never inlined: in every place it rounds in the same way. The
+// vector unit takes rows side by side where a row has one number, and else a row's features.
+__attribute__((noinline)) void merge(const Part& so_far, const Part& tile, int64_t rows, int64_t size) {
+  float before[kRows], added[kRows];  // what becomes of weights so far, and of the tile's
+  for (int64_t row = 0; row < rows; ++row) {
+    const float largest = std::max(so_far.largest[row], tile.largest[row]);
+    before[row] = exp_of_nonpositive(so_far.largest[row] - largest);
+    added[row] = exp_of_nonpositive(tile.largest[row] - largest);
+    so_far.largest[row] = largest;
+    so_far.total[row] = so_far.total[row] * before[row] + tile.total[row] * added[row];
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    float* sums = so_far.sums + row * size;
+    const float *others = tile.sums + row * size, keep = before[row], add = added[row];
+    for (int64_t d = 0; d < size; ++d) sums[d] = sums[d] * keep + others[d] * add;
+  }
+}
+
+// Some neighbouring tiles of columns.
+struct Range {
+  int64_t first, last;  // the first column of the first tile; the column before which the last one ends
+};
+
+// The tiles of columns that a task's queries see.
 template <typename T>
-void attend(
-    Scratch<T>& scratch, const Task<T>& task, const Columns& columns, const T* k_store, const T* v_store, float scale,
-    int64_t window) {
+Range seen_by(const Task<T>& task, int64_t window) {
+  const int64_t first_seen = window > 0 ? std::max<int64_t>(0, task.position - window + 1) : 0;
+  return {first_seen / kColumns * kColumns, task.position + task.queries};
+}
+
+// A task's parts of some tiles, one after the other: each is written to what next() returns, and handed to
+// finish(part).
+template <typename T, typename Next, typename Finish>
+void compute_tiles(
+    Scratch<T>& scratch, const Task<T>& task, Range range, const Columns& columns, const T* k_store, const T* v_store,
+    float scale, int64_t window, Next next, Finish finish) {
   const int64_t size = columns.size, count = task.queries * task.group;
   // Filled up to a multiple of 16: a product is compiled for every size it meets, so sizes must come again.
   const int64_t rows = (count + kFewRows - 1) / kFewRows * kFewRows;
@@ -226,27 +264,83 @@ void attend(
   }
   if (rows <= kFewRows) turn(scratch.queries.data(), rows, size, kFewRows, scratch.turned.data());
   std::fill_n(scratch.weights.data() + count * kColumns, (rows - count) * kColumns, T(0));
-  std::fill_n(scratch.sums.data(), rows * size, 0.0f);
-  std::fill_n(scratch.largest.data(), rows, kLowest);
-  std::fill_n(scratch.total.data(), rows, 0.0f);
 
-  const int64_t last = task.position + task.queries;  // the last query sees the columns before this one
-  const int64_t first_seen = window > 0 ? std::max<int64_t>(0, task.position - window + 1) : 0;
-  for (int64_t first = first_seen / kColumns * kColumns; first < last; first += kColumns) {
-    const int64_t seen = std::min(kColumns, last - first), width = (seen + kWidth - 1) / kWidth * kWidth;
+  for (int64_t first = range.first; first < range.last; first += kColumns) {
+    const Part tile = next();
+    const int64_t seen = std::min(kColumns, range.last - first), width = (seen + kWidth - 1) / kWidth * kWidth;
     gather(scratch, columns, k_store, v_store, task.head, first, first + seen, width);
     multiply_keys(scratch, rows, count, size, width);
-    weigh(scratch, task, first, width, size, scale, window);
-    brgemm(rows, size, width, kColumns, size, size, true, scratch.weights.data(), scratch.values.data(),
-           scratch.sums.data(), kPair<T> == 2);
+    weigh(scratch, task, tile, first, width, scale, window);
+    brgemm(rows, size, width, kColumns, size, size, false, scratch.weights.data(), scratch.values.data(), tile.sums,
+           kPair<T> == 2);
+    finish(tile);
   }
-  for (int64_t row = 0; row < count; ++row) {
+}
+
+// The parts of a task whose tiles are computed apart, and how many pieces are still computed.
+struct Parts {
+  Parts(int64_t tiles, int64_t rows, int64_t size, int64_t pieces)
+      : rows(rows), size(size), numbers(tiles * rows * (size + 2)), left(pieces) {}
+
+  int64_t rows, size;
+  std::vector<float> numbers;
+  std::atomic<int64_t> left;
+
+  Part tile(int64_t index) {
+    float* begin = numbers.data() + index * rows * (size + 2);
+    return {begin, begin + rows, begin + 2 * rows};
+  }
+
+  void keep(int64_t index, const Part& part) {
+    const Part own = tile(index);
+    std::copy_n(part.largest, rows, own.largest);
+    std::copy_n(part.total, rows, own.total);
+    std::copy_n(part.sums, rows * size, own.sums);
+  }
+};
+
+template <typename T>
+void finish_rows(const Part& so_far, const Task<T>& task, int64_t size) {
+  for (int64_t row = 0; row < task.queries * task.group; ++row) {
     T* out = task.out + row / task.group * task.out_stride + row % task.group * size;
-    float* sums = scratch.sums.data() + row * size;
-    const float total = scratch.total.data()[row];
+    float* sums = so_far.sums + row * size;
+    const float total = so_far.total[row];
     for (int64_t d = 0; d < size; ++d) sums[d] /= total;
     round_all(sums, out, size);
   }
+}
+
+// All tiles of a task, merged as they come.
+template <typename T>
+void attend(
+    Scratch<T>& scratch, const Task<T>& task, const Columns& columns, const T* k_store, const T* v_store, float scale,
+    int64_t window) {
+  const Part so_far = scratch.so_far();
+  bool begun = false;
+  compute_tiles(
+      scratch, task, seen_by(task, window), columns, k_store, v_store, scale, window,
+      [&] { return begun ? scratch.tile() : so_far; },
+      [&](const Part& tile) {
+        if (begun) merge(so_far, tile, task.queries * task.group, columns.size);
+        begun = true;
+      });
+  finish_rows(so_far, task, columns.size);
+}
+
+// Some tiles of a task. Whoever computes the last of its pieces merges all.
+template <typename T>
+void attend_piece(
+    Scratch<T>& scratch, const Task<T>& task, Range piece, Parts& parts, const Columns& columns, const T* k_store,
+    const T* v_store, float scale, int64_t window) {
+  const Range all = seen_by(task, window);
+  int64_t index = (piece.first - all.first) / kColumns;
+  compute_tiles(
+      scratch, task, piece, columns, k_store, v_store, scale, window, [&] { return scratch.tile(); },
+      [&](const Part& tile) { parts.keep(index++, tile); });
+  if (parts.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  const Part so_far = parts.tile(0);
+  for (int64_t i = 1; all.first + i * kColumns < all.last; ++i) merge(so_far, parts.tile(i), parts.rows, parts.size);
+  finish_rows(so_far, task, columns.size);
 }
 
 // The sequences of a pass: whose queries are where, and whose columns.
@@ -291,19 +385,43 @@ at::Tensor attention(
       kv_lengths.const_data_ptr<int64_t>(), kv_lengths.size(0), block_tables.size(1), k_store.size(1), heads_kv, size};
   auto out = at::empty(q.sizes(), q.options());
 
-  // The tiles of queries of all sequences; each is a task for every KV head.
-  const int64_t most = std::max<int64_t>(1, kRows / group);
+  // The tiles of queries of all sequences, longest first; each is a task for every KV head, or several of them.
+  const int64_t most = std::max<int64_t>(1, kRows / group), threads = at::get_num_threads();
   struct Tile {
-    int64_t sequence, first, queries;
+    int64_t sequence, first, queries, columns;  // columns: tiles of 256 that its queries see
+    int64_t work() const { return queries * columns; }
   };
   std::vector<Tile> tiles;
+  int64_t decoded = 0;  // tiles of columns for sequences that decode, and one KV head
   for (int64_t sequence = 0; sequence < pass.sequences; ++sequence) {
     const int64_t queries = pass.queries(sequence), count = (queries + most - 1) / most;
     const int64_t each = count > 0 ? (queries + count - 1) / count : 0;
-    // Early queries of a prompt see few columns and late ones many: in this order each half has as much to do.
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t first = (i % 2 ? count - 1 - i / 2 : i / 2) * each;
-      tiles.push_back({sequence, first, std::min(each, queries - first)});
+    for (int64_t first = 0; first < queries; first += each) {
+      const int64_t own = std::min(each, queries - first), position = pass.position(sequence, first);
+      const int64_t unseen = window > 0 ? std::max<int64_t>(0, position - window + 1) / kColumns : 0;
+      tiles.push_back({sequence, first, own, (position + own + kColumns - 1) / kColumns - unseen});
+      if (queries == 1) decoded += tiles.back().columns;
+    }
+  }
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.work() > b.work(); });
+
+  // A sequence that decodes is cut where it is longer than a thread's fair share of them all: in quarters of that.
+  const int64_t piece = std::max(kFewTiles, decoded * heads_kv / (4 * threads));
+  struct Piece {
+    int64_t tile, head, first, count;  // of the tiles of columns; all of them where `parts` is missing
+    Parts* parts;
+  };
+  std::vector<Piece> pieces;
+  std::deque<Parts> parts;
+  for (int64_t i = 0; i < int64_t(tiles.size()); ++i) {
+    const auto& tile = tiles[i];
+    const bool cut = threads > 1 && tile.queries == 1 && tile.columns > piece;
+    const int64_t count = cut ? (tile.columns + piece - 1) / piece : 1, each = (tile.columns + count - 1) / count;
+    for (int64_t head = 0; head < heads_kv; ++head) {
+      const int64_t cuts = (tile.columns + each - 1) / each;
+      Parts* shared = cut ? &parts.emplace_back(tile.columns, group, size, cuts) : nullptr;
+      for (int64_t first = 0; first < tile.columns; first += each)
+        pieces.push_back({i, head, first, std::min(each, tile.columns - first), shared});
     }
   }
 
@@ -314,15 +432,25 @@ at::Tensor attention(
     put(pass, v.const_data_ptr<T>(), v.stride(0), values);
     const T* queries = q.const_data_ptr<T>();
     T* result = out.mutable_data_ptr<T>();
-    at::parallel_for(0, int64_t(tiles.size()) * heads_kv, 1, [&](int64_t begin, int64_t end) {
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, std::min<int64_t>(threads, pieces.size()), 1, [&](int64_t, int64_t) {
       Scratch<T>& scratch = scratch_of_this_thread<T>(size);
-      for (int64_t i = begin; i < end; ++i) {
-        const auto [sequence, first, count] = tiles[i / heads_kv];
-        const int64_t head = i % heads_kv, token = pass.offsets[sequence] + first;
+      for (int64_t i = next++; i < int64_t(pieces.size()); i = next++) {
+        const auto& [index, head, first, count, shared] = pieces[i];
+        const Tile& tile = tiles[index];
+        const int64_t token = pass.offsets[tile.sequence] + tile.first;
         const Task<T> task{
             queries + token * q.stride(0) + head * group * size, result + (token * heads + head * group) * size,
-            q.stride(0), heads * size, pass.position(sequence, first), count, group, head};
-        attend<T>(scratch, task, pass.columns(sequence), keys, values, float(scale), window);
+            q.stride(0), heads * size, pass.position(tile.sequence, tile.first), tile.queries, group, head};
+        const Columns columns = pass.columns(tile.sequence);
+        if (shared == nullptr) {
+          attend<T>(scratch, task, columns, keys, values, float(scale), window);
+          continue;
+        }
+        const Range all = seen_by(task, window);
+        const int64_t begin = all.first + first * kColumns;
+        const Range own{begin, std::min(all.last, begin + count * kColumns)};
+        attend_piece<T>(scratch, task, own, *shared, columns, keys, values, float(scale), window);
       }
       at::native::cpublas::brgemm_release(kPair<T> == 2);
     });

@@ -1,6 +1,6 @@
 """Attention over a KV store of blocks: several ways to compute it, and the choice among them.
 
-| | where | how |
+| function | where | how |
 | --- | --- | --- |
 | `paged_attention_triton` | CUDA, one query a sequence | reads keys where they lie |
 | `varlen_attention` | CUDA, several queries a sequence | copies the keys it needs, then FlashAttention |

@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.transfer import to_device
+
 # Queries of one sequence whose scores are computed at a time: few enough for a processor's cache, and most of what
 # lies above a prompt's diagonal is never computed.
 QUERY_TILE = 64
@@ -257,8 +259,8 @@ class AttentionLayout:
         return torch.from_numpy(np.repeat(values.numpy(), self.query_lengths))
 
     def _moved(self, indices: Tensor) -> Tensor:
-        """Indices, where they are needed; a plain copy would wait for the device."""
-        return indices.to(self.device, non_blocking=True)
+        """Copy indices from the host to the layout's device without blocking."""
+        return to_device(indices, self.device)
 
     @property
     def num_single(self) -> int:
@@ -324,14 +326,13 @@ class AttentionLayout:
         lengths = list(self.kv_lengths)
         if window is not None:  # a sequence's first query sees furthest back
             lengths = [min(kv, window + n - 1) for n, kv in zip(self.query_lengths, lengths, strict=True)]
-        ends = torch.tensor(self.kv_lengths, device=self.device)
-        counts = torch.tensor(lengths, device=self.device)
+        ends, counts = self._moved(torch.tensor([self.kv_lengths, lengths]))
         sequence = torch.repeat_interleave(counts, output_size=sum(lengths))  # [A]: 0, 0, …, 1, 1, …
         # A sequence's last address is its last column, the address before it the column before.
         columns = torch.arange(sum(lengths), device=self.device) + (ends - counts.cumsum(0))[sequence]
         addresses = self.block_table[sequence, columns // self.block_size] * self.block_size
         query_offsets, kv_offsets = (
-            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=self.device)
+            self._moved(torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32))
             for each in (self.query_lengths, lengths)
         )
         return VarlenIndices(
@@ -354,11 +355,11 @@ class AttentionLayout:
         lengths = [self.kv_lengths[row] for row in rows]
         visible = [length if window is None else min(length, window) for length in lengths]
         width = _whole_tiles(max(visible))
-        kv = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [B, 1]
-        first = torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)], device=self.device)
+        kv = self._moved(torch.tensor(lengths)).unsqueeze(1)  # [B, 1]
+        first = self._moved(torch.tensor([n - m for n, m in zip(lengths, visible, strict=True)]))
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
         hidden = (columns >= kv).unsqueeze(1)  # past a sequence's end
-        queries = torch.tensor(rows, device=self.device)
+        queries = self._moved(torch.tensor(rows))
         # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
         addresses = self._addresses(self.block_table[queries], torch.minimum(columns, kv - 1))
         return DecodeGroup(queries, addresses, width, hidden)

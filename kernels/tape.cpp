@@ -101,6 +101,11 @@ struct Tape : torch::CustomClassHolder {
   std::vector<at::Tensor> play(const std::vector<at::Tensor>& inputs) {
     TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a tape of ", inputs_, " inputs was given ", inputs.size());
     c10::InferenceMode inference;
+    // Whatever an operator raises, a tape keeps no tensor of the pass: the room may be what is missing.
+    struct LetGo {
+      Tape& tape;
+      ~LetGo() { tape.let_go(); }
+    } let_go{*this};
     for (int64_t slot = 0; slot < inputs_; ++slot) slots_[slot] = inputs[slot];
     torch::jit::Stack stack;
     for (const auto& call : calls_) {
@@ -129,6 +134,13 @@ struct Tape : torch::CustomClassHolder {
       for (int64_t slot : argument.slots) tensors.push_back(slots_[slot]);
       stack.emplace_back(std::move(tensors));
     }
+  }
+
+  // Empties all slots but those of tensors that are part of the tape.
+  void let_go() {
+    std::vector<at::Tensor> kept(slots_.size());
+    for (int64_t slot : held_) kept[slot] = std::move(slots_[slot]);
+    slots_ = std::move(kept);
   }
 
   void keep(c10::IValue result, const Slots& slots) {

@@ -11,6 +11,8 @@ from a tape    op op op op op …
 
 A recording holds for inputs of any size as long as the function names no size: `x.view(-1, 64)`, not
 `x.view(x.shape[0], 64)`. It holds no decision either: what depends on a number in a tensor cannot be recorded.
+And no operator may be missing because the example was small. A column of one row is contiguous as it is, so
+`contiguous()` calls no operator, and the column of several rows would stay as it lies. Such a recording is refused.
 
 Operators are called as they were recorded, on the same weights, so a pass has the same bits either way.
 """
@@ -22,7 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -57,9 +60,10 @@ def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...
         The tape, and what the function returned.
 
     Raises:
-        CannotRecordError: it read a number out of a tensor, or a result is no operator's.
+        CannotRecordError: it read a number out of a tensor, a result is no operator's, or a call would have called
+            other operators for more rows.
     """
-    with torch.inference_mode(), _Recorder(inputs) as recorder:
+    with torch.inference_mode(), _LayoutCheck(), _Recorder(inputs) as recorder:
         outputs = function(*inputs)
     return Tape(recorder.finish(outputs)), outputs
 
@@ -128,3 +132,60 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             raise CannotRecordError("the result was not made by an operator")
         self.tape.finish([self._slots[id(output)] for output in outputs])
         return self.tape
+
+
+#: Functions that call one operator or another, or none, by how their first argument lies in memory.
+_BY_LAYOUT = (
+    *(
+        Tensor.contiguous,
+        Tensor.is_contiguous,
+        Tensor.reshape,
+        Tensor.reshape_as,
+        Tensor.flatten,
+        Tensor.ravel,
+    ),
+    *(torch.reshape, torch.flatten, torch.ravel),
+)
+
+
+class _LayoutCheck(TorchFunctionMode):
+    """Refuses a call that copies a tensor of several rows, and does not copy this one because it has one row."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _BY_LAYOUT:
+            with _disable_current_modes():
+                given, more = args[0], _with_more_rows(args[0])
+                try:
+                    expected = func(more, *args[1:], **(kwargs or {}))
+                except RuntimeError:  # a shape that these rows do not fit: the dimension counts no rows
+                    return result
+            if _is_copy(more, expected) != _is_copy(given, result):
+                raise CannotRecordError(
+                    f"{func.__name__} depends on the number of rows: for {list(given.shape)} it does not copy, "
+                    f"for more rows it does; use clone"
+                )
+        return result
+
+
+def _with_more_rows(tensor: Tensor) -> Tensor:
+    """A stand-in without memory, of two where `tensor` has one and its stride says nothing about it."""
+    dense = torch.empty(tensor.shape, device="meta").stride()
+    sizes = [
+        2 if size == 1 and stride != packed else size
+        for size, stride, packed in zip(tensor.shape, tensor.stride(), dense, strict=True)
+    ]
+    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _is_copy(given: Tensor, result: Any) -> bool:
+    """Whether a call has copied its argument, or would: `is_contiguous` says False."""
+    if isinstance(result, Tensor):
+        return bool(result.untyped_storage()._cdata != given.untyped_storage()._cdata)
+    return not result

@@ -70,8 +70,12 @@ class StaticKVCache(KVPool):
     def _free(self, slot: int) -> None:
         del self._lengths[slot]
         if not self._lengths:  # the batch has left: so does its memory
-            self.k = self.v = ()
-            self._rows = self._longest_prompt = self._most_new = 0
+            self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self.k = self.v = ()
+        self._rows = self._longest_prompt = self._most_new = 0
 
     def capacity(self, slot: int) -> int:
         self.get_seq_len(slot)  # KeyError for a slot that is not in use

@@ -13,7 +13,7 @@ time ──>
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 
 from common.config import EngineConfig
 from common.engine import Clock
@@ -74,13 +74,35 @@ class SeatingScheduler(Scheduler):
     def _take_out_done(self) -> list[Request]:
         """Members that are done and may leave now."""
 
-    def make_room(self, pool: KVPool) -> None:
-        """Nothing to do: all that a request can need is reserved when it gets its seat."""
+    def make_room(self, pool: KVPool) -> list[Request]:  # noqa: ARG002 - a seat comes with all the memory it needs
+        """Preempt nobody: all that a request can need is reserved when it gets its seat."""
+        return []
 
     def _fill_seats(self, pool: KVPool) -> None:
-        """First come, first served: stops at the first request that finds no seat or no memory."""
-        while self.waiting and self.free_seats > 0 and self._seat(self.waiting[0], pool):
+        """Seat waiting requests. Stops at the first request that finds no seat or no memory."""
+        while (request := self.next_waiting()) and self._seat(request, pool):
             self.waiting.popleft()
+
+    def next_waiting(self) -> Request | None:
+        """Bring the next request to the front of the queue and return it; None if no seat is free or none waits.
+
+        First come, first served, except that a group which holds its share of the seats lets others go first. So
+        the 32 choices of one answer do not take every seat while other clients wait.
+        """
+        if not self.waiting or self.free_seats < 1:
+            return None
+        first = self.waiting[0]
+        if not first.group or first.preempted:
+            return first
+        held = Counter(request.group for request in self._active)
+        groups = {request.group or request.request_id for request in (*self._active, *self.waiting)}
+        share = max(1, self.config.max_batch_size // len(groups))
+        for place, request in enumerate(self.waiting):
+            if not request.group or held[request.group] < share:
+                del self.waiting[place]
+                self.waiting.appendleft(request)
+                return request
+        return first
 
     @property
     def free_seats(self) -> int:

@@ -30,7 +30,7 @@ class SlottedKVCache(KVPool):
         self.max_seq_len = config.max_seq_len
         self.k, self.v = shape.allocate(self.num_slots, self.max_seq_len, device)
         self._block_tables = torch.arange(self.num_slots).unsqueeze(1)
-        self._free_slots = list(reversed(range(self.num_slots)))
+        self.clear()
 
     # ------------------------------------------------------------------ slots
 
@@ -76,6 +76,10 @@ class SlottedKVCache(KVPool):
 
     def _free(self, slot: int) -> None:
         self.free_slot(slot)
+
+    def clear(self) -> None:
+        super().clear()
+        self._free_slots = list(reversed(range(self.num_slots)))
 
     def capacity(self, slot: int) -> int:
         self.get_seq_len(slot)  # KeyError for a slot that is not in use

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-
-import torch
+from typing import TYPE_CHECKING
 
 from common.build import EngineBuilder, RunnerFactory
 from common.engine import Phase
@@ -14,6 +13,9 @@ from phase6_paged.cache import PagedKVCachePool
 from phase6_paged.config import Config
 from phase6_paged.runner import PagedRunner as Runner
 from phase6_paged.scheduler import PagedScheduler as Scheduler
+
+if TYPE_CHECKING:  # a phase's first import is `common`, which must come before torch
+    import torch
 
 __all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
 

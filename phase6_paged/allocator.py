@@ -72,6 +72,11 @@ class BlockAllocator(Generic[Owner]):
         self._free += held
         return len(held)
 
+    def clear(self) -> None:
+        """Free all blocks, whoever holds them."""
+        self._free = list(reversed(range(self.num_blocks)))
+        self._owners.clear()
+
     # ------------------------------------------------------------------ audits
 
     def allocated_block_ids(self) -> set[int]:

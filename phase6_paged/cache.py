@@ -57,6 +57,10 @@ class BlockTables:
     def free_seat(self, seat: int) -> None:
         self._free.append(seat)
 
+    def clear(self) -> None:
+        """Free all rows."""
+        self._free = list(reversed(range(len(self.tensor))))
+
     def write(self, seat: int, first: int, blocks: Sequence[int]) -> None:
         """Block ids from entry `first` of a row on."""
         at = seat * self._width + first
@@ -154,6 +158,13 @@ class PagedKVCachePool(KVPool):
 
     def _free(self, slot: int) -> None:
         self.free_slot(slot)
+
+    def clear(self) -> None:
+        super().clear()
+        self.allocator.clear()
+        self._tables.clear()
+        self._seats.clear()
+        self._rows.clear()
 
     def capacity(self, slot: int) -> int:
         return len(self._tables[slot]) * self._block_size

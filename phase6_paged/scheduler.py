@@ -20,32 +20,30 @@ GROWTH_RESERVE = 0.2  # share of the free pool kept from newcomers, for those wh
 class PagedScheduler(ContinuousScheduler):
     """Continuous batching on a budget of blocks. On a pool without one (slots) it is phase 5's."""
 
-    def make_room(self, pool: KVPool) -> None:
-        """Oldest first, so that the oldest always goes on: whoever is in its way arrived later."""
+    def make_room(self, pool: KVPool) -> list[Request]:
+        """Reserve oldest first, so that the oldest request always goes on: it preempts later arrivals only."""
         for request in sorted(self._active, key=lambda r: r.arrival):
-            while request.wants_token and not pool.reserve(request, request.num_tokens):
-                if not self._make_way(pool):
-                    return
+            if request.wants_token and not pool.reserve(request, request.num_tokens):
+                return self._make_way()
+        return []
 
-    def _make_way(self, pool: KVPool) -> bool:
-        """Preempt the latest arrival; False: nobody can be, in this step."""
-        self._preempt(max(self._active, key=lambda r: r.arrival), pool)
-        return True
+    def _make_way(self) -> list[Request]:
+        """Preempt the latest arrival and return it."""
+        return [self._preempt(max(self._active, key=lambda r: r.arrival))]
 
-    def _preempt(self, request: Request, pool: KVPool) -> None:
-        """Take back a request's memory; nothing else is lost, and its client sees only a pause."""
+    def _preempt(self, request: Request) -> Request:
+        """Send a request back to the queue with the tokens it has generated; its client sees only a pause."""
         self._active.remove(request)
-        pool.release(request)
         request.preempt()
         self.waiting.appendleft(request)
         self.preemptions += 1
+        return request
 
     def admit(self, pool: KVPool) -> None:
         """First come, first served, as long as whole blocks for prompt and generated tokens are within budget."""
         free = pool.free_token_capacity()
         budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
-        while self.waiting and self.free_seats > 0:
-            request = self.waiting[0]
+        while request := self.next_waiting():
             cost = pool.cost(request, len(request.token_ids))
             # With nobody active nobody grows: a prompt that fits the pool must not wait forever.
             if (cost > budget and self._active) or not self._seat(request, pool):

@@ -62,9 +62,9 @@ class ChunkedScheduler(PagedScheduler):
         """
         left = sys.maxsize if self.token_budget is None else self.token_budget
         for request in requests:
-            if left == 0:
-                return
             start = request.prefill_progress
             tokens = min(self.chunk_size, left, len(request.token_ids) - start)
             yield PrefillChunk(request, start, start + tokens)
             left -= tokens
+            if left == 0:
+                return

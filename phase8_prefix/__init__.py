@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from common.build import EngineBuilder
 from common.engine import Clock, Phase
@@ -13,6 +13,9 @@ from phase7_chunked import build_engine as build_chunked_engine
 from phase8_prefix.cache import PrefixCachingPool
 from phase8_prefix.config import Config
 from phase8_prefix.scheduler import PrefixScheduler as Scheduler
+
+if TYPE_CHECKING:  # a phase's first import is `common`, which must come before torch
+    import torch
 
 __all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
 

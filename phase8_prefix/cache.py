@@ -11,6 +11,7 @@ A block enters the tree full, and is never written again. Unused, it stays until
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,8 @@ from phase6_paged.allocator import BlockAllocator
 from phase6_paged.cache import PagedKVCachePool
 from phase8_prefix.config import Config
 from phase8_prefix.tree import Node, PrefixTree
+
+logger = logging.getLogger(__name__)
 
 CACHE = -1  # who owns the tree's blocks: no slot has this name
 
@@ -61,6 +64,7 @@ class PrefixCachingPool(PagedKVCachePool):
         self.allocator: CachingAllocator = CachingAllocator(config.resolve_num_blocks(), self.tree)
         # Slot -> nodes it holds. Where another was first to register a block, the slot's table has a twin of it.
         self._paths: defaultdict[int, list[Node]] = defaultdict(list)
+        self._looked: dict[int, int] = {}  # slot -> the tree's insertions when the slot last looked for hits
 
     def cost(self, request: Request, tokens: int) -> int:
         """What must be allocated, and hits on blocks that nobody uses: they will not be evictable any more."""
@@ -70,6 +74,9 @@ class PrefixCachingPool(PagedKVCachePool):
     def match_prefix(self, request: Request) -> None:
         slot = request.slot
         assert slot is not None
+        if self._looked.get(slot) == self.tree.insertions:
+            return
+        self._looked[slot] = self.tree.insertions
         path, table = self._paths[slot], self._tables[slot]
         hits = self._match(request, path)
         found = slice(len(path), len(path) + len(hits))
@@ -89,20 +96,28 @@ class PrefixCachingPool(PagedKVCachePool):
         return self.tree.match(request.token_ids, request.cache_salt, held)[: limit - len(held)]
 
     def register_prefix(self, request: Request, columns: int) -> None:
-        """Put full blocks into the tree, if their numbers are sound.
-
-        The last layer tells of all: what is not a number in an earlier one has spread, through its column's own
-        attention, to the column's keys and values there.
-        """
+        """Put full blocks into the tree, if all their keys and values are finite."""
         slot = request.slot
         assert slot is not None
         path = self._paths[slot]
         full = min(columns, self.get_seq_len(slot)) // self.block_size
         blocks = self._tables[slot][len(path) : full]
-        stores = self.k[-1], self.v[-1]  # a sum is a number only where all of them are
-        if blocks and all(layer[blocks].sum(dtype=torch.float32).isfinite() for layer in stores):
+        if blocks and self._are_finite(blocks):
             path += self.tree.insert(request.token_ids, blocks, request.cache_salt, path)
             self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
+
+    def _are_finite(self, blocks: Sequence[int]) -> bool:
+        """Return whether all keys and values of these blocks are finite; False if memory is too short to find out.
+
+        The last layer tells of all: what is not a number in an earlier one has spread, through its column's own
+        attention, to the column's keys and values there.
+        """
+        try:
+            bounds = [torch.aminmax(store[i]) for store in (self.k[-1], self.v[-1]) for i in blocks]
+            return bool(torch.stack([bound for pair in bounds for bound in pair]).isfinite().all())
+        except torch.OutOfMemoryError:
+            logger.warning("out of memory while a prefix was looked at: it is not shared")
+            return False
 
     def release(self, request: Request) -> None:
         """What was generated stays, too: a chat's next turn begins with it. (The latest token was not computed.)"""
@@ -112,10 +127,16 @@ class PrefixCachingPool(PagedKVCachePool):
 
     def free_slot(self, slot: int) -> None:
         path = self._paths.pop(slot, [])
+        self._looked.pop(slot, None)
         shared = {node.block for node in path}
         self._tables[slot] = [block for block in self._tables[slot] if block not in shared]
         super().free_slot(slot)
         self.tree.release(path)
+
+    def clear(self) -> None:
+        super().clear()
+        self.tree.clear()
+        self._paths.clear()
 
     @property
     def used_tokens(self) -> int:

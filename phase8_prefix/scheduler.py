@@ -10,16 +10,28 @@ a burst: A and B begin with the same 1008 tokens, and have 16 of their own      
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from common.kv import KVPool
-from common.request import RequestState
+from common.request import Request
 from phase7_chunked.scheduler import ChunkedScheduler
 
 
 class PrefixScheduler(ChunkedScheduler):
-    """At their admission, those of a burst find nothing: they look again until their first chunk is planned."""
+    """Phase 7's schedule; a request looks for hits again when its first chunk is about to be planned.
+
+    Requests that arrive together miss the cache at admission, because none of them has been computed yet.
+    """
 
     def admit(self, pool: KVPool) -> None:
         super().admit(pool)
-        for request in self._active:
-            if request.state is RequestState.PREFILL and not request.has_begun:
+        # The step's chunks are dealt out as `plan` will do it, for a hit leaves tokens to the requests behind.
+        for _ in self.chunks(self._looked_up(pool)):
+            pass
+
+    def _looked_up(self, pool: KVPool) -> Iterator[Request]:
+        """The requests whose prompts advance next. Those that have not begun look for hits first."""
+        for request in self.prefill_requests(self.max_chunks):
+            if not request.has_begun:
                 pool.match_prefix(request)
+            yield request

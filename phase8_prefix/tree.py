@@ -43,6 +43,9 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.insertions = (
+            0  # nodes added since the start: while it stands still, no text finds more than before
+        )
         self._root = Node((), -1, None)
         # Least recently used first. A path is let go from its end, so a node comes after those below it: the first
         # is always a leaf, without a search.
@@ -84,6 +87,7 @@ class PrefixTree:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, block, node)
+                self.insertions += 1
             else:
                 self.hold((child,))
             path.append(child)
@@ -99,6 +103,11 @@ class PrefixTree:
             del node.parent.children[node.key]
             blocks.append(node.block)
         return blocks
+
+    def clear(self) -> None:
+        """Forget all nodes, used or not."""
+        self._root.children.clear()
+        self._unused.clear()
 
     def evictable_count(self) -> int:
         return len(self._unused)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
+from common.streams import graph_sizes
 from phase8_prefix.config import Config as PrefixConfig
 
 
@@ -32,3 +34,6 @@ class Config(PrefixConfig):
         ge=1,
         description="threads that share a recorded pass; default: all, or one less where the host gains more",
     )
+
+    def captured_sizes(self) -> Sequence[int]:
+        return graph_sizes(self.max_batch_size) if self.captured_steps else ()

@@ -12,6 +12,7 @@ from common.models.layers import CausalLM, TokenBatch
 from common.runner import ForwardPass
 from common.streams import Pending, Stream
 from kernels.dispatch import use_triton
+from kernels.transfer import to_device
 from phase9_pipelined.slots import LaunchedPass
 
 
@@ -78,5 +79,5 @@ class Forwards(NamedTuple):
         return (self.model(TokenBatch(self.latest[seats], view.positions, every_row), view),)
 
     def moved(self, values: list[int]) -> Tensor:
-        """Where the model is; nobody waits for it."""
-        return torch.tensor(values, dtype=torch.int64).to(self.latest.device, non_blocking=True)
+        """Copy values to the model's device without blocking."""
+        return to_device(torch.tensor(values, dtype=torch.int64), self.latest.device)

@@ -1,4 +1,4 @@
-"""Steps ahead of their results: step t+1 is on its way before anybody has read the tokens of step t.
+"""Steps ahead of their results: step t+1 is submitted before the tokens of step t have been read.
 
 ```text
 synchronous   host    [plan][launch][ wait ......... ][commit][plan][launch]
@@ -10,16 +10,17 @@ pipelined     host    [plan t][launch t][plan t+1][launch t+1][commit t][plan t+
 The next tokens never visit the host: choosing them writes each into a row of `latest`, and the next forward pass
 reads it there. The host reads them later, for text, stop decisions and outputs.
 
-| step by step | |
+| step by step | what it does |
 | --- | --- |
-| `launch_forward` | takes references, hands in the forward passes, advances lengths |
-| `finalize_sampling` | hands in the choice of tokens |
+| `launch_forward` | takes references, submits the forward passes, advances lengths |
+| `finalize_sampling` | submits the sampling |
 | `commit_step` | waits for that step's tokens, then does what every phase's `commit` does |
 
 Where a choice depends on the token before it (grammars, penalties), the step before is committed between the first
 and the second: the forward pass computes meanwhile.
 
-A step that fails is computed again a sequence at a time, and so is the one launched behind it.
+A step that fails is computed again, and so is the one launched behind it: this time without running ahead, and a
+pass that fails again is bisected.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -127,12 +128,8 @@ class PipelinedRunner(ChunkedRunner):
         """The slot in which `plan` is to run; None if there is nothing to launch. Changes nothing."""
         return self.state.free_slot_id() if plan.decode or plan.prefill else None
 
-    def drain(self, timeout_s: float | None = None) -> list[StepOutput]:
-        if timeout_s is not None:
-            deadline = time.monotonic() + timeout_s
-            pendings = [each.outcome for slot in self.slots for each in slot.launched]
-            if not all(each.done(max(0.0, deadline - time.monotonic())) for each in pendings):
-                raise TimeoutError(f"what is in flight was not done within {timeout_s:g} s")
+    def drain(self) -> list[StepOutput]:
+        """Commit all steps in flight. Returns their outputs."""
         outputs: list[StepOutput] = []
         while self.in_flight:
             outputs += self.commit_step()
@@ -210,7 +207,7 @@ class PipelinedRunner(ChunkedRunner):
     # ------------------------------------------------------------------ commit
 
     def commit_step(self) -> list[StepOutput]:
-        """Read the oldest step's tokens: its outputs. Waits for that step alone."""
+        """Read the oldest step's tokens and commit them. Returns its outputs. Waits for that step alone."""
         slot_id = self.state.pop_oldest()
         slot = self.slots[slot_id]
         try:
@@ -225,11 +222,11 @@ class PipelinedRunner(ChunkedRunner):
             share.request.pending_tokens -= share.sample_at is not None
         outputs = self.commit(launched)
         self.state.on_step_completed(slot_id)
-        slot.begin(StepPlan(), [])
+        slot.clear()
         return outputs
 
     def _read(self, slot: DecodeSlot) -> list[tuple[Tensor, ...]]:
-        """What a step's passes return. Raises what one of them raised."""
+        """Return the results of a step's passes. Raises what a pass raised."""
         return [each.outcome.wait() for each in slot.launched]
 
     def register_prefixes(self, plan: StepPlan) -> None:
@@ -256,7 +253,7 @@ class PipelinedRunner(ChunkedRunner):
     # ------------------------------------------------------------------ failure
 
     def _attempt(self, stage: Callable[..., None], *arguments: Any) -> list[StepOutput]:
-        """Hand something in; if that raises, the outputs of what was tried instead."""
+        """Run a stage of a launch. If it raises, return the outputs of the recovery."""
         try:
             stage(*arguments)
         except Exception as error:
@@ -264,45 +261,60 @@ class PipelinedRunner(ChunkedRunner):
         return []
 
     def _recover(self, error: Exception) -> list[StepOutput]:
-        """Give up what is in flight, then compute the same steps again, a sequence at a time: outputs.
+        """Abandon the steps in flight and compute them again, one after the other. Returns their outputs.
 
-        The guilty fail again, alone; what the others get is what they would have got.
+        Guilty requests fail again, and alone: see `_launch_pass`. All others get the tokens they would have got.
         """
         raise_if_fatal(error)
         self.telemetry.counters.failed_passes += 1
-        logger.warning("a step failed, trying its sequences one at a time: %r", error)
+        logger.warning("a step failed, computing what was in flight again: %r", error)
         slots = [self.slots[slot_id] for slot_id in self.state.in_order()]
-        steps = [(slot.plan, list(slot.shares)) for slot in slots]
-        for slot in slots:
-            slot.abandon()
-        for _, shares in reversed(steps):  # back to what each held before the older of the two
-            self.pool.advance(share.span._replace(length=share.span.start) for share in shares)
-            for share in shares:
-                share.request.prefill_progress = share.span.start
-                share.request.pending_tokens = 0
-        self.state.drop_all()
-        return [output for plan, shares in steps for output in self._one_by_one(plan, shares)]
-
-    def _one_by_one(self, plan: StepPlan, shares: Sequence[PassShare]) -> list[StepOutput]:
-        launched = Launched(plan)
-        for share in shares:
-            if share.request.is_terminal:
-                continue
-            token_ids = share.request.token_ids[share.span.start : share.span.end]
-            alone = ForwardPass((share._replace(token_ids=token_ids),), splittable=False)
-            self.stream.call(functools.partial(self._launch_pass, alone, launched))
-        outputs = self.commit(launched)
-        self.stream.call(functools.partial(self._put_back_latest, shares))
+        steps = [(slot.plan, slot.passes) for slot in slots]
+        self.abandon()
+        outputs: list[StepOutput] = []
+        for plan, passes in steps:
+            launched = Launched(plan)
+            for forward_pass in passes:
+                shares = tuple(map(_with_token_ids, forward_pass.shares))
+                again = ForwardPass(tuple(share for share in shares if not share.request.is_terminal))
+                if again.shares:
+                    self.stream.call(functools.partial(self._launch_pass, again, launched))
+            outputs += self.commit(launched)
+        recovered = [share for _, passes in steps for each in passes for share in each.shares]
+        self.stream.call(functools.partial(self._put_back_latest, recovered))
         return outputs
 
+    def abandon(self) -> None:
+        """Forget the steps in flight, once nothing computes for them. Their requests are as before the older step.
+
+        May be repeated if it was interrupted.
+        """
+        with suppress(Exception):  # of a device that failed, nothing can be waited for
+            self.stream.drain()
+        for slot in self.slots:
+            slot.wait()  # collects what was computed
+            for request, span, _, _ in slot.shares:
+                length = min(span.start, self.pool.get_seq_len(span.slot))
+                self.pool.advance([span._replace(length=length)])
+                request.prefill_progress = length
+                request.pending_tokens = 0
+        self.state.drop_all()
+        for slot in self.slots:
+            slot.clear()
+
     def _put_back_latest(self, shares: Sequence[PassShare]) -> None:
-        """What was chosen on the host is where the next step looks for it."""
+        """Write the requests' latest tokens to where the next step reads them."""
         for share in shares:
             self.latest[self.pool.seat(share.span.slot)] = share.request.token_ids[-1]
 
 
+def _with_token_ids(share: PassShare) -> PassShare:
+    """The share with its input tokens on the host: those of the step before have been read by now."""
+    return share._replace(token_ids=share.request.token_ids[share.span.start : share.span.end])
+
+
 def _apart(forward_pass: ForwardPass) -> Iterable[ForwardPass]:
-    """Shares that tell of their prompts in a pass of their own: those are read while they are computed."""
+    """Give the shares that score their prompts a pass of their own, which the host waits for."""
     told: list[PassShare] = []
     others: list[PassShare] = []
     for share in forward_pass.shares:

@@ -17,6 +17,7 @@ import sys
 
 from common.engine import Clock
 from common.kv import KVPool
+from common.request import Request
 from common.scheduling import StepPlan
 from phase8_prefix.scheduler import PrefixScheduler
 from phase9_pipelined.config import Config
@@ -37,15 +38,15 @@ class PipelinedScheduler(PrefixScheduler):
         """Whether a step computes for anybody."""
         return any(request.inflight_refs for request in self._active)
 
-    def make_room(self, pool: KVPool) -> None:
+    def make_room(self, pool: KVPool) -> list[Request]:
         self._out_of_room = False
-        super().make_room(pool)
+        return super().make_room(pool)
 
-    def _make_way(self, pool: KVPool) -> bool:
-        """Nobody in flight gives up memory, and one after the other would be preempted in vain: wait until all
-        steps are read. Those who have ended by then may leave enough."""
+    def _make_way(self) -> list[Request]:
+        """Preempt nobody while a step is in flight, since that step uses the memory: wait until it is committed.
+        Requests that end by then may leave enough room."""
         self._out_of_room = self.in_flight
-        return not self._out_of_room and super()._make_way(pool)
+        return [] if self._out_of_room else super()._make_way()
 
     def admit(self, pool: KVPool) -> None:
         if not self._out_of_room:  # what is free is for those who wait for room

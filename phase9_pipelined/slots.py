@@ -1,4 +1,4 @@
-"""What a step in flight needs to be remembered for."""
+"""The record of a step in flight: its plan, its passes, and where their results will be."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from common.streams import Pending
 
 @dataclass(slots=True)
 class LaunchedPass:
-    """One forward pass on its way.
+    """One forward pass in flight.
 
     Attributes:
-        requests: whose next tokens it is for, row by row.
+        requests: the requests that get a token from it, row by row.
         forward: its logits.
-        sampled: the tokens chosen from them, once those are handed in, too.
+        sampled: the tokens sampled from them; None until the sampling is submitted.
     """
 
     requests: tuple[Request, ...]
@@ -28,7 +28,7 @@ class LaunchedPass:
 
     @property
     def outcome(self) -> Pending:
-        """What to wait for."""
+        """The last thing submitted for this pass: its sampling, or its forward pass until then."""
         return self.forward if self.sampled is None else self.sampled
 
 
@@ -38,8 +38,8 @@ class DecodeSlot:
 
     Attributes:
         plan: what the step computes.
-        passes: the same as forward passes.
-        launched: those that are on their way; fewer than `passes` if handing one in failed.
+        passes: the plan as forward passes.
+        launched: the passes that were submitted; fewer than `passes` if submitting one failed.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
@@ -51,23 +51,22 @@ class DecodeSlot:
 
     @property
     def shares(self) -> Iterator[PassShare]:
-        """Of all passes: one of each sequence in the step."""
+        """The shares of all passes: one for each sequence in the step."""
         return (share for each in self.passes for share in each.shares)
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether some of its tokens cannot be chosen before those of the step before have been read."""
+        """Whether sampling must wait until the tokens of the step before have been read (grammars, penalties)."""
         return any(
             share.sample_at is not None and share.request.waits_for_its_tokens for share in self.shares
         )
 
     def wait(self) -> None:
-        """Wait until nothing computes for it any more, whatever comes of it."""
+        """Block until no pass of this step computes any more, failed or not."""
         for each in self.launched:
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):  # the pass raised it; an interrupt is this thread's own
                 each.outcome.wait()
 
-    def abandon(self) -> None:
-        """Forget the step, once nothing computes for it."""
-        self.wait()
+    def clear(self) -> None:
+        """Forget the step."""
         self.begin(StepPlan(), [])

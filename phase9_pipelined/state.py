@@ -3,8 +3,8 @@
 ```text
             on_launch        on_pending_commit       pop_oldest         on_step_completed
    FREE ───────────> LAUNCHED ──────────────> SAMPLED ────────> COMMITTING ────────────> FREE
-            forward pass      its tokens are   in a queue,       its tokens are
-            handed in         handed in        oldest first      being read
+            forward pass      sampling         in a queue,       tokens are read
+            submitted         submitted        oldest first      and become outputs
 ```
 
 At most one step is launched and not sampled, since what is sampled next is always the latest forward pass, and at
@@ -105,11 +105,12 @@ class PipelineState:
             raise PipelineError("somebody is in one step twice")
         if any(member.inflight_refs >= SLOTS for member in members):
             raise PipelineError(f"somebody is in more than {SLOTS} steps")
-        for member in members:
-            member.inflight_refs += 1
+        # First the record, then the counts: `drop_all` then finds whatever an interrupted launch has counted.
         self._members[slot_id] = tuple(members)
         self._stages[slot_id] = Stage.LAUNCHED
         self._latest = slot_id
+        for member in members:
+            member.inflight_refs += 1
 
     def on_pending_commit(self, slot_id: int) -> None:
         """The step's tokens are on their way."""
@@ -133,10 +134,12 @@ class PipelineState:
         self._release(slot_id)
 
     def drop_all(self) -> None:
-        """Give up all that is in flight, in whatever stage: after a failure."""
-        for slot_id in range(SLOTS):
-            if self._stages[slot_id] is not Stage.FREE:
-                self._release(slot_id)
+        """Free both slots, whatever their stages, after a failure. May be repeated if it was interrupted."""
+        for slot_id, members in enumerate(self._members):
+            for member in members:
+                member.inflight_refs = 0  # no step is in flight any more
+            self._members[slot_id] = ()
+            self._stages[slot_id] = Stage.FREE
         self._queue.clear()
 
     def _release(self, slot_id: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
-from common.streams import CAPTURED_ROWS, TapeStream
+from common.streams import TapeStream, graph_sizes
 
 if TYPE_CHECKING:
     from phase9_pipelined.runner import PipelinedRunner
@@ -30,6 +30,7 @@ def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) ->
         stream: the runner's.
         threads: how many share a pass; None: all there are, or one less.
     """
+    logger.info("warming up")
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
     for batch in ([best], [drawn], [ordered], [drawn, ordered]):
         _decode(runner, batch)
@@ -51,11 +52,15 @@ def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) ->
 
 
 def capture(runner: PipelinedRunner) -> None:
-    """A graph of a decode step for every number of sequences that has one, on a GPU."""
+    """Capture the decode step on a GPU in every size that a batch of this engine can need.
+
+    A batch that fills all seats may be smaller than the graph that it needs; the graph's missing rows are copies.
+    """
     started_s, before = time.perf_counter(), torch.cuda.memory_reserved(runner.model.device)
-    sizes = [size for size in CAPTURED_ROWS if size <= len(runner.pool.block_tables)]
+    seats = len(runner.pool.block_tables)
+    sizes = graph_sizes(seats)
     for size in sizes:
-        _decode(runner, [SamplingParams(temperature=0.0)] * size, 1)
+        _decode(runner, [SamplingParams(temperature=0.0)] * min(size, seats), 1)
     runner.pool.reset_prefix_cache()
     taken = torch.cuda.memory_reserved(runner.model.device) - before
     seconds = time.perf_counter() - started_s
@@ -73,5 +78,4 @@ def _decode(runner: PipelinedRunner, batch: Sequence[SamplingParams], tokens: in
         for _ in range(tokens):
             runner.execute(StepPlan(decode=tuple(requests)))
             runner.drain()
-    for request in requests:
-        runner.pool.release(request)
+    runner.release(requests)

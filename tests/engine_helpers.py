@@ -20,6 +20,7 @@ from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
 from common.phases import find_phase
 from common.request import Request, SamplingParams, StepOutput
+from common.scheduling import Scheduler
 from common.text import Tokenizer
 
 EOS = 256
@@ -168,12 +169,12 @@ class RememberingModel:
         )
         store = self.pool.k[0].view(-1)
         store[view.layout.write_addresses] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
-        sequences: list[list[int]] = []
-        for sequence, end in enumerate(layout.kv_lengths):
-            size = layout.block_size
-            table = layout.block_table[sequence].tolist()
-            columns = [store[table[c // size] * size + c % size] for c in range(end)]
-            sequences.append([int(value) - 1 for value in columns])
+        held = (store.int() - 1).tolist()
+        size, tables = layout.block_size, layout.block_table.tolist()
+        sequences = [
+            [held[table[column // size] * size + column % size] for column in range(end)]
+            for table, end in zip(tables, layout.kv_lengths, strict=False)
+        ]
         owner = [s for s, count in enumerate(layout.query_lengths) for _ in range(count)]
         seen = [sequences[owner[row]][: int(batch.positions[row]) + 1] for row in batch.logit_rows.tolist()]
         self.before_pass(seen)
@@ -259,6 +260,13 @@ def solo(
     if seed is not None:
         request.seed_generator(seed)
     return [o.token_id for o in generate(model, request) if o.token_id is not None]
+
+
+def make_room(scheduler: Scheduler, pool: KVPool) -> None:
+    """What an engine does about memory before it admits: see `Scheduler.make_room`."""
+    while preempted := scheduler.make_room(pool):
+        for each in preempted:
+            pool.release(each)
 
 
 def assert_all_free(engine: Engine) -> None:

@@ -128,3 +128,14 @@ FORMS = [
         lambda text: all(re.fullmatch("one|two|[0-9][0-9]", item) for item in text.split(", ")),
     ),
 ]
+
+#: A grammar that compiles in a millisecond, and whose masks take 10 ms and more after some tokens: each rule may
+#: begin or end with any number of the others. Where a computer is too fast for a budget of time, its rows grow too
+#: long.
+AMBIGUOUS = "\n".join(
+    [
+        "start: s*",
+        "s: " + " | ".join(f"r{i}" for i in range(8)),
+        *(f"r{i}: s* /[a-z ]/ s*" for i in range(8)),
+    ]
+)

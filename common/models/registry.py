@@ -49,8 +49,11 @@ class Checkpoint:
     weights: Path | None  # None: a dummy, which makes up its own
     tokenizer_folder: Path
 
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_folder(self.tokenizer_folder, vocab_size=self.config.vocab_size)
+    def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
+        """Read the tokenizer. A file with a chat template replaces the checkpoint's own."""
+        return Tokenizer.from_folder(
+            self.tokenizer_folder, vocab_size=self.config.vocab_size, chat_template=chat_template
+        )
 
 
 def open_checkpoint(name: str) -> Checkpoint:
@@ -136,6 +139,11 @@ def _open_dummy(name: str) -> Checkpoint:
 
 
 def _find_folder(name: str) -> Path:
+    """Return the folder of a model's files; downloads a hub id's.
+
+    Raises:
+        StartupError: no such model, or only in a format that is not read.
+    """
     if name.startswith("zoo:"):
         folder = ZOO / name.removeprefix("zoo:")
         if not (folder / "config.json").is_file():
@@ -143,7 +151,11 @@ def _find_folder(name: str) -> Path:
             raise StartupError(f"the zoo has no {name!r}; it has {known}")
         return folder
     folder = Path(name)
+    if name.lower().endswith(".gguf"):
+        raise _is_gguf(name)
     if folder.is_dir():
+        if not (folder / "config.json").is_file() and (file := next(folder.glob("*.gguf"), None)):
+            raise _is_gguf(str(file))
         return folder
     if folder.is_file():
         raise StartupError(f"{name} is a file: name the checkpoint's folder, {folder.parent}")
@@ -152,6 +164,13 @@ def _find_folder(name: str) -> Path:
     raise StartupError(
         f"no model {name!r}: there is no folder {folder.absolute()}, "
         "and it is neither zoo:NAME, nor dummy:PRESET, nor a hub id like owner/name"
+    )
+
+
+def _is_gguf(name: str) -> StartupError:
+    return StartupError(
+        f"{name} is a GGUF file, which is not read: name the folder or the hub id (owner/name) of the checkpoint "
+        "that it was made from, with config.json and *.safetensors"
     )
 
 

@@ -246,3 +246,18 @@ def test_what_is_no_template(tmp_path: Path, source: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(StartupError, match="is no JSON"):
         ChatTemplate.from_folder(tmp_path)
+
+
+def test_a_file_replaces_the_checkpoints_template(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}")
+    for folder in (ZOO / "llama-tiny", tmp_path):  # which has one, and which has none
+        template = ChatTemplate.from_folder(folder, file)
+        assert template is not None
+        assert template.render([{"role": "user", "content": "Hi"}]).startswith("[user] Hi")
+    for wrong in (tmp_path / "none.jinja", tmp_path):
+        with pytest.raises(StartupError, match=f"the chat template {wrong} cannot be read"):
+            ChatTemplate.from_folder(tmp_path, wrong)
+    file.write_text("{% for %}")
+    with pytest.raises(StartupError, match=r"mine\.jinja: the chat template cannot be read: line 1"):
+        ChatTemplate.from_folder(tmp_path, file)

@@ -18,6 +18,7 @@ from common.grammar import Grammar, Matcher
 from common.llm import LLM
 from common.request import Request
 from common.sampling import TokenMasks, sample
+from tests.common.test_grammar import slowed
 from tests.engine_helpers import (
     EOS,
     VOCAB,
@@ -170,27 +171,73 @@ def test_a_refused_grammar_leaves_nothing_behind(phase: str) -> None:
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("method", ["fill_mask", "advance"])
-def test_a_matcher_that_fails_fails_its_request_alone(
-    phase: str, method: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [GrammarFailedError("too much"), RuntimeError("broken")], ids=str)
+@pytest.mark.parametrize("method", ["_fill", "advance"])
+def test_a_matcher_that_fails_fails_its_request_alone_and_costs_no_pass(
+    phase: str, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build(phase, RememberingModel(rule=likes(A, B)))
-    requests = [add(engine, "ask", greedy(6, grammar=Grammar.regex("(ab)+"))) for _ in range(3)]
+    model = RememberingModel(rule=likes(A, B))
+    engine = build(phase, model)
+    grammar = Grammar.regex("(ab)+")
+    undisturbed = [add(engine, "ask", greedy(6, grammar=grammar)) for _ in range(3)]
+    assert [text_of(run(engine), undisturbed[0])] == ["ababab"]
+    passes = len(model.calls)
+    requests = [add(engine, "ask", greedy(6, grammar=grammar)) for _ in range(3)]
     original, guilty = getattr(Matcher, method), requests[1]
 
     def failing(matcher: Matcher, *args: Any) -> None:
         if matcher is guilty.matcher and guilty.num_generated_tokens == 2:
-            raise GrammarFailedError("too much")
+            raise error
         original(matcher, *args)
 
     monkeypatch.setattr(Matcher, method, failing)
     outputs = run(engine)
     end = end_of(outputs, guilty)
-    assert isinstance(end.error, GrammarFailedError)
+    assert str(error) in str(end.error)
     assert (end.completion_tokens, text_of(outputs, guilty)) == (2, "ab")
     assert [text_of(outputs, request) for request in (requests[0], requests[2])] == ["ababab"] * 2
+    assert len(model.calls) == 2 * passes
+    assert engine.telemetry.counters.failed_passes == 0
     assert answer(engine, Grammar.regex("b{3}")) == ("bbb", "stop", 3)
     assert_all_free(engine)
+
+
+def test_slow_masks_fail_their_request_alone(phase: str) -> None:
+    """A budget is used up after six masks of 20 ms of processor time; the neighbours have their tokens."""
+    engine = build(phase, RememberingModel(rule=likes(A, B)))
+    slow = add(engine, "ask", greedy(30, grammar=Grammar.regex("(ab)+")))
+    assert slow.matcher is not None
+    slowed(slow.matcher, 0.025)
+    constrained = add(engine, "ask", greedy(30, grammar=Grammar.regex("(ba)+")))
+    plain = add(engine, "plain", greedy(30))
+    outputs = run(engine)
+    end = end_of(outputs, slow)
+    assert isinstance(end.error, GrammarFailedError)
+    assert "the budget is 2.01 ms a token" in str(end.error)
+    assert end.completion_tokens <= 6
+    assert text_of(outputs, constrained) == "ba" * 15
+    assert text_of(outputs, plain) == "a" * 30
+    assert engine.telemetry.counters.failed_passes == 0
+    assert answer(engine, Grammar.regex("b{3}")) == ("bbb", "stop", 3)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("phase", [name for name in PHASES if name != "pipelined"])
+def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
+    """The mask of every token but the first is begun before the pass whose logits it masks."""
+    model = RememberingModel(rule=likes(A, B))
+    engine = build(phase, model)
+    request = add(engine, "ask", greedy(8, grammar=Grammar.regex("(ab)+")))
+    begun: list[int] = []
+
+    def look(sequences: list[list[int]]) -> None:
+        assert request.matcher is not None
+        if request.num_generated_tokens and request.matcher._filling is not None:
+            begun.append(request.num_generated_tokens)
+
+    model.before_pass = look
+    assert text_of(run(engine), request) == "abababab"
+    assert begun == list(range(1, 8))
 
 
 def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:

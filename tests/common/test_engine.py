@@ -195,6 +195,9 @@ def finish(phase: str, rule: Callable[[list[int]], Any], params: SamplingParams)
         ("hi there", greedy(1), "h", "length", 1),
         ("", greedy(1), "", "eos", 1),
         ("hi there", greedy(9, stop=("the",)), "hi ", "stop", 6),
+        ("hi there", greedy(9, stop=("the",), min_tokens=5), "hi ", "stop", 6),
+        ("hi there", greedy(9, stop=("the",), min_tokens=6), "hi there", "eos", 9),
+        ("the these", greedy(9, stop=("the",), min_tokens=4), "the ", "stop", 7),
         ("hi there", greedy(9, stop_token_ids=(ord("e"),)), "hi th", "stop", 6),
         ("hi there", greedy(9, stop_token_ids=(ord("h"),)), "", "stop", 1),
         # EOS comes before length, a stop string too.
@@ -294,9 +297,29 @@ def test_only_the_guilty_fail_in_a_flat_pass(step: str) -> None:
     assert end_of(outputs, requests[1]).error is error
     for request in (requests[0], requests[2]):
         assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
-    # The pass itself, and the guilty one's own.
-    assert engine.telemetry.counters.failed_passes == 2
+    # The pass of three, its half of two, and the guilty one alone.
+    assert engine.telemetry.counters.failed_passes == 3
     engine.step()
+    assert_all_free(engine)
+
+
+def test_a_failed_pass_is_bisected() -> None:
+    """One guilty request of sixteen costs 2 log2 16 passes more, not sixteen."""
+    passes: list[int] = []
+    fails = fails_for(ord("!"), RuntimeError("boom"))
+
+    def before_pass(sequences: list[list[int]]) -> None:
+        passes.append(len(sequences))
+        fails(sequences)
+
+    engine = build("continuous", RememberingModel(before_pass=before_pass), max_batch_size=16)
+    requests = [add(engine, "!" if i == 5 else f"{i:02}", greedy(4)) for i in range(16)]
+    outputs = engine.step()
+    assert passes == [16, 8, 4, 4, 2, 1, 1, 2, 8]
+    outputs += run(engine)
+    assert str(end_of(outputs, requests.pop(5)).error) == "boom"
+    for each in requests:
+        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 4)
     assert_all_free(engine)
 
 
@@ -823,6 +846,24 @@ def test_a_full_queue_refuses_and_changes_nothing(phase: str) -> None:
 
 
 # ---------------------------------------------------------------------- who watches
+
+
+def test_a_watcher_that_raises_is_removed_and_the_steps_outputs_are_not_lost(
+    phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build(phase)
+    seen: list[StepOutput] = []
+
+    def broken(*_: object) -> None:
+        raise LookupError("a watcher's own mistake")
+
+    engine.watchers += [broken, lambda _record, _plan, outputs: seen.extend(outputs)]
+    request = add(engine, "abc", greedy(3))
+    outputs = run(engine)
+    assert tokens_of(outputs, request) == continuation(b"abc", 3)
+    assert seen == outputs, "the other watchers are called all the same"
+    assert len(engine.watchers) == 1
+    assert [record.exc_info is not None for record in caplog.records] == [True], "logged once"
 
 
 def test_watchers_see_every_step(phase: str) -> None:

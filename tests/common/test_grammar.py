@@ -8,28 +8,32 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import common.grammar_trial
-from common.errors import GrammarFailedError, InvalidGrammarError
+from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher
+from common.grammar_trial import MaskBudget, OverBudgetError
+from common.mask_threads import MASK_THREADS
 from common.models.registry import open_checkpoint
 from common.text import Tokenizer
 from tests.engine_helpers import EOS, byte_tokenizer
-from tests.grammars import FORMS, Form
+from tests.grammars import AMBIGUOUS, FORMS, Form
 
 PIECES = [b"ab", b"abc", b"bc", "é".encode(), "é".encode()[1:] + b"a", b"\n\n"]
 COMPILER = GrammarCompiler(byte_tokenizer(PIECES), [EOS])
 
 
 def allowed(matcher: Matcher, held_back: Sequence[int] = ()) -> set[int]:
-    mask = np.zeros(matcher.words, dtype=np.uint32)
-    matcher.fill_mask(mask, held_back)
+    mask = matcher.mask(held_back)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
@@ -97,25 +101,146 @@ def test_a_token_that_may_not_come_fails_and_stays_failed() -> None:
     assert ord("b") in allowed(other), "another request of the same grammar knows nothing of it"
 
 
-@pytest.mark.parametrize(
-    ("grammar", "letter"),
-    [
-        (Grammar.context_free('start: a{1,1000000000}\na: "x"{1000000}'), "x"),
-        (Grammar.regex("a{1000000000}"), "a"),
-    ],
-    ids=["grammar", "regex"],
-)
-def test_a_grammar_that_grows_too_much_fails_on_the_way(grammar: Grammar, letter: str) -> None:
-    matcher = COMPILER.new_matcher(grammar)
+def test_a_grammar_that_grows_too_much_fails_on_the_way_and_fails_that_answer_alone() -> None:
+    """Its first 34 tokens are harmless: more than a trial takes."""
+    grammar = Grammar.regex("y{34}(a|b|[a-z]{1,1000}){1,100000000}")
+    matcher, other = COMPILER.new_matcher(grammar), COMPILER.new_matcher(grammar)
 
-    def follow() -> None:
-        for _ in range(5):
-            assert ord(letter) in allowed(matcher)
-            matcher.advance(ord(letter))
+    def follow(matcher: Matcher, count: int) -> None:
+        for i in range(count):
+            matcher.mask()
+            matcher.advance(ord("y" if i < 34 else "a"))
 
     with pytest.raises(GrammarFailedError, match="oo many"):
+        follow(matcher, 300)
+    follow(other, 40)
+    follow(COMPILER.new_matcher(grammar), 40)
+
+
+# ---------------------------------------------------------------------- processor time
+
+
+class SlowBackend:
+    """A matcher's backend whose masks take so many seconds of processor time; `hold`: and then until it is set."""
+
+    def __init__(
+        self, backend: llguidance.LLMatcher, mask_s: float, hold: threading.Event | None = None
+    ) -> None:
+        self._backend = backend
+        self._mask_s = mask_s
+        self._hold = hold
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        end_s = time.thread_time() + self._mask_s
+        while time.thread_time() < end_s:
+            pass
+        if self._hold is not None:
+            self._hold.wait(60)
+        self._backend.unsafe_compute_mask_ptr(pointer, size)
+
+
+def slowed(matcher: Matcher, mask_s: float, hold: threading.Event | None = None) -> Matcher:
+    matcher._backend = SlowBackend(matcher._backend, mask_s, hold)  # type: ignore[assignment]
+    return matcher
+
+
+def test_a_budget_bounds_the_mean_and_how_far_it_is_exceeded() -> None:
+    mean_s, burst_s = MaskBudget(1000).mean_s, MaskBudget.BURST_S
+    steady = MaskBudget(1000)
+    for _ in range(10_000):
+        steady.charge(mean_s)
+    steady.charge(burst_s * 0.99)
+    with pytest.raises(OverBudgetError, match=r"budget is 2.05 ms a token and 100 ms"):
+        steady.charge(burst_s * 0.99)
+    thrifty = MaskBudget(1000)
+    for _ in range(10_000):
+        thrifty.charge(0.0)
+    with pytest.raises(OverBudgetError):  # what is saved is not kept
+        thrifty.charge(burst_s + 2 * mean_s)
+    slow = MaskBudget(1000)
+    for _ in range(5):
+        slow.charge(0.02)
+    with pytest.raises(OverBudgetError, match=r"took 20 ms of processor time a token \(6 tokens\)"):
+        slow.charge(0.02)
+
+
+def test_an_answer_whose_masks_are_slow_fails_by_its_budget() -> None:
+    matcher = slowed(COMPILER.new_matcher(Grammar.regex("a*")), 0.03)
+
+    def follow() -> None:
+        for _ in range(10):
+            matcher.mask()
+            matcher.advance(ord("a"))
+
+    with pytest.raises(GrammarFailedError, match="the budget is 2"):
         follow()
-    assert ord("b") in allowed(COMPILER.new_matcher(Grammar.regex("b")))
+    with pytest.raises(GrammarFailedError, match="the budget is 2"):
+        matcher.mask()
+    assert ord("a") in allowed(COMPILER.new_matcher(Grammar.regex("a*")))
+
+
+def test_a_mask_that_takes_too_long_is_given_up_while_it_is_computed() -> None:
+    """More of them than there are threads; others are computed all the same."""
+    hold = threading.Event()
+    grammar = Grammar.regex("a*")
+    stuck = [slowed(COMPILER.new_matcher(grammar), 0.12, hold) for _ in range(MASK_THREADS + 2)]
+    try:
+        for matcher in stuck:
+            with pytest.raises(GrammarFailedError, match="the budget is 2"):
+                matcher.mask()
+            with pytest.raises(GrammarFailedError, match="the budget is 2"):
+                matcher.advance(ord("a"))
+        other = COMPILER.new_matcher(grammar)
+        assert ord("a") in allowed(other)
+        other.advance(ord("a"))
+    finally:
+        hold.set()
+
+
+def test_a_mask_is_computed_once_a_token_and_beside_its_owner() -> None:
+    """It is begun, and `begin_mask` returns while it is being computed."""
+    hold = threading.Event()
+    matcher = slowed(COMPILER.new_matcher(Grammar.regex("ab")), 0.0, hold)
+    matcher.begin_mask()
+    filling = matcher._filling
+    matcher.begin_mask()
+    assert matcher._filling is filling
+    hold.set()
+    assert allowed(matcher) == allowed(matcher)
+    assert matcher._filling is filling
+    matcher.advance(ord("a"))
+    assert ord("b") in allowed(matcher)
+
+
+class Ticking:
+    """A grammar's matcher in a trial: each mask takes 20 ms of its own clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.masks = 0
+
+    def compute_bitmask(self) -> bytes:
+        self.now_s += 0.02
+        self.masks += 1
+        return b"\x02" + bytes(3)
+
+    def is_error(self) -> bool:
+        return False
+
+    def consume_token(self, _: int) -> bool:
+        return True
+
+
+def test_a_trial_ends_when_its_budget_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = Ticking()
+    monkeypatch.setattr(common.grammar_trial, "thread_time", lambda: matcher.now_s)
+    budget = MaskBudget(1000)
+    with pytest.raises(ValueError, match="fails after 6 tokens: its masks took 20 ms"):
+        common.grammar_trial.walk(matcher, COMPILER._backend, 0, budget)  # type: ignore[arg-type]
+    assert matcher.masks == 6
 
 
 # ---------------------------------------------------------------------- tokenizers
@@ -195,6 +320,13 @@ REFUSED = {
     "brackets of rules": (Grammar.context_free("start: " + "(" * 10_000 + '"a"' + ")" * 10_000), "nested"),
     "length": (Grammar.regex("a" * (MAX_GRAMMAR_CHARACTERS + 1)), "65537 characters"),
     "time": (Grammar.json_schema({"type": "integer", "multipleOf": 999_999}), "too much time"),
+    "ambiguous": (Grammar.context_free(AMBIGUOUS), "a trial answer fails after"),
+    "a row": (
+        Grammar.context_free("start: (" + " | ".join(f'"{i}"' for i in range(1500)) + ")+"),
+        "has 1503 items",
+    ),
+    "what grows": (Grammar.regex("a{1000000000}"), "after 1 token: "),
+    "rules that grow": (Grammar.context_free('start: a{1,1000000000}\na: "x"{1000000}'), "after 1 token: "),
     "depth": (
         Grammar.context_free("".join(f"a{i}: a{i + 1}\n" for i in range(4000)) + 'a4000: "x"\nstart: a0'),
         "too deep",
@@ -214,32 +346,95 @@ def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
 # ---------------------------------------------------------------------- the trial
 
 
-def test_a_grammar_is_compiled_once_and_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_tried_once_and_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(byte_tokenizer(), [EOS])
     started: list[int] = []
-    compiled: list[str] = []
-    start, compile_grammar = type(compiler._trial)._start, common.grammar_trial.compile_grammar
+    tried: list[str] = []
+    trial = type(compiler._trial)
+    start, run = trial._start, trial.run
 
-    def starting(trial):  # type: ignore[no-untyped-def]
-        process = start(trial)
+    def starting(options):  # type: ignore[no-untyped-def]
+        process = start(options)
         started.append(process.pid)
         return process
 
-    def compiling(tokenizer, kind, text):  # type: ignore[no-untyped-def]
-        compiled.append(text)
-        return compile_grammar(tokenizer, kind, text)
+    def running(self, grammar, options):  # type: ignore[no-untyped-def]
+        tried.append(grammar.text)
+        return run(self, grammar, options)
 
-    monkeypatch.setattr(type(compiler._trial), "_start", starting)
-    monkeypatch.setattr(common.grammar_trial, "compile_grammar", compiling)
+    monkeypatch.setattr(trial, "_start", staticmethod(starting))
+    monkeypatch.setattr(trial, "run", running)
     for pattern in ("a", "b", "a", "b", "c"):
         assert allowed(compiler.new_matcher(Grammar.regex(pattern))) == {ord(pattern)}
-    assert compiled == ["a", "b", "c"]
+    assert tried == ["a", "b", "c"]
     assert len(started) == 1
     os.kill(started[0], signal.SIGKILL)
     assert compiler._trial._process is not None
     compiler._trial._process.wait()
     assert allowed(compiler.new_matcher(Grammar.regex("d"))) == {ord("d")}
     assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar.regex("[a"), Grammar.json_schema({"type": "integer", "multipleOf": 999_999})], ids=str
+)
+def test_a_refusal_is_remembered(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    with pytest.raises(InvalidGrammarError) as first:
+        compiler.new_matcher(grammar)
+    monkeypatch.setattr(type(compiler._trial), "run", Broken.to_str)
+    with pytest.raises(InvalidGrammarError) as second:
+        compiler.new_matcher(grammar)
+    assert str(second.value) == str(first.value)
+    monkeypatch.undo()
+    assert allowed(compiler.new_matcher(Grammar.regex("b"))) == {ord("b")}
+
+
+def test_a_trial_that_was_killed_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    trial = type(compiler._trial)
+    start = trial._start
+
+    def starting(options):  # type: ignore[no-untyped-def]
+        process = start(options)
+        process.kill()
+        process.wait()
+        return process
+
+    monkeypatch.setattr(trial, "_start", staticmethod(starting))
+    with pytest.raises(InvalidGrammarError, match="again"):
+        compiler.new_matcher(Grammar.regex("a"))
+    monkeypatch.undo()
+    assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}
+
+
+def test_a_known_grammar_does_not_wait_for_a_trial_and_close_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
+    compiler.new_matcher(Grammar.regex("a"))
+    process = compiler._trial._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)  # a trial that never comes to an end
+    errors: list[Exception] = []
+
+    def ask(pattern: str) -> None:
+        try:
+            compiler.new_matcher(Grammar.regex(pattern))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(pattern,)) for pattern in ("b", "c")]
+    for thread in threads:
+        thread.start()
+    assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}
+    assert all(thread.is_alive() for thread in threads)
+    compiler.close()
+    compiler.close()
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in errors] == [ShuttingDownError] * 2
+    with pytest.raises(ShuttingDownError):
+        compiler.new_matcher(Grammar.regex("d"))
+    assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}
 
 
 def test_the_trial_ends_with_its_compiler() -> None:

@@ -167,6 +167,15 @@ def test_a_request_that_fails_is_an_answer_with_its_error(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+def test_a_paused_engine_is_not_waited_for(llm: LLM) -> None:
+    llm.engine.pause()
+    with pytest.raises(RuntimeError, match=r"paused: call llm\.engine\.resume"):
+        llm.generate("abc")
+    llm.engine.resume()
+    assert llm.generate("abc", greedy(2))[0].error is None
+
+
+@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
 def test_no_prompts_no_answers(llm: LLM) -> None:
     assert llm.generate([], progress=False) == []
 
@@ -197,6 +206,26 @@ def test_the_tokens_of_an_answer_and_their_logprobs_where_asked_for(llm: LLM) ->
     assert [len(entry.top) for entry in ranked.logprobs] == [2] * 4
     for token_id, entry in zip(ranked.token_ids, ranked.logprobs, strict=True):
         assert entry.top[0] == (token_id, entry.logprob)
+
+
+@pytest.mark.parametrize("phase", ["static", "continuous", "pipelined"])
+def test_the_logprobs_of_a_prompts_own_tokens(
+    phase: str, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LLM` and `generate()` report what an engine does."""
+    engine = build(phase, model)
+    monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
+    params = [greedy(3, prompt_logprobs=2), greedy(3)]
+    scored, silent = LLM("any", phase=phase).generate([[5, 3, 250, 7], [5, 3]], params, progress=False)
+    assert silent.prompt_logprobs is None
+    assert [len(entry.top) for entry in scored.prompt_logprobs] == [2] * 3
+    request = Request("r", [5, 3, 250, 7], params[0])
+    first, *later = generate(model, request)
+    assert all(output.prompt_logprobs is None for output in later)
+    for own, served in zip(first.prompt_logprobs, scored.prompt_logprobs, strict=True):
+        assert (own.rank, own.logprob) == (served.rank, pytest.approx(served.logprob, abs=1e-5))
+    expected = fresh_logits(model, [5, 3, 250]).log_softmax(dim=-1)[7].item()
+    assert scored.prompt_logprobs[-1].logprob == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_token_that_ends_an_answer_is_one_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +301,7 @@ def test_startup_errors_are_for_people() -> None:
         ({"dtype": "int3"}, "dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16', not 'int3'"),
         (
             {"max_batchsize": 4},
-            "phase7_chunked has no option max_batchsize; it has model, device, dtype, native_kernels, max_b",
+            "phase7_chunked has no option max_batchsize; it has model, chat_template, device, dtype, native_k",
         ),
         (
             {"use_chunked_prefill": False, "mixed_batches": False},

@@ -72,6 +72,21 @@ def test_the_parts_by_hand() -> None:
     assert (wide.kv_cache, wide.sampling) == (2 * kv_cache, on_cpu.sampling)
 
 
+def test_graphs_count_where_they_are_captured() -> None:
+    """24 sequences take graphs of 1, 2, 4, 8, 16 and 32 rows, which share memory and keep their logits."""
+    config = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096)
+    on_gpu, on_cpu = (
+        estimate_memory(config, LLAMA_3B, torch.bfloat16, device, weights=0) for device in (CUDA, CPU)
+    )
+    assert on_gpu.graphs == 32 * (4 * 3072 + 3 * 8192) * 2 + 63 * 128_256 * 2
+    assert on_gpu.total - on_gpu.graphs == on_gpu.kv_cache + on_gpu.activations + on_gpu.sampling
+    assert on_cpu.graphs == 0
+    called = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096, captured_steps=False)
+    assert estimate_memory(called, LLAMA_3B, torch.bfloat16, CUDA, weights=0).graphs == 0
+    prefix = find_phase("prefix").Config(max_batch_size=24, max_seq_len=4096)
+    assert estimate_memory(prefix, LLAMA_3B, torch.bfloat16, CUDA, weights=0).graphs == 0
+
+
 def test_queries_keys_and_values_may_be_wider_than_the_mlp() -> None:
     """Qwen3 0.6B: hidden 1024, MLP 3072, 16 heads and 8 of keys and values of 128."""
     model = open_checkpoint("dummy:qwen3-0.6b").config
@@ -150,8 +165,9 @@ def test_the_log_says_what_it_can_grow_to(
     caplog.set_level(logging.INFO)
     set_free(monkeypatch, 64 * GB)
     check_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=6 * GB)
-    assert "KV cache: 8 × 4096 tokens = 3.5 GB" in caplog.messages
-    assert any("= 14.4 GB; 64.0 GB are free on cpu" in line for line in caplog.messages)
+    (line,) = caplog.messages
+    assert "KV cache (8 × 4096 tokens) 3.5 GB" in line
+    assert line.endswith("= 14.4 GB; 64.0 GB are free on cpu")
 
 
 @pytest.mark.parametrize("phase", phase_names())
@@ -360,7 +376,7 @@ globals()[sys.argv[1]](getattr(torch, sys.argv[2]))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("what", ["sampling", "engine"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_no_more_was_taken_than_estimated(what: str, dtype: str) -> None:
     """All sequences at their longest, in a pass of the greatest width, with every filter of sampling on."""
     output = subprocess.run(

@@ -100,6 +100,19 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path)).weights == tmp_path
 
 
+def test_a_gguf_file_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    """Whether it is there or not, and also as the only thing in a folder."""
+    for name in ("model-q4.gguf", str(tmp_path / "model.GGUF"), "owner/model.gguf"):
+        message = refusal(name)
+        assert f"{name} is a GGUF file, which is not read" in message
+        assert "config.json and *.safetensors" in message
+        assert "\n" not in message
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert f"{tmp_path / 'model.gguf'} is a GGUF file" in refusal(str(tmp_path))
+    save_tiny(tmp_path, "llama")
+    assert open_checkpoint(str(tmp_path)).weights == tmp_path, "a checkpoint may lie beside it"
+
+
 def test_a_config_is_refused_with_its_path_and_what_to_do(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = read_config(tmp_path)

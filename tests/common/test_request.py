@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from common.request import IllegalTransitionError, Request, RequestState, SamplingParams
 
@@ -174,6 +175,23 @@ def test_the_n_th_number_belongs_to_the_n_th_token_even_if_some_were_not_drawn()
     request = make(seed=5)
     request.token_ids += [0, 0]
     assert uniforms(request, 2) == expected[2:]
+
+
+def test_numbers_are_drawn_many_at_a_time_and_are_those_drawn_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    one_by_one = [torch.rand((), generator=generator, dtype=torch.float64).item() for _ in range(150)]
+    calls: list[Any] = []
+    rand = torch.rand
+
+    def counted(*shape: Any, **values: Any) -> torch.Tensor:
+        calls.append(shape)
+        return rand(*shape, **values)
+
+    monkeypatch.setattr(torch, "rand", counted)
+    assert uniforms(make(seed=5), 150) == one_by_one
+    assert len(calls) == 3
 
 
 def test_reseeding_starts_anew() -> None:

@@ -6,8 +6,8 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,17 @@ from torch import Tensor
 
 import common.sampling
 from common.request import Request, SamplingParams
-from common.sampling import FIRST_CANDIDATES, NOT_A_TOKEN, TokenMasks, read_logprobs, sample
+from common.sampling import (
+    FIRST_CANDIDATES,
+    NOT_A_TOKEN,
+    SamplingInputs,
+    TokenMasks,
+    choose,
+    read_logprobs,
+    sample,
+)
+from kernels import native
+from kernels.tape import record
 
 VOCAB = 40
 
@@ -539,6 +549,49 @@ def test_counts_that_were_kept_penalise_like_counts_made_anew(
             request.token_ids.append(token_id)
 
 
+class Biases(tuple[tuple[int, float], ...]):
+    """A logit bias that counts how often somebody goes through it."""
+
+    times: ClassVar[int] = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        Biases.times += 1
+        return super().__iter__()
+
+
+def test_a_logit_bias_is_gone_through_once_a_request() -> None:
+    """In whatever row the request is, step after step; a token named twice has both biases."""
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 3] = 1.0
+    biases = Biases([(9, 1.5), (11, 1.25), (9, -1.0), (4, 0.9)])
+    biased, plain = make(temperature=0.0, logit_bias=biases), make(temperature=0.0)
+    times = Biases.times
+    assert ids_of(logits, [biased, plain, plain]) == [11, 3, 3]
+    assert ids_of(logits, [plain, plain, biased]) == [3, 3, 11]
+    assert ids_of(logits, [plain, biased, make(temperature=0.0, logit_bias=((8, 9.0),))]) == [3, 11, 8]
+    assert Biases.times == times
+
+
+def test_inputs_of_penalised_rows_are_joined_and_not_made_anew() -> None:
+    """A row of penalties for each row of the pass; what a token of a prompt takes are three small integers."""
+    requests = [
+        make(prompt=range(40), repetition_penalty=1.5),
+        make(),
+        make(prompt=range(9), presence_penalty=1.0, repetition_penalty=2.0),
+    ]
+    inputs = SamplingInputs.of(requests, None, VOCAB, torch.device("cpu"))
+    assert inputs.penalised is not None
+    assert inputs.penalties is not None
+    assert (inputs.penalised.dtype, inputs.penalised.shape) == (torch.int32, (3, 49))
+    assert inputs.penalties.tolist() == [[1.5, 0.0, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 1.0]]
+    later = SamplingInputs.of(requests[2:], None, VOCAB, torch.device("cpu"))
+    assert (
+        inputs.penalised[0].tolist() == [0] * 40 + [2] * 9
+    )  # a later step changes nothing of an earlier one's
+    assert later.penalised is not None
+    assert later.penalised[0].tolist() == [0] * 9
+
+
 # ---------------------------------------------------------------------- the ends of the numbers
 
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 30}, {"top_p": 0.99}, {"min_p": 1e-6}]
@@ -588,6 +641,41 @@ def test_nothing_but_minus_infinity_is_no_token_and_harms_nobody(values: dict[st
     logits[1] = -math.inf
     requests = [make(seed=i, logprobs=2, **values) for i in range(3)]
     assert sample(logits, requests).token_ids.tolist() == [expected[0], NOT_A_TOKEN, expected[2]]
+
+
+# ---------------------------------------------------------------------- played from a tape
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.9},
+    {"min_p": 0.1, "top_k": 5, "logprobs": 3},
+    {"temperature": 0.0, "presence_penalty": 1.0, "logprobs": 0},
+    {"repetition_penalty": 1.3, "logit_bias": ((3, 1.0), (5, -1.0)), "min_tokens": 2},
+]
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+@pytest.mark.parametrize("values", KINDS, ids=str)
+def test_a_choice_recorded_for_one_row_holds_for_several(values: dict[str, Any]) -> None:
+    """No operator vanishes for one row, or the recorder would refuse."""
+
+    def inputs_of(rows: int) -> tuple[SamplingInputs, dict[str, Tensor]]:
+        requests = [make(seed=i, prompt=[i, 3], ends=[7], **values) for i in range(rows)]
+        inputs = SamplingInputs.of(requests, None, 2000, torch.device("cpu"))
+        return inputs, {name: each for name, each in inputs._asdict().items() if isinstance(each, Tensor)}
+
+    inputs, given = inputs_of(1)
+    names = tuple(given)
+
+    def function(logits: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        sampled = choose(logits, SamplingInputs(**fields, top=inputs.top))
+        return tuple(each for each in sampled if each is not None)
+
+    tape, _ = record(function, random_logits(1, 2000), *given.values())
+    inputs, given = inputs_of(4)
+    logits = random_logits(4, 2000, seed=1)
+    assert all(map(torch.equal, tape(logits, *given.values()), function(logits, *given.values())))
 
 
 # ---------------------------------------------------------------------- not a number

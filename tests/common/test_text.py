@@ -347,6 +347,29 @@ def test_stop_strings_against_a_plain_reading(text: str, stops: list[str], seed:
     assert (said, detokenizer.stopped) == (expected, stopped)
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "min_tokens", "said", "stopped"),
+    [
+        ("anENDed", ["END"], 4, "an", True),  # the fifth token completes it
+        ("anENDed", ["END"], 5, "anENDed", False),
+        ("anENDed", ["END"], 99, "anENDed", False),
+        ("aaa", ["aa"], 2, "a", True),  # begun by a token that could not stop, completed by one that could
+        ("anENDed", ["END", "ENDING"], 5, "anENDed", False),  # held for the longer, and long complete
+        ("anENDING", ["END", "ENDING"], 5, "an", True),
+    ],
+)
+def test_no_stop_string_is_completed_by_the_first_tokens(
+    text: str, stops: list[str], min_tokens: int, said: str, stopped: bool
+) -> None:
+    detokenizer = IncrementalDetokenizer(byte_tokenizer(), [], stops, min_tokens)
+    heard = ""
+    for token_id in text.encode():
+        heard += detokenizer.add(token_id)
+        if detokenizer.stopped:
+            break
+    assert (heard + detokenizer.finish(), detokenizer.stopped) == (said, stopped)
+
+
 def test_a_stop_string_over_several_tokens_never_leaks() -> None:
     assert tell(byte_tokenizer(), b"the END!", stop=["END"]) == [*"the ", "", "", "", ""]
     assert tell(byte_tokenizer(), b"the ENJ", stop=["END"]) == [*"the ", "", "", "ENJ", ""]

@@ -13,7 +13,8 @@ TOKENS = st.lists(st.integers(0, 9), max_size=30)
 
 
 def entries(counts: TokenCounts) -> list[tuple[int, int]]:
-    return list(zip(counts.token_ids.tolist(), counts.generated.tolist(), strict=True))
+    _, token_ids, generated = counts.at_row(0).tolist()
+    return list(zip(token_ids, generated, strict=True))
 
 
 @given(prompt=TOKENS, pieces=st.lists(TOKENS, max_size=4), with_prompt=st.booleans())
@@ -34,3 +35,14 @@ def test_the_past_is_not_read_again() -> None:
     counts.catch_up([7, 8, 9, 4])
     counts.catch_up([0, 0, 0, 0, 4, 5])  # a past that would tell on whoever read it
     assert entries(counts) == [(7, 0), (8, 0), (9, 0), (4, 2), (5, 1)]
+
+
+def test_entries_follow_their_row() -> None:
+    counts = TokenCounts([7, 8], 10, with_prompt=True)
+    token_ids = [7, 8]
+    for row, token_id in ((3, 4), (3, 7), (0, 5)):
+        assert set(counts.at_row(row)[0].tolist()) == {row}
+        token_ids.append(token_id)
+        counts.catch_up(token_ids)
+        assert set(counts.at_row(row)[0].tolist()) == {row}
+    assert entries(counts) == [(7, 1), (8, 0), (4, 1), (5, 1)]

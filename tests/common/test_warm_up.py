@@ -71,6 +71,7 @@ def test_a_server_of_few_positions_starts() -> None:
     assert [output.error for output in run(engine)] == [None]
 
 
+@pytest.mark.slow
 def test_no_client_pays_for_a_compilation() -> None:
     """On a GPU: whatever is asked of a phase, it launches no kernel that its start has not launched."""
     pytest.importorskip("triton")

@@ -25,6 +25,7 @@ from tests.engine_helpers import (
     continuation,
     greedy,
 )
+from tests.phase9_pipelined.test_pipelined_failures import Lost
 
 PHASES = ("static", "continuous")
 TIMEOUT_S = 20.0
@@ -243,10 +244,14 @@ def test_places_are_held_and_given_back(phase: str) -> None:
             with worker.hold_places(1), pytest.raises(QueueFullError):
                 worker.hold_places(1)
         requests = [engine.create_request(str(i), greedy(2)) for i in range(4)]
-        with worker.hold_places(4) as places:  # all are back
-            with pytest.raises(ValueError, match="4 places are held, for 3"):
-                places.submit(requests[:3])
-            streams = places.submit(requests)
+        with pytest.raises(QueueFullError):
+            worker.hold_places(4)  # several at once leave a quarter of the queue to others
+        with worker.hold_places(3) as places:  # all are back
+            with pytest.raises(ValueError, match="3 places are held, for 2"):
+                places.submit(requests[:2])
+            streams = places.submit(requests[:3])
+        with worker.hold_places(1) as places:
+            streams += places.submit(requests[3:])
         with pytest.raises(QueueFullError):
             worker.hold_places(1)  # in the inbox, not yet in the queue: counted all the same
         gate.open.set()
@@ -283,6 +288,66 @@ def test_the_prefix_cache_is_reset_between_two_steps() -> None:
         worker.stop_accepting()
         with pytest.raises(ShuttingDownError):
             await worker.reset_prefix_cache()
+
+    with_worker(engine, scenario)
+
+
+@pytest.mark.parametrize("phase", ["static", "prefix", "pipelined"])
+def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(phase: str) -> None:
+    model = RememberingModel(before_pass=lambda _: time.sleep(0.002))
+    engine = build(phase, model, clock=time.monotonic)
+    watched: list[StepOutput] = []
+    engine.watchers.append(lambda _record, _plan, outputs: watched.extend(outputs))
+
+    async def scenario(worker: EngineWorker) -> None:
+        streams = [submit(worker, prompt, greedy(40)) for prompt in ("one", "two")]
+        for stream in streams:
+            await anext(stream)
+        await worker.pause()
+        assert not engine.runner.in_flight
+        told = [stream.received_tokens for stream in streams]
+        assert told == [stream.request.num_generated_tokens for stream in streams], "none is kept back"
+        assert sum(told) == len(tokens(watched))
+        late, left = submit(worker, "late", greedy(3)), submit(worker, "left", greedy(3))
+        left.cancel()
+        assert (await read(left))[-1].finish_reason == "cancelled"
+        calls = len(model.calls)
+        await asyncio.sleep(0.05)
+        assert [stream.received_tokens for stream in streams] == told
+        assert (len(model.calls), late.request.num_generated_tokens) == (calls, 0)
+        await worker.pause()  # changes nothing
+        await worker.resume()
+        for stream in (*streams, late):
+            await read(stream)
+            prompt, count = stream.request.prompt_token_ids, stream.request.params.max_new_tokens
+            assert stream.request.token_ids[len(prompt) :] == continuation(prompt, count)
+        worker.stop_accepting()
+        with pytest.raises(ShuttingDownError):
+            await worker.pause()
+        with pytest.raises(ShuttingDownError):
+            await worker.resume()
+
+    with_worker(engine, scenario)
+
+
+def test_an_engine_that_fails_while_it_is_paused_says_so() -> None:
+    gate = Gate()
+
+    def fail(_: object) -> None:
+        gate(None)
+        raise Lost
+
+    engine = build("pipelined", RememberingModel(before_pass=fail), clock=time.monotonic)
+
+    async def scenario(worker: EngineWorker) -> None:
+        stream = submit(worker, "one", greedy(9))
+        await until(gate.reached.is_set)
+        pausing = asyncio.create_task(worker.pause())
+        await asyncio.sleep(0.01)
+        gate.open.set()
+        with pytest.raises(EngineDeadError):
+            await pausing
+        assert isinstance((await read(stream))[-1].error, EngineDeadError)
 
     with_worker(engine, scenario)
 

@@ -96,14 +96,20 @@ MODELS = [
 PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
 
 
+def is_quick(model: str, variant: Variant) -> bool:
+    """Gemma has most of what can go wrong (windows, two thetas), and random weights hide nothing."""
+    if "gemma3" in model:
+        return True
+    return variant in (PLAIN if "random" in model else (PLAIN[0], PLAIN[-1]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every variant with the model that has most of what can go wrong (windows, two thetas), and the first of each
-    phase with every model; the rest of the grid is slow, for there is much of it."""
+    """Mark what is not quick of the grid of models and variants as slow, for there is much of it."""
     for item in items:
         if isinstance(item, pytest.Function) and {"subject", "variant"} <= set(item.fixturenames):
             chosen = item.callspec.params
-            if "gemma3" not in chosen["subject"] and chosen["variant"] not in PLAIN:
+            if not is_quick(chosen["subject"], chosen["variant"]):
                 item.add_marker(pytest.mark.slow)
 
 

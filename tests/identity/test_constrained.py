@@ -15,29 +15,43 @@ from tests.identity.test_token_identity import Arrival, check, prompt_of
 MAX_NEW_TOKENS = 96
 
 
-def arrivals_of(subject: Subject, *, seed: int) -> list[Arrival]:
-    """Every form, greedy and sampled, among others that nothing is asked of; they come a few a step."""
+def arrivals_of(subject: Subject, *, most: int, seed: int) -> list[Arrival]:
+    """Every form, greedy and sampled, beside requests without one: `most` tokens at most, a few requests a step."""
     params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=24) for i in range(6)]
     for i, form in enumerate(FORMS):
-        params.append(SamplingParams(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS, grammar=form.grammar))
+        params.append(SamplingParams(temperature=0.0, max_new_tokens=most, grammar=form.grammar))
         sampled = {"temperature": 1.2, "seed": i, "top_p": 0.95 if i % 2 else 1.0, "logprobs": 1}
-        params.append(SamplingParams(max_new_tokens=MAX_NEW_TOKENS, grammar=form.grammar, **sampled))
+        params.append(SamplingParams(max_new_tokens=most, grammar=form.grammar, **sampled))
     random.Random(seed).shuffle(params)
     return [Arrival(i // 3, prompt_of(subject, 5 + i % 23, seed=i), each) for i, each in enumerate(params)]
 
 
+@pytest.mark.parametrize("most", [32, pytest.param(MAX_NEW_TOKENS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("subject", ["zoo:llama-tiny", "zoo:gemma3-tiny"], indirect=True)
-def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant) -> None:
+def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant, most: int) -> None:
     check(
-        subject, variant, arrivals_of(subject, seed=1), max_batch_size=8, max_waiting_requests=len(FORMS) * 3
+        subject,
+        variant,
+        arrivals_of(subject, most=most, seed=1),
+        max_batch_size=8,
+        max_waiting_requests=len(FORMS) * 3,
     )
 
 
-@pytest.mark.parametrize("subject", ["zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny"], indirect=True)
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "zoo:llama-tiny",
+        *(pytest.param(f"zoo:{name}-tiny", marks=pytest.mark.slow) for name in ("qwen3", "gemma3")),
+    ],
+    indirect=True,
+)
 def test_every_answer_that_ends_of_itself_is_what_was_asked_for(subject: Subject) -> None:
     forms = {form.grammar: form for form in FORMS}
     ended: Counter[str] = Counter()
-    arrivals = [each for each in arrivals_of(subject, seed=1) if each.params.grammar is not None]
+    arrivals = [
+        each for each in arrivals_of(subject, most=MAX_NEW_TOKENS, seed=1) if each.params.grammar is not None
+    ]
     for arrival in arrivals:
         tokens = subject.alone(arrival.prompt, arrival.params).tokens
         form = forms[arrival.params.grammar]

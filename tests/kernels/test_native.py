@@ -316,7 +316,14 @@ WINDOWS = (None, 1, 5, 64, 100, 255, 256, 257)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
-    ("heads", "size"), [((9, 3), 64), ((4, 1), 80), ((6, 6), 16), ((8, 1), 256), ((2, 2), 32)]
+    ("heads", "size"),
+    [
+        ((9, 3), 64),
+        ((4, 1), 80),
+        pytest.param((6, 6), 16, marks=pytest.mark.slow),
+        pytest.param((8, 1), 256, marks=pytest.mark.slow),
+        ((2, 2), 32),
+    ],
 )
 def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, window, heads, size):
     if not native.has_products(dtype):
@@ -356,6 +363,27 @@ def test_attention_has_the_same_bits_beside_others(dtype, window):
         assert torch.equal(torch.cat(together), attend(spans, dtype=dtype, window=window))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 2500])
+@pytest.mark.parametrize(("heads", "size"), [((4, 1), 256), ((6, 2), 64)])
+def test_a_long_sequence_has_the_same_bits_on_any_number_of_threads(dtype, window, heads, size):
+    """Two threads and more cut it into pieces; a prompt of the same columns is computed in one."""
+    if not native.has_products(dtype):
+        pytest.skip(f"no products in {dtype} on this processor")
+    form = {"dtype": dtype, "heads": heads, "size": size, "window": window}
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            found.append(attend([(1, 4001), *[(1, 130)] * 3, (20, 300)], **form))
+            decoded, prefilled = (attend([(n, 4001)], **form) for n in (1, 33))
+            assert torch.equal(decoded[0], prefilled[-1])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], each) for each in found)
 
 
 # ---------------------------------------------------------------------- building
@@ -441,6 +469,7 @@ def test_built_once_and_then_only_loaded(workshop: Workshop) -> None:
     assert "fast-math" not in flags
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
     processes = [workshop.start() for _ in range(3)]
     ends = [process.communicate(timeout=60)[0].splitlines()[-1] for process in processes]
@@ -448,6 +477,7 @@ def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
     assert workshop.builds == 1
 
 
+@pytest.mark.slow
 def test_a_library_that_is_cut_off_is_built_again(workshop: Workshop) -> None:
     workshop.load()
     whole = workshop.library.read_bytes()
@@ -459,6 +489,7 @@ def test_a_library_that_is_cut_off_is_built_again(workshop: Workshop) -> None:
     assert workshop.load() == ["native 1"]
 
 
+@pytest.mark.slow
 def test_a_build_that_was_killed_is_begun_again(workshop: Workshop) -> None:
     workshop.load()
     workshop.library.with_suffix(".unfinished").write_bytes(b"half of it")

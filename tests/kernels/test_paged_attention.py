@@ -312,8 +312,8 @@ def test_float16(triton_device):
 LONG = (0, 1, MIN_SPLIT_COLUMNS - 1, MIN_SPLIT_COLUMNS, MIN_SPLIT_COLUMNS + 1, 700, 5 * MIN_SPLIT_COLUMNS + 9)
 
 
-@pytest.mark.parametrize("window", [None, 300, 1000])
-@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+@pytest.mark.parametrize("window", [None, 300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("splits", [1, 2, 5, pytest.param(40, marks=pytest.mark.slow)])
 def test_splits_change_nothing(triton_device, memory_starts_as_nan, splits, window):
     """More splits than 16 are merged in several rounds; those that a sequence has no columns for write nothing."""
     case = make(LONG, heads=(2, 1), window=window, device=triton_device, seed=splits)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -111,6 +113,38 @@ def test_what_a_tape_cannot_repeat_is_refused() -> None:
     assert torch.equal(recorded(lambda x: x + 1, x)(x)[0], x + 1)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:, -1:].contiguous() * 2,
+        lambda x: x[:, 1:].reshape(-1) * 2,
+        lambda x: x[:, 1:].flatten() * 2,
+        lambda x: (x[:, :2] if x[:, :2].is_contiguous() else x[:, 2:]) * 2,
+    ],
+    ids=["contiguous", "reshape", "flatten", "a choice"],
+)
+def test_a_call_that_does_nothing_for_one_row_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CannotRecordError, match="depends on the number of rows"):
+        recorded(function, torch.ones(1, 4))
+    x = torch.randn(5, 4)
+    assert torch.equal(recorded(function, torch.ones(3, 4))(x)[0], function(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.contiguous() * 2,
+        lambda x: x[:, :2].reshape(-1, 2, 1) * 2,
+        lambda x: x[:, -1:].clone() * 2,
+        lambda x: x.t().reshape(4, -1) * 2,
+    ],
+    ids=["contiguous", "reshape of a slice", "clone", "reshape of columns"],
+)
+def test_what_is_the_same_for_any_rows_is_recorded_for_one(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(5, 4)
+    assert torch.equal(recorded(function, torch.ones(1, 4))(x)[0], function(x))
+
+
 def test_a_tape_wants_as_many_inputs_as_were_recorded() -> None:
     tape = recorded(torch.add, torch.ones(2), torch.ones(2))
     with pytest.raises(RuntimeError, match="a tape of 2 inputs was given 1"):
@@ -191,6 +225,29 @@ def test_work_goes_on_with_what_earlier_work_returned(player: torch.ScriptObject
     with pytest.raises(RuntimeError, match="nothing was handed in under 99"):
         player.submit(double.recorded, [torch.ones(1)], 99)
     assert player.wait(player.submit(double.recorded, [torch.ones(1)], 0))[1].item() == 2.0
+
+
+@pytest.mark.parametrize("played", [True, False])
+def test_a_tape_whose_operator_raises_keeps_no_tensor_of_its_pass(
+    played: bool, player: torch.ScriptObject
+) -> None:
+    table = torch.arange(8.0).view(4, 2)
+
+    def function(x: Tensor, ids: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids, table) + x
+
+    tape = recorded(function, torch.ones(1, 2), torch.tensor([1]))
+    x = torch.ones(1, 2)
+    kept = weakref.ref(x)
+    inputs = [x, torch.tensor([9])]
+    play = (lambda: player.wait(player.submit(tape.recorded, inputs, 0))) if played else lambda: tape(*inputs)
+    with pytest.raises(IndexError, match="out of range"):
+        play()
+    inputs.clear()
+    del x
+    gc.collect()
+    assert kept() is None
+    assert tape(torch.ones(1, 2), torch.tensor([3]))[0].tolist() == [[7.0, 8.0]]
 
 
 def test_how_long_to_wait_is_up_to_the_caller(player: torch.ScriptObject) -> None:

@@ -22,6 +22,7 @@ from tests.engine_helpers import (
     build,
     continuation,
     greedy,
+    make_room,
     run,
     tokens_of,
 )
@@ -67,7 +68,7 @@ class Bench:
         """A whole step; every pass succeeds and everybody gets a token."""
         for done in self.scheduler.retire():
             self.pool.release(done)
-        self.scheduler.make_room(self.pool)
+        make_room(self.scheduler, self.pool)
         self.scheduler.admit(self.pool)
         for each in self.scheduler.active:
             if each.state is RequestState.PREFILL:
@@ -258,7 +259,7 @@ def test_the_oldest_grows_first() -> None:
     bench.scheduler._active.reverse()
     for each in (older, younger):
         each.token_ids.append(1)
-    bench.scheduler.make_room(bench.pool)
+    make_room(bench.scheduler, bench.pool)
     assert bench.scheduler.active == [older]
     assert bench.pool.capacity(older.slot or 0) == 3
     assert younger.state is RequestState.WAITING
@@ -268,7 +269,7 @@ def test_one_who_is_the_latest_preempts_itself() -> None:
     bench = Bench(num_blocks=4)
     older, younger = bench.hold(2), bench.hold(2)
     younger.token_ids.append(1)
-    bench.scheduler.make_room(bench.pool)
+    make_room(bench.scheduler, bench.pool)
     assert bench.scheduler.active == [older]
     assert bench.waiting == [younger.request_id]
 
@@ -278,7 +279,7 @@ def test_several_preempted_at_once_keep_their_order_of_arrival() -> None:
     requests = [bench.hold(1) for _ in range(5)]
     waiting = bench.add(1)
     requests[0].token_ids += [1] * 3
-    bench.scheduler.make_room(bench.pool)
+    make_room(bench.scheduler, bench.pool)
     assert bench.scheduler.active == requests[:2]
     assert bench.waiting == [*ids(requests[2:]), *ids(waiting)]
     assert bench.scheduler.preemptions == 3
@@ -323,7 +324,7 @@ def test_slots_never_preempt() -> None:
     for each in requests:
         each.start_decode()
         each.token_ids += [1] * 14
-    scheduler.make_room(pool)
+    assert scheduler.make_room(pool) == []
     assert (scheduler.active, scheduler.preemptions) == (requests, 0)
 
 
@@ -334,7 +335,7 @@ def test_a_cancelled_request_is_not_preempted_for_it_leaves_first() -> None:
     younger.cancel()
     for done in bench.scheduler.retire():
         bench.pool.release(done)
-    bench.scheduler.make_room(bench.pool)
+    make_room(bench.scheduler, bench.pool)
     assert bench.scheduler.preemptions == 0
     assert bench.scheduler.active == [older]
 

@@ -12,7 +12,7 @@ from common.request import Request, RequestState
 from common.scheduling import StepPlan
 from phase6_paged.cache import PagedKVCachePool
 from phase7_chunked import Config, Scheduler
-from tests.engine_helpers import CPU, Clock
+from tests.engine_helpers import CPU, Clock, make_room
 from tests.phase6_paged.support import SMALLEST, assert_consistent, request
 
 CHUNK = 4
@@ -56,7 +56,7 @@ class Bench:
     def plan(self) -> StepPlan:
         for done in self.scheduler.retire():
             self.pool.release(done)
-        self.scheduler.make_room(self.pool)
+        make_room(self.scheduler, self.pool)
         self.scheduler.admit(self.pool)
         return self.scheduler.plan()
 
@@ -306,7 +306,7 @@ def test_one_who_is_preempted_amid_its_chunks_begins_again() -> None:
         bench.step()
     assert young.state is RequestState.PREFILL
     old.token_ids += [1] * (24 - 11 - len(old.token_ids))  # the oldest takes one column too many
-    bench.scheduler.make_room(bench.pool)
+    make_room(bench.scheduler, bench.pool)
     assert (young.state, young.slot, young.prefill_progress) == (RequestState.WAITING, None, 0)
     assert bench.scheduler.waiting[0] is young
     assert bench.scheduler.preemptions == 1

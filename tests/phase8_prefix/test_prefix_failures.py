@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine import Engine
 from common.errors import NaNLogitsError
@@ -189,3 +191,65 @@ def test_a_leak_beside_a_full_tree_is_reclaimed_and_the_tree_is_not() -> None:
         assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 2)
     assert_shared_consistently(pool)
     assert pool.allocator.num_free == 60
+
+
+class Unreadable:
+    """A layer's store that there is no memory to look at."""
+
+    def __getitem__(self, _: object) -> None:
+        raise torch.OutOfMemoryError("a little too much")
+
+
+@pytest.mark.parametrize("phase", ["phase8_prefix", "phase9_pipelined"])
+@pytest.mark.parametrize("when", ["commit", "release"])
+def test_out_of_memory_while_a_prefix_is_looked_at_only_leaves_it_unshared(
+    phase: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(phase, block_size=4, num_blocks=60, prefill_chunk_size=CHUNK)
+    pool = caching(engine)
+    register, (keys, values) = pool.register_prefix, (pool.k, pool.v)
+
+    def blindly(request: Request, columns: int) -> None:
+        if (when == "release") == request.is_terminal:
+            pool.k, pool.v = [Unreadable()], [Unreadable()]  # type: ignore[list-item]
+        register(request, columns)
+        pool.k, pool.v = keys, values
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "register_prefix", blindly)
+        unlucky = add(engine, [*SHARED, 1, 2], greedy(9))
+        outputs = run(engine)
+    assert engine.dead is None
+    # Its prompt's two blocks by the time they are computed, four in all once it has ended.
+    assert len(list(pool.tree.walk())) == (2 if when == "release" else 4)
+    heir = add(engine, [*SHARED, 1, 3], greedy(9))
+    outputs += run(engine)
+    assert heir.cached_tokens == CHUNK
+    assert_sound(engine, outputs, [unlucky, heir])
+
+
+def test_blocks_are_looked_at_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a long prompt's blocks may be the memory that is missing."""
+    engine = engine_of(block_size=8, max_seq_len=128, prefill_chunk_size=96)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and not result._is_view():
+                largest = max(largest, result.numel())
+            return result
+
+    pool = caching(engine)
+    register = pool.register_prefix
+
+    def sized(request: Request, columns: int) -> None:
+        with Sizes():
+            register(request, columns)
+
+    monkeypatch.setattr(pool, "register_prefix", sized)
+    add(engine, SHARED * 12, greedy(2))
+    run(engine)
+    assert len(list(pool.tree.walk())) == 12
+    assert largest <= 4 * 12, "two bounds of each of 12 blocks, of keys and of values"

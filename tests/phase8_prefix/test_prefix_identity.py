@@ -15,10 +15,9 @@ import pytest
 from common.request import SamplingParams
 from tests.identity.conftest import Subject, Variant, recorded_logits
 from tests.identity.test_token_identity import Arrival, assert_same, prompt_of, serve
-from tests.phase7_chunked.test_chunked_identity import subject_of
+from tests.phase7_chunked.test_chunked_identity import ARCHITECTURES, subject_of
 from tests.phase8_prefix.support import assert_shared_consistently, caching
 
-ARCHITECTURES = ["llama", "qwen3", "gemma3"]
 SYSTEM = 70  # tokens that all begin with: no multiple of any block size but 1, past Gemma's windows
 NEW = 9
 

@@ -9,6 +9,7 @@ import pytest
 
 from common.engine import Engine
 from common.request import Request, RequestState, StepOutput
+from phase8_prefix.tree import Node, PrefixTree
 from tests.engine_helpers import (
     RememberingModel,
     add,
@@ -85,21 +86,51 @@ def test_one_may_begin_while_the_other_still_prefills() -> None:
 
 def test_those_of_a_burst_look_again_when_they_begin() -> None:
     engine = engine_of(max_batch_size=4)
-    requests = [add(engine, own(i), greedy(3)) for i in range(4)]
+    requests = [add(engine, own(i, 8), greedy(3)) for i in range(4)]
     outputs = engine.step()
     pool = caching(engine)
     assert [r.prefill_progress for r in requests] == [8, 0, 0, 0]
     assert pool.allocator.num_allocated == 4 * 8, "each has reserved all it needs"
+    outputs += [output for _ in range(3) for output in engine.step()]
+    assert [r.prefill_progress for r in requests] == [32, 0, 0, 0], "whoever is not next has not looked"
     outputs += engine.step()
-    assert [r.prefill_progress for r in requests] == [16, 8, 8, 8], "and sees what has been computed since"
-    assert not any(r.has_begun for r in requests[1:])
-    assert pool.allocator.num_allocated == 4 * 8 - 3 * 2, "what it had reserved for that is free again"
+    assert [r.prefill_progress for r in requests] == [33, 32, 0, 0], "the next one began after 24 hits"
+    assert pool.allocator.num_allocated == 4 * 8 + 1 - 6, "what it had reserved for them is free again"
     outputs += run(engine)
     assert [r.cached_tokens for r in requests] == [0, 24, 24, 24]
-    assert engine.telemetry.counters.prefill_tokens == 29 + 3 * 5
+    assert engine.telemetry.counters.prefill_tokens == 32 + 3 * 8
     assert_streams(outputs, expected(requests))
     assert_all_free(engine)
     assert_shared_consistently(pool)
+
+
+def test_whoever_is_next_looks_for_hits_and_only_in_a_tree_that_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(400, max_batch_size=20, max_waiting_requests=20)
+    requests = [add(engine, own(i, 16), greedy(20)) for i in range(20)]
+    outputs = engine.step()  # admits all: each has looked, and found nothing
+    looked: list[int] = []
+    match = PrefixTree.match
+
+    def recorded(tree: PrefixTree, token_ids: Sequence[int], *others: Any) -> list[Node]:
+        looked.append(token_ids[-1])
+        return match(tree, token_ids, *others)
+
+    monkeypatch.setattr(PrefixTree, "match", recorded)
+    for _ in range(4):  # a prompt has 40 tokens, a step 8
+        outputs += engine.step()
+    assert (requests[0].prefill_progress, looked) == (40, []), "while the first one prefills nobody is next"
+    for _ in range(6):  # 16 tokens that nobody has computed: two steps each
+        outputs += engine.step()
+    assert looked == [1, 2, 3]
+    pool = caching(engine)
+    for _ in range(3):
+        pool.match_prefix(requests[9])
+    assert looked == [1, 2, 3, 9], "the tree has grown since its admission, and not since"
+    outputs += run(engine)
+    assert [r.cached_tokens for r in requests] == [0] + [24] * 19
+    assert_streams(outputs, expected(requests))
 
 
 def test_a_hit_is_not_begun_those_who_have_computed_go_on_first() -> None:

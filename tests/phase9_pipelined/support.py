@@ -106,6 +106,9 @@ class ManualStream(Stream):
     def aside(self, function: Callable[[], T]) -> T:
         return function()
 
+    def drain(self) -> None:
+        self.finish()
+
     def finish(self, up_to: Work | None = None) -> None:
         """Do what was handed in: all of it, or all up to this."""
         while self.queue and not (up_to is not None and up_to.is_done):

@@ -67,7 +67,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
     torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
 )
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (0, 1)), 2])
 def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     """Sequences come and go, blocks change hands, and five rows are computed as eight."""
     model = tiny_model()

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from common.engine import Engine
+from common.errors import RequestTimeoutError
 from common.grammar import Grammar
-from common.request import Request, RequestState
+from common.request import Request, RequestState, StepOutput
+from common.scheduling import StepPlan
 from phase9_pipelined.state import SLOTS
 from tests.engine_helpers import (
     EOS,
+    Clock,
     RememberingModel,
     add,
     assert_all_free,
@@ -306,26 +309,55 @@ def test_nobody_is_preempted_in_flight() -> None:
 # ---------------------------------------------------------------------- pause
 
 
-def test_a_pause_reads_what_is_in_flight_and_loses_nothing() -> None:
-    engine, stream, requests = started(3)
+def test_a_pause_plans_nothing_and_the_steps_that_follow_deliver_what_is_in_flight() -> None:
+    engine, _, requests = started(3)
+    seen: list[tuple[StepPlan, list[StepOutput]]] = []
+    engine.watchers.append(lambda _record, plan, outputs: seen.append((plan, list(outputs))))
     engine.step()
-    stream.finish()
-    outputs = engine.pause(1.0)
-    assert all(len(tokens_of(outputs, each)) == 2 for each in requests)
+    engine.pause()
+    assert engine.is_due, "two steps are in flight"
+    outputs = engine.step() + engine.step()
     assert (runner_of(engine).state.in_flight, engine.next_wake()) == (0, None)
+    assert all(len(tokens_of(outputs, each)) == 2 for each in requests)
+    assert [told for plan, step in seen[1:] if plan == StepPlan() for told in step] == outputs
+    late = add(engine, [1, 2], greedy(3))
+    assert (engine.next_wake(), engine.step(), late.state) == (None, [], RequestState.WAITING)
     engine.resume()
-    assert engine.next_wake() is not None
+    assert engine.is_due
     outputs += run(engine)
     for each in requests:
         assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 20)
+    assert tokens_of(outputs, late) == continuation([1, 2], 3)
     assert_all_free(engine)
 
 
-def test_a_pause_that_takes_too_long_says_so_and_changes_nothing() -> None:
-    engine, _stream, (request,) = started()
+def test_a_request_runs_out_of_time_during_a_pause() -> None:
+    clock = Clock()
+    engine, _ = engine_of(clock=clock, request_timeout=5.0)
+    request = add(engine, PROMPT, greedy(9))
     engine.step()
-    with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
-        engine.pause(0.01)
-    assert (runner_of(engine).state.in_flight, engine.paused) == (SLOTS, False)
-    outputs = run(engine)
-    assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 20)
+    engine.pause()
+    outputs = engine.step()
+    assert (engine.next_wake(), engine.is_due) == (clock.now + 5.0, False)
+    clock.advance(5.0)
+    assert engine.is_due
+    outputs += engine.step()
+    assert isinstance(end_of(outputs, request).error, RequestTimeoutError)
+    assert engine.next_wake() is None
+    engine.resume()
+    assert run(engine) == []
+    assert_all_free(engine)
+
+
+def test_who_leaves_during_a_pause_is_told_and_its_memory_is_free() -> None:
+    engine, _, (request, other) = started(2)
+    engine.pause()
+    engine.step()
+    engine.cancel(request.request_id)
+    assert engine.is_due
+    assert end_of(engine.step(), request).finish_reason == "cancelled"
+    assert request.slot is None
+    assert not engine.is_due
+    engine.resume()
+    assert end_of(run(engine), other).finish_reason == "length"
+    assert_all_free(engine)

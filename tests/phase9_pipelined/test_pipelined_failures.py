@@ -151,3 +151,26 @@ def test_out_of_memory_is_no_reason_to_die() -> None:
     requests = [add(engine, [i, 1], greedy(6)) for i in range(3)]
     assert_answered(run(engine), requests)
     assert engine.dead is None
+
+
+def test_a_failed_step_is_bisected_and_so_is_the_one_behind_it() -> None:
+    """One guilty request of sixteen: 2 log2 N passes and a few, where one at a time would be 2 N."""
+    passes: list[int] = []
+
+    def before_pass(sequences: list[list[int]]) -> None:
+        passes.append(len(sequences))
+        if any(ids[0] == ALLERGEN for ids in sequences):
+            raise RuntimeError("allergic")
+
+    engine, _ = engine_of(RememberingModel(before_pass=before_pass), max_batch_size=16)
+    guilty = add(engine, [ALLERGEN, 1], greedy(5))
+    others = [add(engine, [i, 1], greedy(5)) for i in range(15)]
+    outputs: list[StepOutput] = []
+    while not outputs:
+        outputs += engine.step()
+    assert passes[:2] == [16, 16], "two steps in flight"
+    assert passes[2:] == [16, *[8, 4, 2, 1, 1, 2, 4, 8], 15], "the older one bisected, then the other"
+    outputs += run(engine)
+    assert str(end_of(outputs, guilty).error) == "allergic"
+    assert_answered(outputs, others)
+    assert_all_free(engine)

@@ -9,9 +9,10 @@ import torch
 
 import phase9_pipelined
 from common.request import Request, SamplingParams
-from common.streams import TapeStream, ThreadStream
+from common.scheduling import StepPlan
+from common.streams import CAPTURED_ROWS, TapeStream, ThreadStream, graph_sizes
 from kernels import native
-from phase9_pipelined.warm_up import TRIALS, warm_up
+from phase9_pipelined.warm_up import TRIALS, capture, warm_up
 from tests.engine_helpers import assert_all_free, run
 from tests.phase8_prefix.support import caching
 from tests.phase9_pipelined.support import runner_of
@@ -127,3 +128,28 @@ def test_a_pool_too_small_to_try_is_no_reason_to_fail() -> None:
     request = Request("small", [3], SamplingParams(max_new_tokens=1))
     assert engine.add_request(request)
     assert run(engine)[-1].error is None
+
+
+@pytest.mark.parametrize("seats", [1, 3, 5, 12, 20, 24, 100, 200, 256, 300])
+def test_every_batch_has_a_graph_up_to_the_largest_size(seats: int) -> None:
+    sizes = graph_sizes(seats)
+    assert min(seats, CAPTURED_ROWS[-1]) <= sizes[-1] < 2 * seats or sizes == [1]
+    assert sizes == list(CAPTURED_ROWS[: len(sizes)])
+
+
+def test_graphs_are_captured_up_to_the_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one by a batch that fills them: of 24 sequences, which take the graph of 32."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    engine = zoo_engine(captured_steps=False, max_batch_size=24)
+    runner = runner_of(engine)
+    decoded: list[int] = []
+    execute = runner.execute
+
+    def recorded(plan: StepPlan) -> Any:
+        decoded.append(len(plan.decode))
+        return execute(plan)
+
+    monkeypatch.setattr(runner, "execute", recorded)
+    capture(runner)
+    assert [count for count in decoded if count] == [1, 2, 4, 8, 16, 24]
+    assert_all_free(engine)

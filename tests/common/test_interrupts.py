@@ -1,0 +1,345 @@
+"""An interrupt (Ctrl-C), or a mistake, anywhere in a step: the call raises, and the next call is answered right."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import common.runner
+from common.engine import Engine
+from common.llm import LLM
+from common.phases import find_phase
+from common.request import StepOutput
+from tests.engine_helpers import (
+    RememberingModel,
+    add,
+    assert_all_free,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    tokens_of,
+)
+
+PHASES = ("static", "continuous", "prefix", "pipelined")
+PROMPTS = [[1, 2, 3, 4], [1, 2, 3, 4, 5], [6, 7], [8] * 9]
+PARAMS = [greedy(5), greedy(3), greedy(7), greedy(4)]
+ANSWERS = [continuation(prompt, each.max_new_tokens) for prompt, each in zip(PROMPTS, PARAMS, strict=True)]
+
+#: Places of every phase: what raises there, and whether before or after it has done its work.
+PLACES = [
+    ("scheduler", "retire", "after"),
+    ("runner", "release", "before"),
+    ("scheduler", "make_room", "after"),
+    ("scheduler", "admit", "after"),
+    ("scheduler", "plan", "after"),
+    ("runner", "settle", "after"),
+    ("runner", "execute", "after"),
+    ("runner", "commit", "before"),
+    ("runner", "commit", "after"),
+    ("runner", "register_prefixes", "before"),
+    ("common.runner", "read_logprobs", "before"),  # before a step's first token is committed
+    ("common.runner", "commit_token", "before"),  # between two of them
+    ("common.runner", "commit_token", "after"),
+]
+PIPELINED_PLACES = [
+    ("runner", "launch_forward", "before"),
+    ("runner", "launch_forward", "after"),
+    ("runner", "_launch_one", "before"),
+    ("runner", "_launch_one", "after"),
+    ("runner", "finalize_sampling", "before"),
+    ("runner", "finalize_sampling", "after"),
+    ("runner", "_sample_one", "after"),
+    ("runner", "commit_step", "before"),
+    ("runner", "commit_step", "after"),
+    ("runner", "_read", "before"),
+    ("runner", "_read", "after"),
+    ("state", "on_launch", "after"),
+    ("state", "pop_oldest", "after"),
+    ("state", "on_step_completed", "before"),
+    ("state", "on_step_completed", "after"),
+]
+CASES = [(phase, *place) for phase in PHASES for place in PLACES]
+CASES += [("pipelined", *place) for place in PIPELINED_PLACES]
+
+
+def llm_of(phase: str, model: RememberingModel, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    options: dict[str, Any] = {"max_batch_size": 3}
+    if phase in ("prefix", "pipelined"):
+        options |= {"block_size": 2, "num_blocks": 18, "prefill_chunk_size": 4}
+    engine = build(phase, model, **options)
+    monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
+    return LLM("a model that remembers", phase=phase)
+
+
+def raise_at(
+    owner: Any, name: str, when: str, call: int, error: BaseException, patch: pytest.MonkeyPatch
+) -> None:
+    """Let one call of a function raise, before or after it has done its work."""
+    function: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "before":
+            raise error
+        result = function(*args, **kwargs)
+        if calls == call and when == "after":
+            raise error
+        return result
+
+    patch.setattr(owner, name, raising)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS, progress=False)]
+
+
+def assert_as_new(llm: LLM) -> None:
+    assert generate(llm) == ANSWERS
+    engine = llm.engine
+    assert not engine.has_work or engine.step() == []  # releases the memory of what ended last
+    pool = engine.runner.pool
+    assert (pool.used_tokens, pool.reserved_tokens, pool.active_seq_count()) == (0, 0, 0)
+    assert (engine.scheduler.active, engine.scheduler.num_waiting) == ([], 0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
+@pytest.mark.parametrize(("phase", "owner", "name", "when"), CASES)
+def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
+    phase: str,
+    owner: str,
+    name: str,
+    when: str,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = llm_of(phase, RememberingModel(), monkeypatch)
+    engine: Any = llm.engine
+    owners = {"scheduler": engine.scheduler, "runner": engine.runner, "common.runner": common.runner}
+    if phase == "pipelined":
+        owners["state"] = engine.runner.state
+    for call in (1, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            raise_at(owners[owner], name, when, call, error("at that place"), patch)
+            try:
+                answers = llm.generate(PROMPTS, PARAMS, progress=False)
+            except error:
+                pass
+            else:  # an ordinary error may be survived, or fail one request
+                assert error is not KeyboardInterrupt
+                assert all(
+                    a.token_ids == right for a, right in zip(answers, ANSWERS, strict=True) if not a.error
+                )
+                assert sum(a.error is not None for a in answers) <= 1
+        assert_as_new(llm)
+
+
+@pytest.mark.parametrize(
+    "phase", PHASES[:-1]
+)  # the last computes in another thread, which no interrupt reaches
+def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then while a pass that has failed is computed again."""
+    model = RememberingModel()
+    llm = llm_of(phase, model, monkeypatch)
+    for errors in ([KeyboardInterrupt()], [LookupError(), KeyboardInterrupt()]):
+        for first in (0, 3):
+            raises: list[BaseException | None] = [*[None] * first, *errors]
+
+            def before_pass(_: object, raises: list[BaseException | None] = raises) -> None:
+                if raises and (error := raises.pop(0)) is not None:
+                    raise error
+
+            model.before_pass = before_pass
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm)
+            model.before_pass = lambda _: None
+            assert_as_new(llm)
+
+
+def test_an_interrupt_while_steps_that_failed_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that computes goes on for a moment, and must not touch what the next call uses."""
+    model = RememberingModel()
+    llm = llm_of("pipelined", model, monkeypatch)
+    stream = llm.engine.runner.stream  # type: ignore[attr-defined]
+    goes_on, errors = threading.Event(), [LookupError()]
+
+    def before_pass(_: object) -> None:
+        if errors:
+            raise errors.pop()
+        goes_on.wait(0.1)
+
+    def interrupted_call(function: Callable[[], Any]) -> None:
+        stream._thread.submit(function)
+        raise KeyboardInterrupt
+
+    model.before_pass = before_pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "call", interrupted_call)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+    goes_on.set()
+    assert_as_new(llm)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_second_interrupt_while_the_first_is_cleared_away(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_of(phase, RememberingModel(), monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        raise_at(llm.engine.runner, "commit", "after", 2, KeyboardInterrupt(), patch)
+        patch.setattr(llm.engine.runner, "abandon", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+    assert_as_new(llm)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("phase", ["prefix", "pipelined"])
+def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phase 9's host waits for tokens then."""
+    model = RememberingModel()
+    llm = llm_of(phase, model, monkeypatch)
+    for before in (0, 3, 6):
+        left = before
+
+        def before_pass(_: object) -> None:
+            nonlocal left
+            if left == 0:
+                time.sleep(0.02)
+                _thread.interrupt_main()
+                time.sleep(0.02)
+            left -= 1
+
+        model.before_pass = before_pass
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+        model.before_pass = lambda _: None
+        assert_as_new(llm)
+
+
+#: Functions that keep books: an interrupt between any two of their lines may leave these half done.
+BOOKKEEPING = (
+    "allocate",
+    "force_free",
+    "free_slot",
+    "grow",
+    "match_prefix",
+    "hold",
+    "release",
+    "insert",
+    "evict",
+)
+
+
+@pytest.mark.parametrize("name", BOOKKEEPING)
+def test_an_interrupt_within_the_books_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each of its lines in turn, where the function is called for the last time."""
+    llm = llm_of("prefix", RememberingModel(), monkeypatch)
+    lines = traced(lambda: generate(llm), name, interrupt_at=None)
+    assert lines > 0
+    for line in range(max(1, lines - 8), lines + 1):
+        with contextlib.suppress(KeyboardInterrupt):  # what is cached by now may make it call less
+            traced(lambda: generate(llm), name, interrupt_at=line)
+        assert_as_new(llm)
+
+
+def traced(function: Callable[[], Any], name: str, interrupt_at: int | None) -> int:
+    """Call a function, and interrupt it at the n-th line of another. Returns how many of its lines were reached."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_name != name or "/phase" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == interrupt_at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+# ---------------------------------------------------------------------- an engine that goes on
+
+
+def step_until_interrupted(engine: Engine, outputs: list[StepOutput]) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in range(100):
+            outputs += engine.step()
+        raise AssertionError("no step was interrupted")
+
+
+def interrupted(phase: str, name: str, when: str) -> tuple[Engine, list[StepOutput], list[Any]]:
+    """Three requests in an engine of two seats, one step of which was interrupted; what it gave them since."""
+    engine = build(phase, max_batch_size=2)
+    requests = [add(engine, [i, 1, 2], greedy(4)) for i in range(3)]
+    outputs: list[StepOutput] = []
+    with pytest.MonkeyPatch.context() as patch:
+        raise_at(engine.runner, name, when, 2, KeyboardInterrupt(), patch)
+        step_until_interrupted(engine, outputs)
+    return engine, outputs, requests
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("name", "when"), [("commit", "before"), ("commit", "after"), ("execute", "before")])
+def test_what_was_computed_is_failed_and_what_waits_is_served(phase: str, name: str, when: str) -> None:
+    """The engine may be stepped on: nobody is left without an end, or goes on with a token missing."""
+    engine, outputs, requests = interrupted(phase, name, when)
+    outputs += run(engine)
+    for each in requests[:2]:
+        assert "interrupted" in str(end_of(outputs, each).error)
+        tokens = tokens_of(outputs, each)
+        assert tokens == continuation(each.prompt_token_ids, 4)[: len(tokens)]
+    assert tokens_of(outputs, requests[2]) == continuation(requests[2].prompt_token_ids, 4)
+    assert_all_free(engine)
+
+
+def test_outputs_of_a_step_committed_before_the_interrupt_are_delivered() -> None:
+    """Phase 9 commits an earlier step first, then plans."""
+    engine = build("pipelined", max_batch_size=2)
+    request = add(engine, [1, 2, 3], greedy(9))
+    outputs: list[StepOutput] = []
+    with pytest.MonkeyPatch.context() as patch:
+        raise_at(engine.scheduler, "plan", "before", 4, KeyboardInterrupt(), patch)
+        step_until_interrupted(engine, outputs)
+    assert len(tokens_of(outputs, request)) == 1
+    outputs += engine.abort_all(RuntimeError("over"))
+    assert tokens_of(outputs, request) == continuation([1, 2, 3], 2)
+    assert end_of(outputs, request).error is not None
+    assert run(engine) == []
+    assert_all_free(engine)
+
+
+def test_abort_all_abandons_what_is_in_flight() -> None:
+    engine = build("pipelined", prefill_chunk_size=2)
+    requests = [add(engine, [i, 1, 2, 3, 4], greedy(9)) for i in range(3)]
+    outputs = engine.step() + engine.step()
+    assert engine.runner.in_flight
+    outputs += engine.abort_all(RuntimeError("over"))
+    assert not engine.runner.in_flight
+    assert all(str(end_of(outputs, each).error) == "over" for each in requests)
+    engine.step()
+    assert_all_free(engine)
+    again = add(engine, [0, 1, 2, 3, 4], greedy(9))
+    assert tokens_of(run(engine), again) == continuation(again.prompt_token_ids, 9)

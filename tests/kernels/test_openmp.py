@@ -1,0 +1,112 @@
+"""How long idle OpenMP workers spin: what libgomp was told when torch loaded it, and what a step costs with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.phases import phase_names
+from kernels.openmp import SPIN_ROUNDS, VARIABLES
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings libgomp on Linux only")
+
+ENTRY_POINTS = [
+    ["-m", "phase8_prefix", "--help"],
+]
+OTHER_ENTRY_POINTS = [
+    ["-m", "infer", "phases"],
+    ["-c", "from common.llm import LLM"],
+    ["-m", "phase4_static", "--help"],
+    ["-m", "phase5_continuous", "--help"],
+    ["-m", "phase6_paged", "--help"],
+    ["-m", "phase7_chunked", "--help"],
+    ["-m", "phase9_pipelined", "--help"],
+    ["-m", "infer", "serve", "5", "--help"],
+    ["-m", "benchmarks", "--help"],
+    ["-m", "benchmarks.demo", "--help"],
+    ["-m", "benchmarks.kv_cache", "--help"],
+    ["-c", "import kernels.attention"],
+    ["-c", "import simulator"],
+    ["-c", "import benchmarks.peers.workers.ours; import torch"],
+    ["-c", "import cluster.app"],
+    ["-c", "import cluster.replica"],
+]
+
+
+def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=inherited | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def spin_rounds(arguments: list[str], **variables: str) -> list[str]:
+    """What each copy of libgomp in the process that `arguments` start read when it was loaded."""
+    log = run(arguments, OMP_DISPLAY_ENV="VERBOSE", **variables).stderr
+    return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", log)
+
+
+def test_every_phase_is_an_entry_point() -> None:
+    assert set(phase_names()) <= {arguments[1] for arguments in ENTRY_POINTS + OTHER_ENTRY_POINTS}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [*ENTRY_POINTS, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_ENTRY_POINTS)],
+    ids=" ".join,
+)
+def test_libgomp_is_loaded_with_the_limit(arguments: list[str]) -> None:
+    if "cluster" in arguments[-1]:
+        pytest.importorskip("ray")
+    assert spin_rounds(arguments) == [str(SPIN_ROUNDS)]
+
+
+@pytest.mark.slow
+def test_the_users_choice_stays() -> None:
+    command = ["-c", "import kernels.attention"]
+    assert spin_rounds(command, GOMP_SPINCOUNT="77") == ["77"]
+    assert spin_rounds(command, OMP_WAIT_POLICY="passive") == ["0"]
+
+
+STEPS = """
+import time
+from common.llm import LLM
+from common.request import SamplingParams
+
+engine = LLM("zoo:llama-tiny", phase=5, max_batch_size=8).engine
+for i in range(8):
+    params = SamplingParams(temperature=0.0, max_new_tokens=200, ignore_eos=True)
+    engine.add_request(engine.create_request([5, 6, 7 + i], params, str(i)))
+engine.step()
+spent = 0.0
+for _ in range(10):
+    engine.step()
+    began = time.process_time()
+    time.sleep(0.005)
+    spent += time.process_time() - began
+print(spent)
+"""
+
+
+def test_workers_sleep_between_two_steps() -> None:
+    """Between two steps workers take far less processor time than by libgomp's own choice."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("one core: nothing is shared out")
+    limited, unlimited = (
+        float(run(["-c", STEPS], OMP_NUM_THREADS="2", **variables).stdout)
+        for variables in ({}, {"GOMP_SPINCOUNT": "300000"})
+    )
+    assert limited < unlimited / 4
