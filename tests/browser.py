@@ -24,7 +24,7 @@ import pytest
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 AXE = Path(__file__).resolve().parents[1] / ".clients/axe-core/node_modules/axe-core/axe.min.js"
-PHONE, DESKTOP = 390, 1280
+PHONE, DESKTOP = 375, 1280
 HANG_S = 60.0
 
 #: Of keys that are not letters: the codes that Chromium wants beside their names.

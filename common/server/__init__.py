@@ -19,6 +19,8 @@ app          routes, errors, life: the app     request_log  a line for each requ
 lifecycle    port, signals, draining           cli, options flags and environment
 connections  how many, and for how long        page         the form at /
 openapi      the machine's description         live_view    steps as they come, viewer/ draws them
-metrics      what Prometheus reads
+metrics      what Prometheus reads             recordings   traces that clients ask for
+parser       HTTP requests, in bounded turns   own_pages    strange names and other sites' pages, refused
+lingering    a close that loses no answer      help         the text of --help
 ```
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
@@ -9,13 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.engine import Engine
+from common.server.answer_counts import CountAnswers
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
-from common.server.errors import HANDLERS
-from common.server.middleware import REQUEST_ID, ApiKeys, HeadAsGet, RequestIds, RootPath
+from common.server.errors import HANDLERS, answer_unexpected_error
+from common.server.middleware import ApiKeys, HeadAsGet, RequestIds, RootPath, cors_settings
 from common.server.openapi import openapi_document
+from common.server.own_pages import AllowedHosts, OwnPages
+from common.server.pulse import Pulse
+from common.server.routes import admin as administration
 from common.server.routes import generation, models, operation, tokens, tracing
 from common.server.service import Service, served_model_name
 from common.worker import EngineWorker
@@ -31,11 +37,14 @@ def create_app(
     other_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
+    hosts: AllowedHosts | None = None,
     root_path: str = "",
     body_timeout_s: float = 30.0,
+    step_timeout_s: float | None = None,
     backlogs: Backlogs | None = None,
     ping_s: float = 15.0,
     live_view: bool = True,
+    admin: bool = False,
 ) -> FastAPI:
     """The app around an engine, which it owns from start-up to shutdown.
 
@@ -46,17 +55,22 @@ def create_app(
         other_names: what they may call it as well.
         api_keys: of which clients must send one; none: everybody is answered.
         cors_origins: whose pages a browser lets talk to this app; none: no others than its own.
+        hosts: the names that requests may call this app by, if it has no keys. None: any name, and pages of all
+            sites may send requests, as is right for an app that no browser can reach.
         root_path: what a proxy puts before every path.
         body_timeout_s: from a request's head to the end of its body.
+        step_timeout_s: the longest that a step may take before the server counts as dead; None: for ever.
         backlogs: how much clients may leave unread; by default as `--max-unread-bytes` and the like.
         ping_s: seconds between comments in a quiet stream.
         live_view: whether the engine's steps can be watched.
+        admin: whether clients may pause the engine.
     """
     service = Service(
         engine,
         worker or EngineWorker(lambda: engine),
         (model_name or served_model_name(engine.config.model), *other_names),
         bodies=Bodies(body_timeout_s),
+        step_timeout_s=step_timeout_s,
         backlogs=backlogs or Backlogs(),
         ping_s=ping_s,
         live_view=live_view,
@@ -65,8 +79,11 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.worker.start()
+        pulse = asyncio.create_task(Pulse(engine, service.worker).run())
         yield
+        pulse.cancel()
         # Not in a `finally`: who cancels this is in a hurry, and a pass may be long.
+        engine.grammars.close()
         await service.worker.stop(LAST_STEP_S)
 
     app = FastAPI(
@@ -81,22 +98,25 @@ def create_app(
     )
     app.state.server = service
     app.state.paths = []  # of all routes, for who has mistyped one
-    for family in (generation, tokens, models, operation, tracing):
+    families = (generation, tokens, models, operation, tracing)
+    for family in (*families, administration) if admin else families:
         app.include_router(family.router)
         app.state.paths += [route.path for route in family.router.routes if isinstance(route, APIRoute)]
+    app.add_middleware(HeadAsGet)
+    # Starlette answers unexpected errors outside of all other middleware, where answers get neither ids nor CORS.
+    app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
-    app.add_middleware(HeadAsGet)
+    elif hosts is not None:
+        app.add_middleware(OwnPages, hosts=hosts, origins=cors_origins)
     app.add_middleware(RequestIds)  # outside those: refusals of theirs have their id, too
     if cors_origins:
         app.add_middleware(  # the outermost: a page may read refusals, and a browser that asks first has no key yet
             CORSMiddleware,
-            allow_origins=cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "Retry-After"],
+            **cors_settings(cors_origins),
         )
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
+    app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

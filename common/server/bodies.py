@@ -14,12 +14,24 @@ from common.server.schemas.parsing import MAX_BODY_BYTES
 class Bodies:
     """Reads what clients send, for as long as they may take to send it.
 
+    Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
+    they can would take its time. While the rate is used up, connections are not read, and their clients wait.
+
     Args:
         timeout_s: from the end of a request's head to that of its body.
     """
 
+    #: Of each body, bytes that do not count.
+    FREE_BYTES = 64 * 1024
+    BYTES_PER_S = 8 * 2**20
+    #: How far the rate may be exceeded for a moment.
+    BURST_BYTES = 4 * 2**20
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._paid_until_s = (
+            0.0  # when the bytes read so far would have come at the rate, on the loop's clock
+        )
         self._deadlines: set[asyncio.Timeout] = set()  # of those that are being read
         self._given_up = False
 
@@ -41,7 +53,7 @@ class Bodies:
                 try:
                     if self._given_up:
                         expire(deadline)  # what has come already can be read all the same
-                    return await _read(request)
+                    return await self._read(request)
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
@@ -49,6 +61,24 @@ class Bodies:
         # The rest of the body would be taken for the next request.
         refusal.headers["Connection"] = "close"
         raise refusal
+
+    async def _read(self, request: Request) -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise too_large()
+            if len(body) > self.FREE_BYTES:
+                await self._pay_for(len(chunk))
+        return bytes(body)
+
+    async def _pay_for(self, count: int) -> None:
+        """Wait until so many bytes more are within the rate of all large bodies."""
+        now_s = asyncio.get_running_loop().time()
+        earliest_s = now_s - self.BURST_BYTES / self.BYTES_PER_S
+        self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self.BYTES_PER_S
+        if self._paid_until_s > now_s:
+            await asyncio.sleep(self._paid_until_s - now_s)
 
     def give_up(self) -> None:
         """The server ends: refuse whatever has not come by now."""
@@ -69,25 +99,21 @@ def expire(deadline: asyncio.Timeout) -> None:
         deadline.reschedule(asyncio.get_running_loop().time())
 
 
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large()
-    return bytes(body)
-
-
 def too_large() -> ApiError:
     return ApiError(
         413, f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads", code="body_too_large"
     )
 
 
+def says_json(request: Request) -> bool:
+    """Return whether a request says that its body is JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return media_type == "application/json"
+
+
 def _require_json(request: Request) -> None:
     """A page in a browser can post text to any port of its machine unasked, but not JSON."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if not says_json(request):
         raise ApiError(
             400,
             "the body must be JSON; send it with Content-Type: application/json",

@@ -7,6 +7,7 @@ The exit codes of the command: 0 after a signal, 1 where serving could not begin
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import logging
 import re
 import sys
@@ -20,6 +21,7 @@ from common.config import EngineConfig
 from common.errors import StartupError
 from common.phases import PhasePackage, find_phase
 from common.server.errors import shorten
+from common.server.help import help_text
 from common.server.lifecycle import exit_at_once, serve
 from common.server.log_format import configure_logging
 from common.server.options import CommonOptions, ServerOptions
@@ -70,7 +72,24 @@ def exit_with(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def print_version() -> NoReturn:
+    """Print the versions of this package and of torch, and exit."""
+    print(f"infer {importlib.metadata.version('infer-phases')}, torch {importlib.metadata.version('torch')}")
+    sys.exit(0)
+
+
 # ---------------------------------------------------------------------- options
+
+#: Messages for wrong options, in place of those of pydantic that speak of its own types.
+REWORDED = {
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "string_too_short": "must be a text of at least one character",
+    "too_short": "must be one value or several",
+}
 
 
 def read_options(
@@ -86,7 +105,16 @@ def read_options(
 
 
 def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> BaseSettings:
-    """All options of such a class. Raises as `read_options` does."""
+    """Return all options of such a class. Prints help or version instead, if asked to, and exits.
+
+    Raises:
+        UsageError: as `read_options`.
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(help_text(settings_class), end="")
+        sys.exit(0)
+    if "--version" in argv:
+        print_version()
     try:
         return settings_class(_cli_parse_args=list(argv))
     except SettingsError as error:
@@ -163,7 +191,9 @@ def explain_invalid(error: ValidationError) -> UsageError:
     field = str(first["loc"][0])
     source = f" (or {ENV_PREFIX}{field.upper()})"
     given = NONE if first["input"] is None else first["input"]
-    return UsageError(f"{flag_of(field)}{source}: {first['msg']}, not {shorten(repr(given), 100)}")
+    said = first["msg"].replace("Input should be", "must be")
+    must = REWORDED.get(first["type"], said)
+    return UsageError(f"{flag_of(field)}{source}: {must}, not {shorten(repr(given), 100)}")
 
 
 def flag_of(field: str) -> str:

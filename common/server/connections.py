@@ -1,21 +1,23 @@
-"""Connections to clients: how many there are, how long each may take, and what is said to those that make no sense.
+"""Connections to clients: how many there are, how long each may take, and the answer to bytes that are no HTTP.
 
 ```text
 opened ──> waits for a request ──> its head comes ──> its body comes ──> answered ──> waits again
-           keep-alive timeout      body timeout       body timeout,      a body that goes on behind the answer
-           closed                  408, closed        see `bodies`       is let by until that timeout: closed
+           keep-alive timeout      body timeout       body timeout,      before the whole request has come:
+           closed                  408, closed        see `bodies`       the rest is dropped, closed
 ```
 
-The HTTP server itself has a timeout for the wait between two requests and none for the rest.
+uvicorn itself has a timeout for the wait between two requests and none for the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,16 @@ import h11
 import orjson
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from common.server.answer_counts import AnswerCounts
+from common.server.backlogs import Backlogs, SlowReaderError, Unread
 from common.server.errors import ApiError, unavailable
+from common.server.lingering import LINGER_S, LingeringTransport
 from common.server.middleware import OPEN_PATHS, refuse
+from common.server.parser import BoundedParser
 from common.server.request_log import log_refusal
 
 logger = logging.getLogger(__name__)
@@ -38,6 +45,14 @@ SPARE_CONNECTIONS = 32
 SPARE_TIMEOUT_S = 5.0
 #: A client that takes less in its time takes nothing. The HTTP server holds 64 KiB of a stream, and goes on at 16.
 MUST_TAKE_BYTES = 48 * 1024
+#: A client has so long to read a JSON answer before the bytes that are left count among the unread ones.
+COUNT_AFTER_S = 5.0
+#: Of a request's head.
+MAX_HEAD_BYTES = 16 * 1024
+#: How long a connection lingers when the server ends.
+LAST_LINGER_S = 0.5
+#: Bytes that a client may send behind a request whose answer is being made. A connection with more is closed.
+MAX_PIPELINED_BYTES = 64 * 1024
 #: Between two warnings that there are too many.
 WARN_EVERY_S = 10.0
 #: Files a server has open beside its connections: the model's, its log, the event loop's.
@@ -50,33 +65,88 @@ class ConnectionLimits:
 
     Attributes:
         connections: at a time.
+        per_address: connections at a time of one address; by default half of all. Loopback and Unix sockets have
+            no such bound, since all clients of a proxy on this machine have its address.
         keep_alive_s: without a request.
         receive_s: for the head of a request to come.
         send_s: to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
     """
 
     connections: int = 1024
+    per_address: int | None = None
     keep_alive_s: float = 60.0
     receive_s: float = 30.0
     send_s: float = 60.0
 
 
 class Config(uvicorn.Config):
-    """The HTTP server's settings, with limits for its connections."""
+    """The HTTP server's settings, with limits for its connections.
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, **settings: Any) -> None:
+    Args:
+        limits: of connections.
+        backlogs: where JSON answers that clients do not read are counted, beside streams; by default on their own.
+        answers: where requests that are refused here are counted; by default on their own.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits,
+        backlogs: Backlogs | None = None,
+        answers: AnswerCounts | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(app, http=Connection, **settings)
         self.limits = limits
+        self.backlogs = backlogs or Backlogs()
+        self.answers = answers or AnswerCounts()
+        self.addresses: Counter[str] = Counter()  # how many connections each has
         self.last_warning_s = -WARN_EVERY_S
 
-    def warn(self) -> None:
-        """There are too many connections. Said now and then: whoever opens them may open thousands."""
+    def beyond(self, connections: int, address: str | None) -> int:
+        """Return by how many the connections are too many, of all or of one address; 0 or less: they are not."""
+        limits = self.limits
+        beyond = connections - limits.connections
+        if beyond > 0:
+            self._warn("%d connections are open, the most that --max-connections allows", limits.connections)
+        per_address = limits.connections // 2 if limits.per_address is None else limits.per_address
+        beyond_here = self.addresses[address] - per_address if address is not None else 0
+        if beyond_here > 0:
+            self._warn(
+                "%d connections of %s are open, the most that --max-connections-per-address allows",
+                per_address,
+                address,
+            )
+        return max(beyond, beyond_here)
+
+    def forget(self, address: str) -> None:
+        """Count a connection of an address as closed."""
+        self.addresses[address] -= 1
+        if not self.addresses[address]:
+            del self.addresses[address]
+
+    def _warn(self, message: str, *values: object) -> None:
+        """Log now and then: a client that opens too many connections may open thousands."""
         if time.monotonic() - self.last_warning_s >= WARN_EVERY_S:
             self.last_warning_s = time.monotonic()
-            logger.warning(
-                "%d connections are open, the most that --max-connections allows: more are refused",
-                self.limits.connections,
-            )
+            logger.warning(f"{message}: more are refused", *values)
+
+
+class Flow(FlowControl):
+    """uvicorn's flow control, which goes on reading while an answer is made.
+
+    uvicorn stops reading when bytes wait behind a request. Then it learns of a client that leaves only when the
+    answer is complete, and a request with one byte behind it is computed for nobody.
+    """
+
+    def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
+        super().__init__(transport)
+        self._parser = parser
+
+    def pause_reading(self) -> None:
+        """Stop reading a body that comes faster than the app takes it, and nothing else."""
+        if self._parser.their_state is h11.SEND_BODY:
+            super().pause_reading()
 
 
 class Connection(H11Protocol):
@@ -90,21 +160,33 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn: BoundedParser = BoundedParser(config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self._limits = config.limits
-        self._warn = config.warn
+        self._answers = config.answers
+        self._settings = config
+        self._address: str | None = None
         self._receive_s = self._limits.receive_s
         self._keep_alive_s = self._limits.keep_alive_s
+        self._next_turn: asyncio.Handle | None = None  # parses the events that the last turn left
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
+        self._backlogs = config.backlogs
+        self._unread: Unread | None = None  # the bytes of a whole answer that the client leaves
+        self._counting: asyncio.TimerHandle | None = None  # counts those
 
     # ------------------------------------------------------------------ opened and closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(transport)
-        beyond = len(self.connections) - self._limits.connections
+        linger_s = min(self._limits.receive_s, LINGER_S)
+        self._lingering = LingeringTransport(transport, self._may_be_sending, linger_s)
+        super().connection_made(self._lingering)
+        self.flow = Flow(self._lingering, self.conn)
+        self._address = None if self.client is None else counted_address(self.client[0])
+        if self._address is not None:
+            self._settings.addresses[self._address] += 1
+        beyond = self._settings.beyond(len(self.connections), self._address)
         if beyond > 0:
-            self._warn()
-            self.app = TooMany(self.app)
+            self.app = TooMany(self.app, self._answers)
             self._receive_s = self._keep_alive_s = SPARE_TIMEOUT_S
         if beyond > SPARE_CONNECTIONS:
             transport.abort()
@@ -113,15 +195,60 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._address is not None:
+            self._settings.forget(self._address)
+        self._lingering.on_lost()
         self._unset_keepalive_if_required()
         self._stop_receiving()
         self._stop_sending()
 
-    # ------------------------------------------------------------------ requests that come slowly, or never
+    def shutdown(self) -> None:
+        """Let the server end: an idle or lingering connection closes, another one with the end of its answer."""
+        super().shutdown()
+        self._lingering.hurry(LAST_LINGER_S)
+
+    def _may_be_sending(self) -> bool:
+        """Return whether the client may be in the middle of a request."""
+        state = self.conn.their_state
+        return state in (h11.SEND_BODY, h11.ERROR) or (state is h11.IDLE and self._unparsed_bytes() > 0)
+
+    def _unparsed_bytes(self) -> int:
+        return len(self.conn.trailing_data[0])
+
+    # ------------------------------------------------------------------ requests that come in many pieces
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if not self.transport.is_closing():  # else the bytes are dropped
+            super().data_received(data)
+            self._after_reading()
+
+    def handle_events(self) -> None:
+        """Handle parsed events until there are none, or the turn is over; then the next turn goes on."""
+        if self._next_turn is not None:
+            return
+        self.conn.begin_turn()
+        super().handle_events()
+        if self.conn.turn_is_over:
+            self._next_turn = self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._next_turn = None
+        if not self.transport.is_closing():
+            self.handle_events()
+            self._after_reading()
+
+    def _after_reading(self) -> None:
+        """Close a connection with too much behind its request; give the others their time."""
+        request_is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+        if request_is_whole and self._unparsed_bytes() > MAX_PIPELINED_BYTES:
+            logger.info(
+                "a client sent over %d bytes behind a request that is not answered yet: closed",
+                MAX_PIPELINED_BYTES,
+            )
+            self.transport.abort()
         self._watch()
+
+    # ------------------------------------------------------------------ requests that come slowly, or never
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -129,11 +256,12 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Whatever is waited for has its time: the rest of a request, or the next one."""
+        """Start the timer of what the connection waits for: the rest of a request, or the next one."""
         if self.transport.is_closing():
+            self._stop_receiving()
             return
         waiting = self.conn.their_state is h11.IDLE
-        if self.conn.their_state is h11.SEND_BODY or (waiting and self.conn.trailing_data[0]):
+        if self.conn.their_state is h11.SEND_BODY or (waiting and self._unparsed_bytes()):
             if self._receiving is None:
                 self._receiving = self.loop.call_later(self._receive_s, self._on_late)
             return
@@ -149,6 +277,7 @@ class Connection(H11Protocol):
             self._receiving = None
 
     def _on_late(self) -> None:
+        """Refuse a head that has not come in time. A body is read by the app, which has a deadline for it."""
         self._receiving = None
         if self.conn.our_state is h11.IDLE:
             self._refuse(
@@ -156,20 +285,20 @@ class Connection(H11Protocol):
                     408, f"the request did not come within {self._receive_s:g} s", code="request_timeout"
                 )
             )
-        elif self.cycle.response_complete:
-            self.transport.close()
-        # Or the app reads the body, and has a deadline for it.
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP: told as all errors are, if an answer has not begun."""
+        """Refuse bytes that are no HTTP, or too many pieces, if an answer has not begun; close in any case."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(ApiError(400, msg, code="invalid_http"))
+            self._refuse(self.conn.refusal or ApiError(400, msg, code="invalid_http"))
         else:
+            self._end_request()
             self.transport.close()
 
     def _refuse(self, refusal: ApiError) -> None:
         """Answer without the app, and close."""
-        log_refusal(refusal, refusal.status, refusal)
+        self._end_request()
+        log_refusal(refusal, refusal.status, refusal, client=self.client[0] if self.client else None)
+        self._answers.add(refusal.status, refusal.code)
         body = orjson.dumps(refusal.body())
         headers = [
             *self.server_state.default_headers,
@@ -185,24 +314,47 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
+    def _end_request(self) -> None:
+        """Tell the app, if it has a request of this connection, that the client has left."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     # ------------------------------------------------------------------ answers that are not taken
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_sending()
+        self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
 
     def _watch_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         self._sending = self.loop.call_later(self._limits.send_s, self._on_unread, unsent)
+
+    def _count_unread(self) -> None:
+        """Count the bytes of an answer that is complete, now and again; a stream's are in its backlog."""
+        self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
+        if self.cycle.response_complete:
+            if self._unread is None:
+                self._unread = Unread(self._backlogs, self._give_up)
+            self._unread.add(self.transport.get_write_buffer_size() - self._unread.bytes)
+
+    def _give_up(self, error: SlowReaderError) -> None:
+        logger.info("%s: closed", error)
+        self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_sending()
 
     def _stop_sending(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
+        for timer in (self._sending, self._counting):
+            if timer is not None:
+                timer.cancel()
+        self._sending = self._counting = None
+        if self._unread is not None:
+            self._unread.forget()
+            self._unread = None
 
     def _on_unread(self, unsent: int) -> None:
         """Some time ago, `unsent` bytes waited for the client."""
@@ -216,22 +368,42 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
+def counted_address(host: str) -> str | None:
+    """Return the address that a peer's connections are counted under; None if they are not.
+
+    A machine with IPv6 has a network of 2^64 addresses, and counts as one.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            network = ipaddress.ip_network((int(address), 64), strict=False)
+            return None if address.is_loopback else str(network)
+        address = address.ipv4_mapped
+    return None if address.is_loopback else str(address)
+
+
 class TooMany:
     """The app for connections beyond the bound: it says how the server is, and refuses the rest."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, answers: AnswerCounts) -> None:
         self.app = app
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
         refusal = unavailable(
-            "too many connections are open (the server's option --max-connections); try again shortly",
+            "too many connections are open, of all clients or of one address (the server's options "
+            "--max-connections and --max-connections-per-address); try again shortly",
             code="too_many_connections",
             retry_after_s=1,
         )
         refusal.headers["Connection"] = "close"
+        self._answers.add(refusal.status, refusal.code)
         await refuse(refusal, scope, receive, send)
 
 

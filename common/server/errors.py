@@ -33,6 +33,8 @@ MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay und
 #: Where answers are OpenAI's to the letter, statuses included.
 STRICT_PREFIX = "/openai/"
 
+SHOULD_RETRY = "x-should-retry"  # OpenAI's libraries heed it
+
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
 UNAVAILABLE = "unavailable_error"
@@ -48,7 +50,7 @@ class ApiError(Exception):
         type: the kind of error, for programs.
         param: the request's field at fault, if one is.
         code: which error, for programs.
-        headers: to send along.
+        headers: to send along. 500 and 504 have `x-should-retry: false`.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class ApiError(Exception):
         self.type = type
         self.param = None if param is None else shorten(param, 100)
         self.code = code
-        self.headers = dict(headers or {})
+        # OpenAI's libraries repeat a request after any 5xx. It would be computed again, to the same end.
+        no_retry = {SHOULD_RETRY: "false"} if status in (500, 504) else {}
+        self.headers = {**no_retry, **(headers or {})}
 
     def body(self) -> dict[str, Any]:
         """The JSON object that every error is."""
@@ -90,15 +94,13 @@ def internal_error() -> ApiError:
 
 
 def status_at(path: str, error: ApiError) -> int:
-    """The status of an error at a route. OpenAI's own have 400 for all that is wrong with a request, and 404 for a
-    model that is not there; the others tell what is malformed (400) from what cannot be served (422)."""
-    if error.status != 422 or not path.startswith(STRICT_PREFIX):
-        return error.status
-    return 404 if error.code == "model_not_found" else 400
+    """Return the status of an error at a route. OpenAI's own routes answer 400 to any bad request; the others tell
+    a malformed request (400) from one that cannot be served (422)."""
+    return 400 if error.status == 422 and path.startswith(STRICT_PREFIX) else error.status
 
 
 def from_exception(error: Exception) -> ApiError:
-    """What a client is told about an error that the engine or its worker raised, or ended a request with."""
+    """Return a client's answer to an error that the engine or its worker raised, or ended a request with."""
     match error:
         case ApiError():
             return error
@@ -146,10 +148,31 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     return await answer_api_error(request, api_error)
 
 
+_CHAT_INSTEAD = "chat is: POST /v1/chat/completions"
+_OLLAMA = "Ollama's API is not served, OpenAI's is"
+
+#: Routes of other servers, by how they end, and what to ask for here instead.
+_ELSEWHERE = {
+    "/v1/responses": f"responses are not served, {_CHAT_INSTEAD}",
+    "/v1/messages": f"Anthropic's messages are not served, {_CHAT_INSTEAD}",
+    "/v1/messages/count_tokens": "Anthropic's messages are not served; POST /tokenize counts tokens",
+    "/v1/embeddings": "embeddings are not served: this server's models write text",
+    "/api/tags": f"{_OLLAMA}: GET /v1/models",
+    "/api/show": f"{_OLLAMA}: GET /v1/models",
+    "/api/version": f"{_OLLAMA}; GET /version tells of this server",
+    "/api/generate": f"{_OLLAMA}: POST /v1/completions",
+    "/api/chat": f"{_OLLAMA}: POST /v1/chat/completions",
+    "/docs": "the routes are described in /openapi.json, and the page at / has a form to try them",
+    "/redoc": "the routes are described in /openapi.json, and the page at / has a form to try them",
+}
+
+
 def _route_meant_by(request: Request) -> str:
+    """Say which route a client may want instead of the one that it asked for."""
     path = request.url.path
-    if path.endswith("/v1/responses"):
-        return "responses are not served, chat is: POST /v1/chat/completions"
+    for end, hint in _ELSEWHERE.items():
+        if path.endswith(end):
+            return hint
     near = difflib.get_close_matches(shorten(path, 100), request.app.state.paths, n=1, cutoff=0.7)
     return f"did you mean {near[0]}? See /openapi.json" if near else "see /openapi.json"
 
@@ -174,8 +197,20 @@ async def answer_unexpected_error(request: Request, _: Exception) -> Response:
     return await answer_api_error(request, internal_error())
 
 
+#: Errors that the engine or its worker raises: no route has to translate them.
+ENGINE_ERRORS: tuple[type[Exception], ...] = (
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+    RequestTimeoutError,
+    EngineDeadError,
+    GrammarFailedError,
+    NaNLogitsError,
+)
+
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: answer_api_error,
+    **dict.fromkeys(ENGINE_ERRORS, answer_api_error),
     HTTPException: answer_http_error,
     RequestValidationError: answer_invalid_query,
     ClientDisconnect: answer_nobody,

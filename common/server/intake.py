@@ -1,85 +1,167 @@
-"""A request to the engine's own: its prompts tokenized, its choices submitted.
+"""Intake: from the bytes of a request's body to requests in the engine's queue.
 
 ```text
-body under 2 MB ─> checked ─> places in the queue ─> tokenized (threads) ─> submitted
-bodies             schemas    503                    400, 422
-400, 408, 413      400, 422
+body ──> validated ──> grammar compiled ──> places in the queue held ──> tokenized ──> submitted
+         400, 422,     422, 503             503                         400, 422
+         413, 503
 ```
+
+`common.server.admission` bounds the work of each stage.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from common.engine import Engine
-from common.errors import InvalidGrammarError, InvalidRequestError
+from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
+from common.grammar import Matcher
 from common.request import Request as EngineRequest
+from common.server.admission import Admission
 from common.server.schemas.generation import GenerationRequest
+from common.server.schemas.parsing import BodyT, Limits, parse, refuse_too_many_values
 from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
-#: Requests that are tokenized at the same time. With one, a prompt of two megabytes would hold up every short one
-#: for a second; with more, many such prompts would take the cores that the engine computes on.
-TOKENIZING_THREADS = 2
+#: Grammars whose matchers take less processor time, in seconds, are compiled in the threads that tokenize prompts.
+QUICK_COMPILE_S = 0.05
 
-#: Requests whose grammars are compiled at the same time: a slow one holds up its like alone.
-COMPILING_THREADS = 1
+#: Entries of prompt log-probabilities in one answer: tokens of the prompt × (top + 1) × choices.
+#: Each takes about 70 bytes of JSON.
+MAX_PROMPT_LOGPROBS = 2**17
+
+#: A text that `/tokenize` takes, or `truncate_prompt_tokens` cuts, may have this many times the tokens of the
+#: longest request.
+MAX_LENGTHS = 8
 
 
 class Intake:
     """Hands checked requests to an engine."""
 
-    def __init__(self, engine: Engine, worker: EngineWorker) -> None:
+    def __init__(self, engine: Engine, worker: EngineWorker, admission: Admission, limits: Limits) -> None:
         self._engine = engine
         self._worker = worker
-        self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenizing")
-        self._compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="compiling")
+        self._admission = admission
+        self._limits = limits
 
-    async def submit(self, wanted: GenerationRequest, answer_id: str) -> list[RequestStream]:
-        """Hand every choice to the engine, or none: their streams, by index.
-
-        Places in the queue are held while the request waits for its turn to be tokenized, and given back if this is
-        cancelled.
+    async def parse(self, body: bytes, form: type[BodyT]) -> BodyT:
+        """Validate a request's body: a large one in a thread, so that the event loop goes on.
 
         Raises:
-            QueueFullError, ShuttingDownError, EngineDeadError: nothing was tokenized.
-            InvalidRequestError: nothing was submitted.
+            ApiError: as `schemas.parsing.parse`; 413, it has too many values; 503, too many large bodies wait.
         """
+        if len(body) <= self._admission.LARGE_BODY_BYTES:
+            return parse(body, form, self._limits)
+
+        def validate() -> BodyT:
+            refuse_too_many_values(body)
+            return parse(body, form, self._limits)
+
+        return await self._admission.validating.run(validate)
+
+    async def submit(
+        self, wanted: GenerationRequest, answer_id: str, arrived_s: float
+    ) -> list[RequestStream]:
+        """Submit every choice to the engine, or none, and return their streams by index.
+
+        If the caller is cancelled, work that has not begun is dropped and places in the queue are given back.
+
+        Args:
+            wanted: the request.
+            answer_id: what the ids of the engine's requests begin with.
+            arrived_s: when the whole request had come, on `time.monotonic`'s clock.
+
+        Raises:
+            QueueFullError, ShuttingDownError, EngineDeadError, ApiError: nothing was tokenized.
+            InvalidRequestError: nothing was submitted.
+            RequestTimeoutError: the time that a request may take was over before it was submitted.
+        """
+        timeout_s = self._engine.config.request_timeout
+        left_s = None if timeout_s is None else arrived_s + timeout_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._submit(wanted, answer_id, arrived_s)
+        except TimeoutError:
+            assert timeout_s is not None, "nothing else here has a timeout"
+            raise RequestTimeoutError.after(timeout_s) from None
+
+    async def _submit(
+        self, wanted: GenerationRequest, answer_id: str, arrived_s: float
+    ) -> list[RequestStream]:
         choices = wanted.num_prompts * wanted.choices_per_prompt
+        matchers = await self._compile(wanted, choices)
         with self._worker.hold_places(choices) as places:
-            loop = asyncio.get_running_loop()
-            threads = self._compiling if wanted.constrained else self._tokenizing
-            making = loop.run_in_executor(threads, self._make_requests, wanted, answer_id)
-            return places.submit(await making)
+            requests = await self._admission.tokenizing.run(
+                functools.partial(self._make_requests, wanted, answer_id, arrived_s, matchers)
+            )
+            return places.submit(requests)
+
+    async def _compile(self, wanted: GenerationRequest, choices: int) -> Sequence[Matcher | None]:
+        """Return a matcher for each choice; None for each choice whose grammar is none, or quick to compile.
+
+        A quick one is compiled while the prompt is tokenized. Others wait for their own thread, without a place.
+        """
+        if wanted.named_grammar is None:
+            return [None] * choices
+        name, grammar = wanted.named_grammar
+        compile_s = self._engine.grammars.compile_s(grammar)
+        if compile_s is not None and compile_s * choices <= QUICK_COMPILE_S:
+            return [None] * choices
+        self._worker.check_room(choices)  # nothing is compiled for a request that the queue would refuse
+
+        def compile_all() -> Sequence[Matcher]:
+            return [self._engine.grammars.new_matcher(grammar) for _ in range(choices)]
+
+        try:
+            return await self._admission.compiling.run(compile_all)
+        except InvalidGrammarError as error:
+            raise InvalidGrammarError(f"{name}: {error}", param=name) from None
 
     async def tokenize(self, wanted: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-        """Token ids, and how the tokenizer spells them if that is asked for.
+        """Return the token ids of a text, and how the tokenizer spells them if the request asks for it.
 
         Raises:
-            InvalidRequestError: the model's chat template does not take what is to be tokenized.
+            ApiError: 503, too many requests wait to be converted.
+            InvalidRequestError: the model's chat template refuses the conversation, or the text is very long.
         """
         tokenizer = self._engine.tokenizer
 
-        def work() -> tuple[list[int], list[str] | None]:
+        def convert() -> tuple[list[int], list[str] | None]:
             text = wanted.text(tokenizer.chat_template)
+            self._check_least_length(text, "at most {limit} are tokenized in one request")
             tokens = tokenizer.encode(text, add_special_tokens=wanted.adds_special_tokens)
             return tokens, [tokenizer.spelled(i) for i in tokens] if wanted.return_token_strs else None
 
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+        return await self._admission.converting.run(convert)
 
     async def detokenize(self, wanted: DetokenizeRequest) -> str:
-        """The text of token ids, special tokens included."""
-        decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, decode)
+        """Return the text of token ids, special tokens included.
 
-    def _make_requests(self, wanted: GenerationRequest, answer_id: str) -> list[EngineRequest]:
+        Raises:
+            ApiError: 503, too many requests wait to be converted.
+        """
+        decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+        return await self._admission.converting.run(decode)
+
+    # ------------------------------------------------------------------ in a thread
+
+    def _make_requests(
+        self,
+        wanted: GenerationRequest,
+        answer_id: str,
+        arrived_s: float,
+        matchers: Sequence[Matcher | None],
+    ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
+        scored = 0  # tokens of prompts in the answer
         try:
             for prompt in wanted.prompts(self._engine.tokenizer.chat_template):
                 token_ids = self._tokenize(prompt, wanted)
+                scored += len(token_ids) * wanted.choices_per_prompt
+                _check_prompt_logprobs(wanted, scored)
                 max_new_tokens = self._max_new_tokens(wanted, len(token_ids))
                 requests += [
                     self._engine.create_request(
@@ -87,6 +169,9 @@ class Intake:
                         wanted.sampling_params(choice, max_new_tokens),
                         f"{answer_id}-{len(requests) + choice}",
                         cache_salt=wanted.cache_salt or "",
+                        group=answer_id,
+                        arrived_s=arrived_s,
+                        matcher=matchers[len(requests) + choice],
                     )
                     for choice in range(wanted.choices_per_prompt)
                 ]
@@ -101,15 +186,26 @@ class Intake:
 
     def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return wanted.truncated(prompt)
-        if wanted.truncate_prompt_tokens is not None:  # however long it is, what is taken of it may fit
+            return wanted.truncated(prompt, self._engine.max_request_tokens)
+        if wanted.truncate_prompt_tokens is not None:
+            self._check_least_length(prompt, "at most {limit} are cut to truncate_prompt_tokens")
             tokenizer = self._engine.tokenizer
-            return wanted.truncated(tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens))
+            token_ids = tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
+            return wanted.truncated(token_ids, self._engine.max_request_tokens)
         at_least = 1 if wanted.max_new_tokens is None else wanted.max_new_tokens
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
+    def _check_least_length(self, text: str, rule: str) -> None:
+        """Refuse a text that takes far longer to tokenize than any prompt that the engine takes."""
+        at_least = self._engine.tokenizer.min_tokens(text)
+        limit = MAX_LENGTHS * self._engine.max_request_tokens
+        if at_least > limit:
+            raise InvalidRequestError(
+                f"the text has at least {at_least} tokens; {rule.format(limit=limit)}", param="prompt"
+            )
+
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """The longest answer: what is wanted, or what fits behind a prompt of so many tokens."""
+        """Return the longest answer: what the request asks for, or what fits behind its prompt."""
         if wanted.max_new_tokens is not None:
             return wanted.max_new_tokens
         room = self._engine.max_request_tokens - prompt_tokens
@@ -120,3 +216,18 @@ class Intake:
             )
         # A prompt that leaves no room is refused for its length, and its parameters are to make sense until then.
         return max(room, wanted.min_tokens or 1)
+
+
+def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
+    """Refuse an answer with more log-probabilities of prompt tokens than a client can want."""
+    top = wanted.scored_prompt
+    if top is None:
+        return
+    entries = tokens * (top + 1)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"the answer would hold {entries} or more log-probabilities of prompt tokens "
+            f"(tokens × (top + 1) × choices); at most {MAX_PROMPT_LOGPROBS} are computed. "
+            "Send fewer prompts, a lower n or fewer top ones",
+            param="prompt_logprobs",
+        )

@@ -18,8 +18,11 @@ import math
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -32,6 +35,7 @@ from common.server.app import LAST_STEP_S, create_app
 from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
 from common.server.options import ServerOptions
+from common.server.own_pages import AllowedHosts
 from common.server.service import Service
 from common.trace import TraceFile
 from common.worker import EngineWorker
@@ -50,15 +54,17 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     worker = EngineWorker(lambda: package.build_engine(config))
     limits = ConnectionLimits(
         connections=allow_open_files(options.max_connections),
+        per_address=options.max_connections_per_address,
         keep_alive_s=options.keep_alive_timeout,
         receive_s=options.body_timeout,
         send_s=options.send_timeout,
     )
-    with bind(options.host, options.port) as listener:  # before the model, whose loading may take minutes
-        find_lost_peers(listener, options.send_timeout)
+    check_tls(options)  # before the model, whose loading may take minutes
+    with listen(options) as listener:
         trace = None if options.trace is None else TraceFile(options.trace)
         engine = worker.build()
         names = options.served_model_name
+        backlogs = Backlogs(options.max_unread_bytes, options.max_total_unread_bytes, options.send_timeout)
         app = create_app(
             engine,
             worker=worker,
@@ -66,25 +72,32 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             other_names=names[1:],
             api_keys=options.api_key,
             cors_origins=options.cors_origin,
+            hosts=None if options.uds else AllowedHosts(options.host, options.allowed_host),
             root_path=options.root_path,
             body_timeout_s=options.body_timeout,
-            backlogs=Backlogs(options.max_unread_bytes, options.max_total_unread_bytes, options.send_timeout),
+            step_timeout_s=options.step_timeout,
+            backlogs=backlogs,
             live_view=options.live_view,
+            admin=options.admin or bool(options.api_key),
         )
         service: Service = app.state.server
-        address = url_of(listener)
+        address = url_of(listener, tls=options.ssl_certfile is not None)
         server = Server(
             Config(
                 app,
                 limits,
+                backlogs,
+                service.answers,
                 loop="asyncio",  # not another that is installed, such as by Ray
                 lifespan="on",
                 ws="none",
                 log_config=None,
                 access_log=options.log_level == "debug",
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
             ),
             service,
-            ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}",
+            ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address} (open it in a browser)",
             shutdown_timeout_s=options.shutdown_timeout,
         )
         if trace is not None:
@@ -96,6 +109,8 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
         exit_at_once(0)  # every client has its answer: nobody waits for this step
     if trace is not None:
         service.tracer.stop(trace)
+    if service.admission.busy:
+        exit_at_once(0)  # threads work for clients that have left, and the interpreter would wait for them
     return 0
 
 
@@ -109,6 +124,72 @@ def freeze_objects() -> None:
     gc.freeze()
     # At its end the interpreter takes down what it can collect, and libraries complain of the rest.
     atexit.register(gc.unfreeze)
+
+
+@contextlib.contextmanager
+def listen(options: ServerOptions) -> Iterator[socket.socket]:
+    """Context manager: a server's socket, bound but not listening yet, so clients are refused until it is ready.
+
+    Raises:
+        StartupError: the address cannot be used, or is in use.
+    """
+    if options.uds is None:
+        with bind(options.host, options.port) as listener:
+            find_lost_peers(listener, options.send_timeout)
+            yield listener
+        return
+    with bind_unix(options.uds) as listener:
+        try:
+            yield listener
+        finally:
+            options.uds.unlink(missing_ok=True)
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Return a socket bound to a file. The file of a server that was killed is replaced.
+
+    Raises:
+        StartupError: a server listens there, or the file cannot be made.
+    """
+    if _is_served(path):
+        raise StartupError(f"--uds {path}: another server listens there: stop it or name another file")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise StartupError(f"--uds {path}: {error.strerror or error}") from None
+    return listener
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def check_tls(options: ServerOptions) -> None:
+    """Read certificate and key, if there are any.
+
+    Raises:
+        StartupError: they cannot be read, or do not belong together.
+    """
+    if options.ssl_certfile is None:
+        return
+    files = f"--ssl-certfile {options.ssl_certfile}"
+    if options.ssl_keyfile is not None:
+        files += f" --ssl-keyfile {options.ssl_keyfile}"
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A password that is always wrong: without one, openssl would ask at the terminal for a locked key's.
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="none")
+    except OSError as error:
+        raise StartupError(f"{files}: {error.strerror or error}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -137,9 +218,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    """Return the URL of a server that listens on a socket; `unix:` and the file for a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 class Server(uvicorn.Server):

@@ -70,7 +70,7 @@ class Watcher:
         engine.watchers.append(self)
 
     def detach(self, engine: Engine) -> None:
-        engine.watchers.remove(self)
+        engine.unwatch(self)
 
     def __call__(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         self._maker.note(outputs)

@@ -6,14 +6,20 @@ Names are vLLM's where vLLM has the number, so that dashboards made for it show 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from common.server.service import Service
-from common.telemetry import Counters, Histogram
+from common.server.wire.format import Answer
+from common.telemetry import Counters, Histogram, RequestTelemetry
+from common.worker import RequestStream
+
+#: Memory, processor time and open files of this process: `process_*`, without labels, as every exporter has them.
+_PROCESS = ProcessCollector(registry=None)
 
 #: The engine's counters that have a name of vLLM's.
 _VLLM_COUNTERS = {
@@ -42,6 +48,7 @@ class Metrics(Collector):
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
+        yield from _PROCESS.collect()
 
     def _gauges(self) -> Iterator[Metric]:
         engine, worker = self._service.engine, self._service.worker
@@ -75,6 +82,14 @@ class Metrics(Collector):
         for reason, count in requests.ended.items():
             ended.add_metric([*self._labels.values(), reason], count)
         yield ended
+        answers = CounterMetricFamily(
+            "infer:http_answers",
+            "HTTP answers, by the code of their error",
+            labels=[*self._labels, "status", "reason"],
+        )
+        for (status, reason), count in self._service.answers.counts.items():
+            answers.add_metric([*self._labels.values(), str(status), reason], count)
+        yield answers
         for field in dataclasses.fields(Counters):
             name, text = _VLLM_COUNTERS.get(
                 field.name, (f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry")
@@ -103,10 +118,44 @@ class Metrics(Collector):
                 "From a request's submission to its end",
                 requests.end_to_end_s,
             ),
+            (
+                "vllm:request_queue_time_seconds",
+                "From a request's submission until its prefill begins, or until it leaves the queue otherwise",
+                requests.queue_s,
+            ),
+            (
+                "vllm:request_prefill_time_seconds",
+                "From there to a request's first token",
+                requests.prefill_s,
+            ),
+            (
+                "vllm:request_decode_time_seconds",
+                "From a request's first token to its last",
+                requests.decode_s,
+            ),
+            ("vllm:request_prompt_tokens", "Prompt tokens of a request", requests.prompt_lengths),
+            ("vllm:request_generation_tokens", "New tokens of a request", requests.answer_lengths),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "New tokens of the longest of the choices that continue a prompt",
+                requests.longest_choices,
+            ),
         ):
             family = HistogramMetricFamily(name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.total)
             yield family
+
+
+def count_longest_choices(
+    requests: RequestTelemetry, answer: Answer, streams: Sequence[RequestStream]
+) -> None:
+    """Count the longest choice of each prompt of an answer that has ended; `streams` are its choices', in order."""
+    longest: dict[int, int] = {}
+    for choice, stream in zip(answer.choices, streams, strict=True):
+        prompt = id(choice.prompt)
+        longest[prompt] = max(longest.get(prompt, 0), stream.received_tokens)
+    for tokens in longest.values():
+        requests.longest_choices.observe(tokens)
 
 
 def _with_unit(name: str) -> str:
@@ -116,5 +165,5 @@ def _with_unit(name: str) -> str:
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Prometheus counts, for each bound, all that is not above it."""
-    bounds = [*map(str, histogram.BOUNDS), "+Inf"]
+    bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, histogram.cumulative(), strict=True))

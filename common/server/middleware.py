@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.server.errors import ApiError
+from common.server.errors import SHOULD_RETRY, ApiError
 from common.server.request_log import log_refusal
 from common.server.transport import json_response
 
@@ -21,6 +23,16 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 REQUEST_ID = "x-request-id"
 _REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log
+
+
+def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `CORSMiddleware` that let pages of these origins use the whole API."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["*"],
+        "expose_headers": [REQUEST_ID, "Retry-After", SHOULD_RETRY],
+    }
 
 
 class RequestIds:
@@ -75,14 +87,30 @@ class RootPath:
 
 
 class HeadAsGet:
-    """HEAD is answered as GET is; the HTTP server leaves the body out."""
+    """ASGI middleware: runs the GET route for HEAD, and ends the answer with its head.
+
+    A route that streams until its client leaves stops there, too, before it has made anything.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self.app({**scope, "method": "GET"} if head else scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            raise HeadSentError
+
+        with contextlib.suppress(HeadSentError):
+            await self.app({**scope, "method": "GET"}, receive, send_head)
+
+
+class HeadSentError(Exception):
+    """The answer to HEAD is complete."""
 
 
 class ApiKeys:
@@ -123,7 +151,13 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+def client_of(scope: Scope) -> str | None:
+    """Return the address that a request came from; None if the HTTP server does not know it."""
+    client: tuple[str, int] | None = scope.get("client")
+    return client[0] if client else None
+
+
 async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer in the place of the app, and say so in the log."""
-    log_refusal(refusal, refusal.status, refusal)
+    log_refusal(refusal, refusal.status, refusal, client=client_of(scope))
     await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from common.engine import Engine
+from common.server.errors import SHOULD_RETRY
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.parsing import MAX_BODY_BYTES, Limits
@@ -25,6 +26,7 @@ from common.server.schemas.replies import (
     Health,
     ModelCard,
     ModelList,
+    NoFields,
     PlainCompletion,
     Ready,
     TelemetrySnapshot,
@@ -72,7 +74,7 @@ class Documented:
 
 _MALFORMED = "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist"
 _REFUSED = (
-    "A value out of range, an unknown field, another model's name, a prompt too long for the server, "
+    "A value out of range, an unknown field, a prompt too long for the server, "
     "a grammar that cannot be followed"
 )
 _BUSY = "The queue is full, the server is shutting down, or its engine is dead"
@@ -86,12 +88,20 @@ _FAILURES = {
     503: _BUSY,
     504: _LATE,
 }
-_NATIVE = {400: _MALFORMED, 422: _REFUSED, **_FAILURES}
-_STRICT = {400: f"{_MALFORMED}; {_REFUSED}", 404: "Another model's name", **_FAILURES}
+_NO_MODEL = {404: "Another model's name"}
+_NATIVE = {400: _MALFORMED, **_NO_MODEL, 422: _REFUSED, **_FAILURES}
+_STRICT = {400: f"{_MALFORMED}; {_REFUSED}", **_NO_MODEL, **_FAILURES}
 _CHOICES = "The choices, complete, or an event stream of their tokens"
 _ANSWERS = "The answers, complete, or an event stream of their tokens"
-_TEXT = {400: _MALFORMED, 408: _SLOW, 413: _FAILURES[413], 422: _REFUSED, 500: _FAILURES[500], 503: _ENDING}
-_NO_MODEL = {404: "Another model's name"}
+_TEXT = {
+    400: _MALFORMED,
+    **_NO_MODEL,
+    408: _SLOW,
+    413: _FAILURES[413],
+    422: _REFUSED,
+    500: _FAILURES[500],
+    503: _ENDING,
+}
 
 _NAMED_EVENTS = Stream(
     "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. `done` or `error`: "
@@ -152,7 +162,17 @@ ROUTES: dict[str, Documented] = {
     "/health": Documented(Health, "The server lives", {503: "The engine is dead"}),
     "/ready": Documented(Ready, "Requests are taken", {503: _ENDING}),
     "/version": Documented(Version, "What runs here"),
-    "/reset_prefix_cache": Documented(CacheReset, "What nobody used is forgotten", {503: _ENDING}),
+    "/reset_prefix_cache": Documented(
+        CacheReset,
+        "What nobody used is forgotten",
+        {
+            400: "The body is neither empty nor an empty object, or is not sent as JSON",
+            408: _SLOW,
+            413: _FAILURES[413],
+            503: _ENDING,
+        },
+        NoFields,
+    ),
     "/telemetry": Documented(
         TelemetrySnapshot,
         "Counters and a page of steps",
@@ -161,6 +181,8 @@ ROUTES: dict[str, Documented] = {
 }
 
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
+_NO_RETRY = {SHOULD_RETRY: {"description": "the same would happen again", "schema": {"const": "false"}}}
+_HEADERS = {500: _NO_RETRY, 503: _RETRY_AFTER, 504: _NO_RETRY}
 
 
 def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: str = "") -> dict[str, Any]:
@@ -199,13 +221,13 @@ def _describe(operation: dict[str, Any], route: Documented) -> None:
         content["text/event-stream"] = route.stream.content()
     if route.body is not None:
         body = {"application/json": {"schema": _reference(route.body)}}
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": route.body is not NoFields, "content": body}
     responses: dict[str, Any] = {"200": {"description": route.description, "content": content}}
     for status, reason in route.errors.items():
         responses[str(status)] = {
             "description": reason,
             "content": {"application/json": {"schema": _reference(ErrorResponse)}},
-            **({"headers": _RETRY_AFTER} if status == 503 else {}),
+            **({"headers": _HEADERS[status]} if status in _HEADERS else {}),
         }
     operation["responses"] = responses
 
@@ -225,7 +247,7 @@ def _schemas(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
 
 def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
     """What this server's model and options make of the fields that every body has."""
-    properties["model"]["enum"] = list(limits.models)
+    properties["model"]["anyOf"][0]["enum"] = list(limits.models)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in properties:
             properties[name]["anyOf"][0]["maximum"] = engine.max_seq_len - 1

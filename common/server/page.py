@@ -1,5 +1,6 @@
-"""The page at `/`: what runs here, a form to try it, and the engine's steps. It loads nothing from elsewhere.
+"""The page at `/`: a form that chats with the model or lets it continue a text, and the engine's steps.
 
+The page loads nothing from elsewhere.
 The documentation's site has the same viewer.
 """
 
@@ -11,7 +12,6 @@ from string import Template
 
 from common.engine import Engine
 from common.server import viewer
-from common.server.schemas.completion import DEFAULT_MAX_TOKENS
 
 #: A browser holds the page to it: its own script and style, this server, and nothing else.
 PAGE_HEADERS = {
@@ -19,14 +19,33 @@ PAGE_HEADERS = {
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 }
 
-
+MOST_TOKENS = (
+    512  # of an answer unless its reader asks for more: stories of the bundled models end within that
+)
 MOST_COPIES = 32  # of a prompt that the form sends at once
+STORIES = 6
+
+#: The form's words for a model with a chat template, and for one that only continues text.
+CHAT = {
+    "mode": "chat",
+    "verb": "Send",
+    "prompt_label": "Message",
+    "prompt": "Tell me a story about an owl named Nora.",
+}
+COMPLETION = {
+    "mode": "completion",
+    "verb": "Complete",
+    "prompt_label": "Text to continue",
+    "prompt": "Once there was a young owl named Nora.",
+}
 
 
 def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
-    """The page of an app that serves `engine`'s model under `model_name`."""
+    """Return the page of an app that serves `engine`'s model under `model_name`."""
     template = Template(resources.files("common.server").joinpath("page.html").read_text("utf-8"))
     most_tokens = engine.max_seq_len - 1
+    most_copies = min(MOST_COPIES, engine.config.max_waiting_requests)
+    words = COMPLETION if engine.tokenizer.chat_template is None else CHAT
     values = {
         "number": engine.phase.number,
         "title": engine.phase.title.lower(),
@@ -34,9 +53,10 @@ def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
         "model": model_name,
         "max_seq_len": engine.max_seq_len,
         "most_tokens": most_tokens,
-        "most_copies": min(MOST_COPIES, engine.config.max_waiting_requests),
-        "max_tokens": min(DEFAULT_MAX_TOKENS, most_tokens),
+        "most_copies": most_copies,
+        "max_tokens": min(MOST_TOKENS, most_tokens),
+        "stories": min(STORIES, most_copies),
     }
-    escaped = {name: html.escape(str(value)) for name, value in values.items()}
+    escaped = {name: html.escape(str(value)) for name, value in (values | words).items()}
     parts = {"viewer": viewer.script(), "viewer_style": viewer.style()}
     return template.substitute(escaped | parts, live_view="on" if live_view else "off")

@@ -8,11 +8,16 @@ from pathlib import Path
 from starlette.requests import Request
 
 from common.engine import Engine
+from common.errors import EngineDeadError
+from common.server.admission import Admission
+from common.server.answer_counts import AnswerCounts
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
+from common.server.errors import from_exception, unavailable
 from common.server.intake import Intake
 from common.server.live_view import LiveView
 from common.server.page import render_page
+from common.server.recordings import Recordings
 from common.server.schemas.parsing import Limits
 from common.trace import Tracer
 from common.worker import EngineWorker
@@ -23,12 +28,15 @@ class Service:
 
     Attributes:
         model_name: what it calls its model.
+        admission: bounds the work that requests cause beside the engine's steps.
         created: when it began, in seconds since 1970.
+        answers: how many there were of each status.
         bodies: reads what clients send.
         backlogs: what clients have not taken of what they are sent.
         ping_s: seconds between comments in a quiet stream.
         live_view: the engine's steps, for those who look; None: nobody may.
         tracer: the engine's, to be called in its thread (`EngineWorker.call`).
+        recordings: the traces that clients record.
     """
 
     def __init__(
@@ -39,14 +47,17 @@ class Service:
         *,
         bodies: Bodies,
         backlogs: Backlogs,
+        step_timeout_s: float | None,
         ping_s: float,
         live_view: bool,
     ) -> None:
         self.engine = engine
         self.worker = worker
         self.model_name = model_names[0]
+        self.answers = AnswerCounts()
         self.bodies = bodies
         self.backlogs = backlogs
+        self._step_timeout_s = step_timeout_s
         self.ping_s = ping_s
         self.created = int(time.time())
         self.limits = Limits(
@@ -54,10 +65,29 @@ class Service:
             max_choices=engine.config.max_waiting_requests,
             vocab_size=engine.runner.model.config.vocab_size,
         )
-        self.intake = Intake(engine, worker)
+        self.admission = Admission()
+        self.intake = Intake(engine, worker, self.admission, self.limits)
         self.live_view = LiveView(worker) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
         self.tracer = Tracer(engine)
+        self.recordings = Recordings(worker, self.tracer)
+
+    def require_health(self) -> None:
+        """Check that the engine lives.
+
+        Raises:
+            ApiError: it is dead, or has been in one step for too long. Only a new process helps.
+        """
+        if self.worker.dead is not None:
+            raise from_exception(EngineDeadError("the engine is dead; restart the server"))
+        step_s = self.worker.step_s
+        if self._step_timeout_s is not None and step_s > self._step_timeout_s:
+            raise unavailable(
+                f"the engine's present step has taken {step_s:.0f} s, over --step-timeout "
+                f"{self._step_timeout_s:g}; restart the server",
+                code="engine_stuck",
+                retry_after_s=30,
+            )
 
 
 def service_of(request: Request) -> Service:

@@ -45,7 +45,7 @@ def test_refusals(report: dict[str, Any], server: ServerProcess, prefix: str) ->
     """Refusals as the library's exceptions, and the next request, under both prefixes."""
     said = part(report, "refusals")
     strict = prefix == "/openai/v1"
-    value, model = ("BadRequestError", "NotFoundError") if strict else ("UnprocessableEntityError",) * 2
+    value, model = "BadRequestError" if strict else "UnprocessableEntityError", "NotFoundError"
     assert said["key"]["types"] == ["AuthenticationError"]
     assert said["value"]["types"] == [value]
     assert "top_p" in said["value"]["message"]

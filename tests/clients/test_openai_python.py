@@ -80,7 +80,7 @@ def test_refusals(report: dict[str, Any], server: ServerProcess, prefix: str) ->
     """Refusals as the library's exceptions, a stream left early, and the next request, under both prefixes."""
     said = part(report, "refusals")
     strict = prefix == "/openai/v1"
-    value, model = ("BadRequestError", "NotFoundError") if strict else ("UnprocessableEntityError",) * 2
+    value, model = "BadRequestError" if strict else "UnprocessableEntityError", "NotFoundError"
     for name, kind, field in (
         ("key", "AuthenticationError", "key"),
         ("value", value, "top_p"),

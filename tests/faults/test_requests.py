@@ -146,7 +146,10 @@ def test_a_client_leaves_while_it_is_served(
 ) -> None:
     if moment == "between chunks" and phase < "phase7":
         pytest.skip("prompts have no chunks yet")
-    long_prompt = {"prompt": [breaking.MARK] * 200} if moment != "decoding" else {}
+    own = {
+        "cache_salt": f"{moment} {stream}"
+    }  # a prompt that was found in the cache would have no chunks, either
+    long_prompt = {"prompt": [breaking.MARK] * 200} | own if moment != "decoding" else {}
     gate = breaking.Gate({"prefilling": 1, "between chunks": 2, "decoding": 5}[moment])
     before = server.counters()
     with breaking.passes(server, before=gate):

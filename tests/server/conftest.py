@@ -37,6 +37,8 @@ ONE_PHASE = {
     "test_refusals_name_the_field_and_come_before_the_stream",
     "test_wrong_types",
     "test_a_grammar_that_takes_long_holds_up_nobody_else",
+    "test_each_architecture_over_http",
+    "test_a_cut_to_what_fits",
     "test_the_compilers_process_ends_with_the_server",
 }
 

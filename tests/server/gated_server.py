@@ -1,9 +1,9 @@
 """A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
 
 It is the ordinary server (`common.server.lifecycle`), with hooks on the model. Lines on stdin are orders: `hold`
-and `open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`. On stdout it says `held`
-when a pass waits, and echoes each order once it is in force; then, to `collect`, whether the garbage collector has
-`few` objects to look through or `many`.
+and `open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`, and `stick` makes the
+tokenizer hang. On stdout it says `held` when a pass waits, `hangs` when the tokenizer does, and echoes each order
+once it is in force; then, to `collect`, whether the garbage collector has `few` objects to look through or `many`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from common.phases import find_phase
-from common.server import cli, lifecycle
+from common.server import cli, lifecycle, pulse
 from common.server.log_format import configure_logging
 
 SECRET = "the-secret-inside-the-server"
@@ -68,6 +68,15 @@ def main() -> None:
         engine = package.build_engine(config)
         engine.runner.model.register_forward_pre_hook(before_pass)
         engine.runner.model.register_forward_hook(after_pass)
+        encode = engine.tokenizer.encode
+
+        def encode_or_hang(*arguments: Any, **options: Any) -> list[int]:
+            if broken == "stick":
+                say("hangs")
+                threading.Event().wait()
+            return encode(*arguments, **options)
+
+        engine.tokenizer.encode = encode_or_hang
         return engine
 
     bind = lifecycle.bind
@@ -79,6 +88,7 @@ def main() -> None:
         return listener
 
     lifecycle.bind = bind_with_small_buffers
+    pulse.EVERY_S = 1e6  # tests read every line of the log
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     options, config = cli.read_options(gated, sys.argv[2:])

@@ -27,6 +27,7 @@ from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
 from common.worker import EngineWorker
+from tests.server.forked import ForkedProcess
 
 HANG_S = 120.0  # nothing takes nearly so long, on a busy machine either; only a hang does
 
@@ -42,10 +43,13 @@ class Served:
         counted: the engine's counters when the test began.
     """
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, url: str, headers: dict[str, str] | None = None, **settings: Any) -> None:
         self.url = url
         self.counted: dict[str, Any] = {}
-        self.client = httpx.Client(base_url=url, timeout=HANG_S, headers=headers)
+        if url.startswith("unix:"):
+            settings["transport"] = httpx.HTTPTransport(uds=url.removeprefix("unix:"))
+            url = "http://localhost"
+        self.client = httpx.Client(base_url=url, timeout=HANG_S, headers=headers, **settings)
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
 
     @property
@@ -88,7 +92,7 @@ class Served:
         connection.settimeout(HANG_S)
         connection.connect(("127.0.0.1", self.port))
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         return connection
@@ -104,7 +108,10 @@ class Served:
 
 
 class ServerProcess(Served):
-    """A phase's server, started with flags, on a free port."""
+    """A phase's server, started with flags, on a free port. Settings are those of the client.
+
+    With variables of its own (`env`) it is a process that was started, else one that was forked.
+    """
 
     def __init__(
         self,
@@ -113,16 +120,22 @@ class ServerProcess(Served):
         module: str | None = None,
         env: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
+        **settings: Any,
     ) -> None:
-        command = [sys.executable, "-m", *([module, phase] if module else [phase])]
-        self.process = subprocess.Popen(
-            [*command, "--port", "0", "--dtype", "float32", "--device", "cpu", *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-        )
+        name, *arguments = [module, phase] if module else [phase]
+        arguments += ["--port", "0", "--dtype", "float32", "--device", "cpu", *flags]
+        self.process: ForkedProcess | subprocess.Popen[str]
+        if env is None:
+            self.process = ForkedProcess(name, arguments)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", name, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+            )
         self.log: list[str] = []
         self.logged = 0  # lines that were there when the test began
         self.said: queue.Queue[str] = queue.Queue()
@@ -140,13 +153,13 @@ class ServerProcess(Served):
             self.close()
             raise AssertionError(f"the server did not start:\n{self.log_text}")
         assert self._ready_url, f"the server ended:\n{self.log_text}"
-        super().__init__(self._ready_url, headers)
+        super().__init__(self._ready_url, headers, **settings)
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            ready = re.search(r'ready: .* at (http://[^\s"]+)', line)
+            ready = re.search(r'ready: .* at ((?:https?://|unix:)[^\s"]+)', line)
             if ready:
                 self._ready_url = ready[1]
                 self._ready.set()
@@ -158,9 +171,20 @@ class ServerProcess(Served):
             self.said.put(line.strip())
 
     def begin_test(self) -> None:
-        """From here on a test counts and reads what it caused, and nothing older."""
-        self.counted, self.logged = {}, len(self.log)
+        """Wait until the engine has ended every request of earlier tests; count and log from here on."""
+        self.counted = {}
+        eventually(self._is_idle)
         self.counted = self.counters()
+        self.forget_log()
+
+    def _is_idle(self) -> bool:
+        counters = self.counters()
+        ended = sum(counters[f"requests_{end}"] for end in ("finished", "failed", "cancelled"))
+        return bool(counters["requests_added"] == ended)
+
+    def forget_log(self) -> None:
+        """Leave out of `log_text` all lines that have come."""
+        self.logged = len(self.log)
 
     @property
     def log_text(self) -> str:
@@ -236,11 +260,19 @@ class LocalServer(Served):
         self.listener = lifecycle.bind("127.0.0.1", 0)
         # A few hundred tokens suffice to fill what the kernel takes for a client that reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        backlogs = backlogs or Backlogs()
         app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s, backlogs=backlogs)
         self.service: Service = app.state.server
         self.http = lifecycle.Server(
             Config(
-                app, limits or ConnectionLimits(), lifespan="on", ws="none", log_config=None, access_log=False
+                app,
+                limits or ConnectionLimits(),
+                backlogs,
+                self.service.answers,
+                lifespan="on",
+                ws="none",
+                log_config=None,
+                access_log=False,
             ),
             self.service,
             ready="ready",

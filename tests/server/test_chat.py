@@ -22,6 +22,7 @@ MESSAGES: list[Any] = [
     {"role": "user", "content": "Tell me a story about a brave fox."},
 ]
 PREFIXES = ("/v1", "/openai/v1")
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/fox.png"}}
 
 
 @pytest.fixture(params=PREFIXES)
@@ -293,12 +294,19 @@ def test_stop_strings(client: openai.OpenAI, server: ServerProcess) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"functions": []}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
@@ -348,11 +356,64 @@ def test_a_message_says_where_it_is_wrong(server: ServerProcess) -> None:
     assert message.startswith("messages[2].content[1].text: ")
 
 
-def test_another_model(client: openai.OpenAI, prefix: str) -> None:
-    expected = openai.NotFoundError if prefix.startswith("/openai") else openai.UnprocessableEntityError
-    with pytest.raises(expected) as unknown:
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (IMAGE, "messages[0].content[1].type: 'image_url' is refused: only parts of type 'text' are read"),
+        ({"type": "input_audio", "input_audio": {}}, "'input_audio' is refused"),
+        ({"type": "x" * 5000}, "xxx…' is refused"),
+        ({"text": "x"}, "messages[0].content[1].type: Field required"),
+        ({"type": "text"}, "messages[0].content[1].text: Field required"),
+        (5, "messages[0].content[1]: Input should be"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_part_is_refused_for_what_is_wrong_with_it(server: ServerProcess, part: object, says: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, part]}]
+    assert says in post(server, messages=messages).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+        {"messages": [{"role": "tool", "content": "5", "tool_call_id": "1"}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_tools_are_refused_in_words_that_help(server: ServerProcess, fields: dict[str, Any]) -> None:
+    message = post(server, **fields).json()["error"]["message"]
+    assert "tool calling is not supported yet; response_format with type json_schema is" in message
+
+
+def test_choosing_no_tool_is_accepted(server: ServerProcess) -> None:
+    expected = chat(server)["choices"]
+    for choice in ("none", "auto"):
+        assert chat(server, tool_choice=choice, tools=[], parallel_tool_calls=True)["choices"] == expected
+
+
+def test_an_assistants_content_may_be_null(server: ServerProcess) -> None:
+    """It is an empty text to the template. Nobody else's content may be null."""
+    conversations = [
+        [*MESSAGES, {"role": "assistant"} | content, {"role": "user", "content": "And then?"}]
+        for content in ({"content": None}, {}, {"content": ""})
+    ]
+    first, *others = [chat(server, messages=messages) for messages in conversations]
+    assert first["usage"]["prompt_tokens"] == len(rendered(conversations[-1]))
+    for other in others:
+        assert (other["choices"], other["usage"]["prompt_tokens"]) == (
+            first["choices"],
+            first["usage"]["prompt_tokens"],
+        )
+
+
+def test_another_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="another", messages=MESSAGES)
-    assert unknown.value.code == "model_not_found"  # type: ignore[attr-defined]
+    assert unknown.value.code == "model_not_found"
 
 
 def test_responses_are_refused_by_name(server: ServerProcess, prefix: str) -> None:
@@ -406,6 +467,13 @@ def test_what_a_template_is_told_and_what_it_says(tmp_path: Path) -> None:
             assert says in response.json()["error"]["message"]
         empty = [{"role": "user", "content": ""}]
         assert_error(post(other, messages=empty, chat_template_kwargs={"times": 0}), 400, "messages")
+        refused = other.client.post(
+            "/tokenize", json={"messages": hello * 2, "chat_template_kwargs": {"times": 1}}
+        )
+        assert_error(refused, 422, "messages", "invalid_value")
+        assert "one at a time" in refused.json()["error"]["message"]
+        assert refused.headers["x-request-id"]
+        assert "Traceback" not in other.log_text
         assert chat(other, messages=hello, chat_template_kwargs={"times": 1})
     finally:
         other.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import shutil
 import socket
@@ -157,6 +158,46 @@ def test_help_lists_every_option(phase: str, capsys: pytest.CaptureFixture[str])
     for name in [*package.Config.model_fields, *cli.ServerOptions.model_fields]:
         assert f"--{name.replace('_', '-')}" in text
     assert str(package.PHASE.default_port) in text
+    assert "default factory" not in text
+    groups = [
+        "Options of the engine that every phase has:",
+        "Options of the server:",
+        "Limits of what clients",
+    ]
+    places = [text.index(group) for group in groups]
+    assert places == sorted(places)
+    assert text.index(f"Phase {package.PHASE.number} adds:") < places[1]
+    lines = " ".join(text.split())
+    assert "(default: zoo:llama-tiny)" in lines
+    assert "--live-view, --no-live-view" in lines
+    assert "(default: None)" not in lines
+
+
+def test_the_version(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(phase, ["--version"])
+    assert ended.value.code == 0
+    version = importlib.metadata.version("infer-phases")
+    assert capsys.readouterr().out.startswith(f"infer {version}, torch ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--max-batch-size", "many"], "must be a whole number, not 'many'"),
+        (["--max-batch-size", "1.5"], "must be a whole number, not '1.5'"),
+        (["--send-timeout", "soon"], "must be a number, not 'soon'"),
+        (["--live-view=perhaps"], "--live-view"),
+        (["--api-key", "a,"], "must be a text of at least one character, not ''"),
+        (["--device", "tpu"], "must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+    ],
+)
+def test_wrong_values_are_told_in_words_of_the_command_line(argv: list[str], says: str) -> None:
+    with pytest.raises(cli.UsageError) as told:
+        cli.read_options(find_phase("phase5_continuous"), argv)
+    assert says in str(told.value)
+    assert "parse" not in str(told.value)
+    assert "Input" not in str(told.value)
 
 
 def test_flags_win_over_the_environment_and_that_over_defaults(

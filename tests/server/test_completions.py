@@ -13,6 +13,7 @@ import torch
 from common.generate import generate
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
+from tests.conftest import OwnPrompt
 from tests.server.conftest import CACHING
 from tests.server.support import ServerProcess, assert_error, read_events, texts
 from tests.server.test_lifecycle import in_background
@@ -189,10 +190,12 @@ def cached(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(server: ServerProcess, phase: str) -> None:
+def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(
+    server: ServerProcess, phase: str, own_prompt: OwnPrompt
+) -> None:
     """Only phase 8 shares: there all but the last block of 40 tokens is found, by those with the same salt."""
     found = 32 if phase in CACHING else 0
-    fields: dict[str, Any] = {"prompt": list(range(50, 90)), "max_tokens": 3, "ignore_eos": True}
+    fields: dict[str, Any] = {"prompt": own_prompt(40), "max_tokens": 3, "ignore_eos": True}
     first = server.complete(**fields, cache_salt="tenant a")
     again = server.complete(**fields, cache_salt="tenant a")
     assert (cached(first["usage"]), cached(again["usage"])) == (0, found)
@@ -208,9 +211,9 @@ def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(server: Serve
 
 
 def test_a_prompt_with_several_choices_is_found_as_its_first_choice_found_it(
-    server: ServerProcess, phase: str
+    server: ServerProcess, phase: str, own_prompt: OwnPrompt
 ) -> None:
-    fields: dict[str, Any] = {"prompt": list(range(150, 190)), "n": 3, "max_tokens": 1}
+    fields: dict[str, Any] = {"prompt": own_prompt(40), "n": 3, "max_tokens": 1}
     cold, warm = server.complete(**fields)["usage"], server.complete(**fields)["usage"]
     assert (cached(cold), cached(warm)) == (0, 32 if phase in CACHING else 0)
 
@@ -223,10 +226,10 @@ def test_a_salt_is_a_text_of_some_length(server: ServerProcess, salt: Any) -> No
     assert server.complete(max_tokens=1, cache_salt="x")["usage"]["completion_tokens"] == 1
 
 
-def test_what_is_cached_can_be_forgotten(server: ServerProcess, phase: str) -> None:
-    fields: dict[str, Any] = {"prompt": list(range(200, 240)), "max_tokens": 1}
+def test_what_is_cached_can_be_forgotten(server: ServerProcess, phase: str, own_prompt: OwnPrompt) -> None:
+    fields: dict[str, Any] = {"prompt": own_prompt(40), "max_tokens": 1}
     server.complete(**fields)
-    dropped = server.client.post("/reset_prefix_cache").json()["dropped_blocks"]
+    dropped = server.client.post("/reset_prefix_cache", json={}).json()["dropped_blocks"]
     assert (dropped > 0) == (phase in CACHING)
     assert cached(server.complete(**fields)["usage"]) == 0
     assert server.client.get("/reset_prefix_cache").status_code == 405
@@ -482,17 +485,45 @@ def test_connections_are_kept_alive(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("side", "kept"), [(None, slice(-20, None)), ("left", slice(-20, None)), ("right", slice(20))]
 )
-def test_of_a_prompt_only_so_much_is_taken(server: ServerProcess, side: str | None, kept: slice) -> None:
+def test_of_a_prompt_only_so_much_is_taken(
+    server: ServerProcess, side: str | None, kept: slice, own_prompt: OwnPrompt
+) -> None:
     cut = {"truncate_prompt_tokens": 20, "truncation_side": side, "return_token_ids": True, "max_tokens": 4}
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     text = "Once upon a time there was a fox. " * 300  # more than the server takes whole
-    for prompt, tokens in ((text, tokenizer.encode(text)), (list(range(50, 90)), list(range(50, 90)))):
+    token_ids = own_prompt(40)
+    for prompt, tokens in ((text, tokenizer.encode(text)), (token_ids, token_ids)):
         (choice,) = server.complete(prompt=prompt, echo=True, **cut)["choices"]
         assert choice["prompt_token_ids"] == tokens[kept]
         whole = server.complete(prompt=tokens[kept], echo=True, max_tokens=4)["choices"][0]
         assert choice["text"] == whole["text"]
     short = server.complete(prompt=[5, 6, 7], **cut)["choices"][0]
     assert short["prompt_token_ids"] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cut_to_what_fits(server: ServerProcess, side: str) -> None:
+    """-1: as many tokens of the prompt as leave room for `max_tokens` within the server's 1,024."""
+    prompt = [50 + i % 7 for i in range(1500)]
+    cut = {
+        "truncate_prompt_tokens": -1,
+        "truncation_side": side,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    for max_tokens, kept in ((4, 1020), (1, 1023), (1000, 24)):
+        answer = server.complete(prompt=prompt, max_tokens=max_tokens, **cut)
+        expected = prompt[:kept] if side == "right" else prompt[-kept:]
+        assert answer["choices"][0]["prompt_token_ids"] == expected
+        assert answer["usage"]["completion_tokens"] == max_tokens
+    short = server.complete(prompt="A short one", **cut)["choices"][0]
+    whole = server.complete(prompt="A short one", return_token_ids=True)["choices"][0]
+    assert short["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert_error(server.post(prompt=prompt, max_tokens=1024, **cut), 422, "max_tokens")
+    body = {"messages": [{"role": "user", "content": "Cut it. " * 900}], "truncate_prompt_tokens": -1}
+    chat = server.client.post("/v1/chat/completions", json=body | {"min_tokens": 3, "ignore_eos": True})
+    assert chat.json()["usage"]["total_tokens"] == 1024
+    assert chat.json()["usage"]["completion_tokens"] == 3
 
 
 def test_a_cut_that_leaves_too_much_is_refused(server: ServerProcess) -> None:
@@ -503,7 +534,7 @@ def test_a_cut_that_leaves_too_much_is_refused(server: ServerProcess) -> None:
         )
     for fields in (
         {"truncate_prompt_tokens": 0},
-        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": -2},
         {"truncation_side": "both"},
     ):
         assert_error(server.post(**fields), 422, next(iter(fields)))

@@ -15,8 +15,8 @@ import openai
 import psutil
 import pytest
 
+from tests.grammars import AMBIGUOUS, Form
 from tests.grammars import FORMS as GRAMMAR_FORMS
-from tests.grammars import Form
 from tests.server.support import ServerProcess, assert_error, eventually, texts
 
 PROMPT = "Once upon a time"
@@ -111,7 +111,11 @@ def test_an_answer_that_is_cut_says_so(server: ServerProcess) -> None:
 
 # ---------------------------------------------------------------------- refusals
 
-EXPLODING = {"json": {"type": "integer", "multipleOf": 999_999}}
+
+def exploding(multiple: int = 999_999) -> dict[str, Any]:
+    """A schema that takes too much time to compile: the automaton has a state for each remainder."""
+    return {"json": {"type": "integer", "multipleOf": multiple}}
+
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
@@ -124,7 +128,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs.regex", "70000"),
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar", "nowhere"),
     ({"structured_outputs": {"choice": ["x" * 70_000]}}, "structured_outputs.choice", "characters"),
-    ({"structured_outputs": EXPLODING}, "structured_outputs.json", "too much time"),
+    ({"structured_outputs": exploding()}, "structured_outputs.json", "too much time"),
+    ({"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar", "a trial answer fails"),
     (
         {
             "response_format": {
@@ -148,7 +153,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not 2"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
     ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "at least 1"),
-    ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", "unknown"),
+    ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", "response_format"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "unknown"),
     ({"response_format": {"type": "text", "x": 1}}, "response_format.x", "unknown"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "y": 1}}},
@@ -195,9 +201,11 @@ def test_a_grammar_that_takes_long_holds_up_nobody_else(server: ServerProcess) -
     statuses: list[int] = []
     threads = [
         threading.Thread(
-            target=lambda: statuses.append(server.post(structured_outputs=EXPLODING).status_code)
+            target=lambda multiple=multiple: statuses.append(
+                server.post(structured_outputs=exploding(multiple)).status_code
+            )
         )
-        for _ in range(2)
+        for multiple in (999_979, 999_983)  # of no other test: a refusal that is known takes no time
     ]
     for thread in threads:
         thread.start()

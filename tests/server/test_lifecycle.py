@@ -192,7 +192,7 @@ def test_a_client_leaves_before_its_whole_answer_is_made(gated: ServerProcess) -
 def test_a_client_leaves_in_the_middle_of_its_body(gated: ServerProcess) -> None:
     with socket.create_connection(("127.0.0.1", gated.port)) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100\r\n\r\n{"
         )
     assert gated.complete()["usage"]["completion_tokens"] > 0
@@ -344,7 +344,7 @@ def test_what_is_not_done_in_time_ends_with_an_error(phase: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_now(mortal: ServerProcess, number: signal.Signals) -> None:
     batch = hold_a_full_batch(mortal)
-    mortal.begin_test()
+    mortal.forget_log()
     mortal.signal(number)
     eventually(lambda: mortal.client.get("/ready").status_code == 503)
     mortal.signal(number)

@@ -1,4 +1,4 @@
-"""What connections may take: requests that come slowly, answers that are not taken, and too many at once.
+"""What connections may take: requests that come slowly or in pieces, answers that are not taken, too many at once.
 
 Each on real sockets, against a server in this process whose limits are short; and each time the next request is
 served.
@@ -14,14 +14,26 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from common.server import connections
 from common.server.backlogs import Backlogs, SlowReaderError
 from common.server.bodies import expire
-from common.server.connections import ConnectionLimits, allow_open_files
+from common.server.connections import (
+    MAX_PIPELINED_BYTES,
+    Config,
+    Connection,
+    ConnectionLimits,
+    TooMany,
+    allow_open_files,
+)
 from common.server.lifecycle import find_lost_peers
+from common.server.lingering import LingeringTransport
+from common.server.parser import EVENTS_PER_TURN, FREE_BODY_PIECES
 from tests.server.support import HANG_S, LocalServer, eventually
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -144,11 +156,8 @@ def test_requests_one_behind_the_other(strict: LocalServer) -> None:
 def test_what_is_no_http(strict: LocalServer) -> None:
     for nonsense in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", HEAD + b"X: " + b"x" * 2**20):
         with connect(strict) as connection:
-            with contextlib.suppress(OSError):  # refused before all of it has gone out
-                connection.sendall(nonsense)
-            answer = everything(connection)
-        if answer:  # else the refusal was lost with what was not read
-            assert_told(answer, 400, "invalid_http")
+            connection.sendall(nonsense)
+            assert_told(everything(connection), 400, "invalid_http")
 
 
 def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
@@ -162,6 +171,125 @@ def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
         assert everything(connection) == b""
 
 
+def test_a_target_with_a_host(strict: LocalServer) -> None:
+    """As clients of a proxy write it. The target's host counts, whatever the header says."""
+    for target, status in (
+        (b"http://127.0.0.1/health", 200),
+        (b"HTTP://user@127.0.0.1:1?x=1", 200),
+        (b"http://127.0.0.1/nowhere?x=1", 404),
+        (b"http://[::1/health", 400),
+        (b"ftp://127.0.0.1/health", 404),
+    ):
+        with connect(strict) as connection:
+            connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
+            assert everything(connection).startswith(b"HTTP/1.1 %d " % status), target
+
+
+# ---------------------------------------------------------------------- requests in pieces
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_body_in_too_many_pieces(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
+    with connect(strict) as connection:
+        connection.sendall(CHUNKED + b"1\r\n \r\n" * (FREE_BODY_PIECES + 2))
+        assert_told(everything(connection), 413, "too_many_pieces")
+    assert "refused: 413 too_many_pieces" in caplog.text
+
+
+def test_a_body_in_many_pieces(strict: LocalServer) -> None:
+    """It takes several turns of the event loop, and so does the request behind it."""
+    body = json.dumps(strict.body(stream=False, max_tokens=2)).encode()
+    small = [body[at : at + 1] for at in range(len(body))]
+    pieces = [b" " * 512] * (2 * EVENTS_PER_TURN) + small  # as many bytes as so many pieces must have
+    request = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    with connect(strict) as connection:
+        connection.sendall(request * 2)
+        answers = everything(connection)
+    assert answers.count(b" 200 OK") == 2
+    assert answers.count(b'"completion_tokens":2') == 2
+
+
+def test_a_turn_of_the_event_loop_parses_so_much_and_no_more() -> None:
+    """256 KiB of chunks of one byte come in one read. Others are served between two turns."""
+
+    async def run() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await asyncio.sleep(HANG_S)
+
+        config = Config(app, ConnectionLimits(), lifespan="off", ws="none", log_config=None)
+        transport = MagicMock(spec=asyncio.Transport)
+        transport.is_closing.return_value = False
+        transport.get_extra_info.return_value = None
+        connection = Connection(config, ServerState(), {})
+        connection.connection_made(transport)
+        connection.data_received(CHUNKED + b"1\r\nx\r\n" * 40_000)
+        assert 0 < len(connection.cycle.body) < EVENTS_PER_TURN
+        connection.data_received(b"1\r\nx\r\n")
+        assert len(connection.cycle.body) < EVENTS_PER_TURN, "a packet is no turn of its own"
+        await asyncio.sleep(0)
+        assert EVENTS_PER_TURN < len(connection.cycle.body) < 2 * EVENTS_PER_TURN
+        connection.connection_lost(None)
+        for task in connection.tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def computing(server: LocalServer) -> Iterator[socket.socket]:
+    """A connection whose request is being computed, and at its end must have been cancelled."""
+    body = json.dumps(server.body(stream=False, max_tokens=3500, ignore_eos=True)).encode()
+    server.counted = {}
+    server.counted = server.counters()
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: server.engine.telemetry.latest.active == 1)
+        yield connection
+    eventually(lambda: server.counters()["requests_cancelled"] == 1)
+
+
+@pytest.mark.parametrize("more", [b"x", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_bytes_behind_a_request_do_not_hide_that_its_client_leaves(strict: LocalServer, more: bytes) -> None:
+    with computing(strict) as connection:
+        connection.sendall(more)
+        time.sleep(0.05)  # they come before the end
+
+
+def test_too_much_behind_a_request(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
+    with computing(strict) as connection:
+        with contextlib.suppress(OSError):  # closed before all of it has gone out
+            connection.sendall(b"x" * 2 * MAX_PIPELINED_BYTES)
+        assert everything(connection) == b""
+    assert "behind a request that is not answered yet: closed" in caplog.text
+
+
+def test_an_answer_before_the_end_of_the_request_is_the_last(strict: LocalServer) -> None:
+    """The client reads it, although it goes on sending. Not a byte of that is parsed."""
+    with connect(strict) as connection:
+        connection.sendall(CHUNKED.replace(b"POST", b"PUT"))
+        answer = connection.recv(65536)
+        for _ in range(20):
+            connection.sendall(b"no chunk\r\n" * 1000)
+        answer += everything(connection)
+    assert_told(answer, 405, "method_not_allowed")
+
+
+def test_a_connection_may_be_reset_when_it_is_to_close() -> None:
+    async def run() -> None:
+        transport = MagicMock(spec=asyncio.Transport)
+        transport.is_closing.return_value = False
+        transport.write_eof.side_effect = OSError(107, "Transport endpoint is not connected")
+        lingering = LingeringTransport(transport, lambda: True, linger_s=0.01)
+        lingering.close()
+        assert lingering.is_closing()
+        transport.close.assert_not_called()
+        await asyncio.sleep(0.1)
+        transport.close.assert_called_once()
+
+    asyncio.run(run())
+
+
 # ---------------------------------------------------------------------- answers that are not taken
 
 
@@ -171,7 +299,7 @@ def test_a_stream_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptu
         eventually(lambda: "bytes unread" in caplog.text)
     assert "cancelled (the client left 13" in caplog.text, "the first event over 128 KiB"
     eventually(lambda: strict.service.backlogs.bytes == 0)
-    assert not strict.service.backlogs.open_backlogs
+    assert not strict.service.backlogs.unread
 
 
 def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,6 +317,28 @@ def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCapt
         assert len(everything(connection)) < 2**18, "the rest was dropped"
 
 
+def test_an_answer_that_nobody_reads_counts_among_the_unread_bytes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of all such answers has one bound, long before the patience for each is over."""
+    monkeypatch.setattr(connections, "COUNT_AFTER_S", 0.1)
+    server = LocalServer("phase5_continuous", backlogs=Backlogs(total_limit_bytes=2**18), max_seq_len=4096)
+    body = json.dumps({"prompt": "a b " * 100_000, "return_token_strs": True}).encode()
+    head = HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
+    try:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(head + body)
+            eventually(lambda: "the most of all, over --max-total-unread-bytes: closed" in caplog.text)
+        assert (server.service.backlogs.bytes, server.service.backlogs.unread) == (0, set())
+        monkeypatch.undo()
+        answer = server.client.post("/tokenize", content=body, headers={"Content-Type": "application/json"})
+        assert answer.json()["count"] > 100_000, "the same answer, read"
+    finally:
+        server.close()
+
+
 def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
     """Over a longer time than one may take nothing, but never nothing for so long."""
     body = json.dumps({"prompt": "a b " * 20_000, "return_token_strs": True}).encode()
@@ -203,26 +353,50 @@ def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
     assert len(json.loads(text)["tokens"]) > 20_000
 
 
+KIB = 1024
+
+
 def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:
+    """And its bytes leave the total at once, so that nobody else has to."""
+
     async def run() -> None:
-        backlogs = Backlogs(limit_bytes=1000, total_limit_bytes=1500)
-        with backlogs.open() as small, backlogs.open() as large, backlogs.open() as third:
-            small.put(b"x" * 400)
-            large.put(b"x" * 900)
-            assert not large.failed.done()
-            small.put(b"x" * 300)
-            assert (backlogs.bytes, small.failed.done()) == (1600, False)
-            with pytest.raises(SlowReaderError, match=r"^the client left 900 .* --max-total-unread-bytes$"):
+        backlogs = Backlogs(limit_bytes=1000 * KIB, total_limit_bytes=1500 * KIB)
+        with contextlib.ExitStack() as stack:
+            large, second, *prompt = (stack.enter_context(backlogs.open()) for _ in range(8))
+            second.put(b"x" * 700 * KIB)
+            large.put(b"x" * 790 * KIB)
+            for reader in prompt:
+                reader.put(b"x" * 5 * KIB)
+            with pytest.raises(
+                SlowReaderError, match=r"^the client left 808960 .* --max-total-unread-bytes$"
+            ):
                 await large.failed
-            third.put(b"x" * 10)  # until that one has gone, the next in size goes, too
-            with pytest.raises(SlowReaderError, match="left 700"):
-                await small.failed
-            piece = await third.next_piece()
-            third.taken(len(piece))
-            third.put(b"x" * 1001)
-            with pytest.raises(SlowReaderError, match=r"left 1001 .* --max-unread-bytes$"):
-                await third.failed
-        assert (backlogs.bytes, backlogs.open_backlogs) == (0, set())
+            assert backlogs.bytes == 730 * KIB
+            large.put(b"x" * 900 * KIB)
+            assert backlogs.bytes == 730 * KIB, "what is made for one that was given up counts no more"
+            for reader in prompt:
+                reader.put(b"x" * 5 * KIB)
+                reader.taken(len(await reader.next_piece()))
+            assert not any(each.failed.done() for each in (second, *prompt))
+            second.put(b"x" * 301 * KIB)
+            with pytest.raises(SlowReaderError, match=r"left 1025024 .* --max-unread-bytes$"):
+                await second.failed
+        assert (backlogs.bytes, backlogs.unread) == (0, set())
+
+    asyncio.run(run())
+
+
+def test_nobody_is_given_up_for_a_little() -> None:
+    async def run() -> None:
+        backlogs = Backlogs(total_limit_bytes=100 * KIB)
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(backlogs.open()) for _ in range(3)]
+            for stream in streams:
+                stream.put(b"x" * 60 * KIB)
+            assert not any(stream.failed.done() for stream in streams)
+            streams[1].put(b"x" * 5 * KIB)
+            assert [stream.failed.done() for stream in streams] == [False, True, False]
+            assert isinstance(streams[1].failed.exception(), SlowReaderError)
 
     asyncio.run(run())
 
@@ -258,6 +432,47 @@ def test_too_many_connections(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
             assert b" 200 OK" in everything(connection)
     finally:
         server.close()
+
+
+def test_too_many_connections_of_one_address(caplog: pytest.LogCaptureFixture) -> None:
+    """The others of that address are refused, and those of other addresses are not."""
+
+    async def run() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await asyncio.sleep(HANG_S)
+
+        config = Config(app, ConnectionLimits(connections=8), lifespan="off", ws="none", log_config=None)
+        state = ServerState()
+
+        def connect_from(host: str) -> Connection:
+            transport = MagicMock(spec=asyncio.Transport)
+            transport.is_closing.return_value = False
+            transport.get_extra_info.side_effect = lambda name, _: (host, 5) if name == "peername" else None
+            connection = Connection(config, state, {})
+            connection.connection_made(transport)
+            return connection
+
+        def refused(connection: Connection) -> bool:
+            return isinstance(connection.app, TooMany)
+
+        first = [connect_from("192.0.2.1") for _ in range(4)]
+        assert not any(refused(each) for each in first)
+        assert refused(connect_from("192.0.2.1"))
+        assert (
+            "4 connections of 192.0.2.1 are open, the most that --max-connections-per-address" in caplog.text
+        )
+        assert not refused(connect_from("192.0.2.2"))
+        for each in list(state.connections):
+            each.connection_lost(None)
+        assert not config.addresses
+        assert not refused(connect_from("192.0.2.1"))
+        networks = [connect_from(f"2001:db8::{number:x}") for number in range(5)]
+        assert [refused(each) for each in networks] == [False] * 4 + [True], "a machine has as many addresses"
+        for each in list(state.connections):
+            each.connection_lost(None)
+        assert not any(refused(connect_from(host)) for host in ["127.0.0.1"] * 4 + ["::1"] * 4)
+
+    asyncio.run(run())
 
 
 def test_as_many_files_as_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

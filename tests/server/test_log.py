@@ -16,6 +16,7 @@ LINE = re.compile(
     r"^\d\d:\d\d:\d\d (?P<level>\w+) +cmpl-[0-9a-f]{32}: (?:(?P<choices>\d+) choices, )?"
     r"(?P<prompt>\d+) prompt and (?P<new>\d+) new tokens, "
     r"(?:the first after (?P<first>\d+\.\d{3}) s, longest gap (?P<gap>\d+\.\d{3}) s, )?"
+    r"(?:(?P<rate>\d+\.\d) tokens/s, )?from (?P<client>\S+), "
     r"(?:user (?P<user>'.*'), )?ended: (?P<ended>.*)\n$"
 )
 
@@ -59,7 +60,10 @@ def test_a_line_for_each_answer_at_its_end(gated: ServerProcess) -> None:
         assert (line["level"], line["ended"], line["choices"]) == ("INFO", "length", None)
         assert (int(line["prompt"]), int(line["new"])) == (usage["prompt_tokens"], usage["completion_tokens"])
         assert float(line["first"]) >= 0
+        assert line["client"] == "127.0.0.1"
     assert (whole["user"], stream["user"]) == (None, r"'a\nb'")
+    assert min(float(whole["rate"]), float(stream["rate"])) > 0
+    assert single["rate"] is None, "its only token came after the time that is said apart"
     assert float(single["gap"]) == 0
 
 
@@ -109,7 +113,9 @@ def test_a_refusal_says_why_and_is_a_warning_if_the_server_is_the_reason(gated: 
     eventually(lambda: gated.queue_room() == 0)
     assert_error(gated.post(prompt=WROTE), 503, None, "queue_full")
     (full,) = lines(gated, 1)
-    assert re.search(r" WARNING refused: 503 queue_full: .*--max-waiting-requests", full)
+    assert re.search(
+        r" WARNING refused: 503 queue_full: .*--max-waiting-requests.*, from 127\.0\.0\.1$", full
+    )
     gated.order("open")
     for each in (batch, *waiting):
         assert each.result(HANG_S).status_code == 200

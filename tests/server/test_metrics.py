@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client import parser
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
+from common.server.answer_counts import AnswerCounts, CountAnswers
+from tests.conftest import OwnPrompt
 from tests.server.conftest import CACHING
-from tests.server.support import HANG_S, ServerProcess, eventually
+from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import QUEUE, hold_a_full_batch, in_background, post
 
 HISTOGRAMS = (
@@ -17,6 +23,12 @@ HISTOGRAMS = (
     "vllm:inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens",
 )
 
 
@@ -28,6 +40,10 @@ def scrape(server: ServerProcess) -> dict[str, float]:
     for family in parser.text_string_to_metric_families(response.text):
         assert family.documentation
         for sample in family.samples:
+            if family.name.startswith("process_"):  # as every exporter has them
+                assert not sample.labels
+                samples[sample.name] = sample.value
+                continue
             own = {**sample.labels}
             assert own.pop("model_name") == server.model
             assert own.pop("phase").startswith("phase")
@@ -38,12 +54,16 @@ def scrape(server: ServerProcess) -> dict[str, float]:
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    """What has changed; a sample with labels is there from the first time that it counts something."""
+    return {
+        name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)
+    }
 
 
-def test_what_a_request_adds(server: ServerProcess, phase: str) -> None:
+def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnPrompt) -> None:
+    server.begin_test()
     before = scrape(server)
-    prompt = list(range(300, 340))
+    prompt = own_prompt(40)
     server.complete(prompt=prompt, max_tokens=5, ignore_eos=True)
     server.complete(prompt=prompt, max_tokens=3, n=2, ignore_eos=True)
     found = 32 if phase in CACHING else 0
@@ -56,11 +76,95 @@ def test_what_a_request_adds(server: ServerProcess, phase: str) -> None:
     assert added["infer:requests_finished_total"] == 3
     assert added["infer:busy_seconds_total"] > 0
     counts = [added[f"{name}_count"] for name in HISTOGRAMS]
-    assert counts == [3, 8, 8, 3]
+    assert counts == [3, 8, 8, 3, 3, 3, 3, 3, 3, 2]
     assert added["vllm:time_to_first_token_seconds_sum"] > 0
     assert (
         added["vllm:time_to_first_token_seconds_sum"] < added["vllm:e2e_request_latency_seconds_sum"] < HANG_S
     )
+    # The stages of a request follow one another.
+    stages = ("queue", "prefill", "decode")
+    in_stages = sum(added.get(f"vllm:request_{stage}_time_seconds_sum", 0) for stage in stages)
+    assert 0 < in_stages <= added["vllm:e2e_request_latency_seconds_sum"]
+    assert in_stages > added["vllm:request_decode_time_seconds_sum"] > 0
+    assert added["vllm:request_prompt_tokens_sum"] == 120
+    assert added["vllm:request_generation_tokens_sum"] == 11
+    assert added["vllm:request_max_num_generation_tokens_sum"] == 5 + 3  # the longer of two equal choices
+
+
+def test_lengths_are_counted_by_their_bounds(server: ServerProcess) -> None:
+    before = scrape(server)
+    server.complete(prompt=list(range(1000, 1017)), max_tokens=3, ignore_eos=True)
+    added = grown(before, scrape(server))
+    name = "vllm:request_prompt_tokens_bucket le="
+    assert f"{name}10.0" not in added
+    assert (added[f"{name}20.0"], added[f"{name}+Inf"]) == (1, 1)
+    assert added["vllm:request_generation_tokens_bucket le=5.0"] == 1
+
+
+def test_time_in_the_queue_is_told_from_time_in_the_engine(gated: ServerProcess) -> None:
+    """Who waits behind a full batch and leaves has spent all of its time in the queue."""
+    batch = hold_a_full_batch(gated)
+    before = scrape(gated)
+    with gated.raw(stream=True, max_tokens=1000, ignore_eos=True):
+        eventually(lambda: gated.queue_room() == QUEUE - 1)
+        time.sleep(0.5)  # its place is held before it is tokenized: a client that leaves then is not counted
+    gated.order("open")
+    assert batch.result(HANG_S).status_code == 200
+    aborted = "vllm:request_success_total finished_reason=abort"
+    eventually(lambda: grown(before, scrape(gated)).get(aborted) == 1)
+    added = grown(before, scrape(gated))
+    assert added["vllm:request_queue_time_seconds_count"] == added["vllm:e2e_request_latency_seconds_count"]
+    in_engine = added["vllm:request_prefill_time_seconds_count"]
+    assert in_engine == added["vllm:request_queue_time_seconds_count"] - 1
+
+
+def test_answers_are_counted_by_status_and_reason(server: ServerProcess) -> None:
+    before = scrape(server)
+    assert_error(server.post(temperature=-1), 422, "temperature")
+    assert_error(server.client.get("/nowhere"), 404)
+    for _ in range(2):
+        server.client.get("/health")
+    assert_error(server.client.get("/health", headers={"x-request-id": "a b"}), 400)
+    with server.raw() as connection:
+        while b"HTTP" not in connection.recv(4096):
+            pass
+        connection.sendall(b"no HTTP\r\n\r\n")
+        while connection.recv(4096):
+            pass
+    added = grown(before, scrape(server))
+    answers = {
+        name.removeprefix("infer:http_answers_total "): count
+        for name, count in added.items()
+        if name.startswith("infer:http_answers_total ")
+    }
+    assert answers.pop("reason= status=200") >= 1 + 2 + 1  # a scrape, two looks, a stream
+    assert answers == {
+        "reason=invalid_value status=422": 1,
+        "reason=not_found status=404": 1,
+        "reason=invalid_request_id status=400": 1,
+        "reason=invalid_http status=400": 1,
+    }
+
+
+def test_an_app_that_raises_has_answered_500_and_not_every_error_is_json() -> None:
+    counts = AnswerCounts()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/raises":
+            raise RuntimeError
+        await PlainTextResponse("no", 400 if scope["path"] == "/plain" else 200)(scope, receive, send)
+
+    client = TestClient(CountAnswers(app, counts), raise_server_exceptions=False)
+    for path in ("/raises", "/plain", "/well", "/well"):
+        client.get(path)
+    assert counts.counts == {(500, "internal_error"): 1, (400, ""): 1, (200, ""): 2}
+
+
+def test_the_process_is_measured_as_by_every_exporter(server: ServerProcess) -> None:
+    samples = scrape(server)
+    assert samples["process_resident_memory_bytes"] > 2**20
+    assert samples["process_cpu_seconds_total"] > 0
+    assert samples["process_open_fds"] > 0
 
 
 def test_buckets_add_up(server: ServerProcess) -> None:

@@ -83,7 +83,7 @@ def test_refusals_are_exceptions(client: openai.OpenAI, server: ServerProcess) -
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model=server.model, prompt="")
     assert bad.value.param == "prompt"
-    with pytest.raises(openai.UnprocessableEntityError) as unknown:
+    with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="another", prompt=PROMPT)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.UnprocessableEntityError, match="suffix"):
@@ -114,6 +114,19 @@ def test_async_clients_side_by_side(server: ServerProcess) -> None:
             return await asyncio.gather(*(ask(client) for ask in (whole, streamed) * 4))
 
     assert asyncio.run(run()) == [expected] * 8
+
+
+@pytest.mark.parametrize("order", ["fail", "nan"])
+def test_a_failed_request_is_not_sent_again(gated: ServerProcess, order: str) -> None:
+    """The library sends a request up to three times if a server fails, unless the server says that it is no use."""
+    gated.order(order)
+    with openai.OpenAI(base_url=f"{gated.url}/v1", api_key="none") as client:
+        with pytest.raises(openai.InternalServerError) as failed:
+            client.completions.create(model=gated.model, prompt="A failure of", max_tokens=2)
+        assert failed.value.response.headers["x-should-retry"] == "false"
+        assert gated.counters()["requests_added"] == 1
+        gated.order("heal")
+        assert client.completions.create(model=gated.model, prompt="A failure of", max_tokens=2).choices
 
 
 def test_a_failure_in_a_stream_is_an_exception(gated: ServerProcess) -> None:

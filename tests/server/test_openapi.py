@@ -54,17 +54,19 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
         "/telemetry",
     }
     responses = paths["/v1/completions"]["post"]["responses"]
-    assert set(responses) == {"200", "400", "408", "413", "422", "500", "503", "504"}
+    assert set(responses) == {"200", "400", "404", "408", "413", "422", "500", "503", "504"}
     strict = paths["/openai/v1/completions"]["post"]["responses"]
     assert set(strict) == {"200", "400", "404", "408", "413", "500", "503", "504"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "Retry-After" in responses["503"]["headers"]
+    assert all("x-should-retry" in responses[status]["headers"] for status in ("500", "504"))
     for path in ("/health", "/ready"):
         assert set(paths[path]["get"]["responses"]) == {"200", "503"}
     request = document["components"]["schemas"]["CompletionRequest"]
     assert request["additionalProperties"] is False
-    assert request["required"] == ["model", "prompt"]
-    assert request["properties"]["model"]["enum"] == [server.model]
+    assert request["required"] == ["prompt"]
+    assert request["properties"]["model"]["anyOf"][0]["enum"] == [server.model]
+    assert request["properties"]["use_beam_search"]["enum"] == [None, False]
     assert request["properties"]["max_tokens"]["anyOf"][0]["maximum"] == 1023
     event = responses["200"]["content"]["text/event-stream"]["itemSchema"]["properties"]
     assert event["event"]["enum"] == ["token", "done", "error", "usage"]

@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ from common.phases import find_phase
 from common.server.app import create_app
 from common.server.cli import UsageError, read_options
 from common.server.log_format import FIELDS, JsonLines
-from tests.server.support import ServerProcess, assert_error, eventually
+from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
+from tests.server.test_lifecycle import in_background
 
 PHASE = "phase5_continuous"
 
@@ -28,6 +30,29 @@ def app_with(**options: Any) -> Iterator[TestClient]:
     engine = package.build_engine(package.Config(device="cpu", dtype="float32", max_seq_len=64))
     with TestClient(create_app(engine, model_name="m", **options)) as client:
         yield client
+
+
+# ---------------------------------------------------------------------- a step that never ends
+
+
+def test_a_step_that_does_not_end_makes_the_server_unwell_until_it_does() -> None:
+    server = ServerProcess(PHASE, "--step-timeout", "0.5", module="tests.server.gated_server")
+    try:
+        server.order("hold")
+        answer = in_background(1, lambda _: server.complete(max_tokens=2))[0]
+        server.expect("held")
+        for path in ("/health", "/ready"):
+            eventually(lambda path=path: server.client.get(path).status_code == 503)
+            assert_error(server.client.get(path), 503, None, "engine_stuck")
+        assert "infer:http_answers_total" in server.client.get("/metrics").text
+        server.order("open")
+        assert answer.result(HANG_S)["usage"]["completion_tokens"] == 2
+        eventually(lambda: server.client.get("/health").status_code == 200)
+        time.sleep(0.7)  # an idle engine is in no step, however long
+        assert server.client.get("/health").status_code == 200
+        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+    finally:
+        server.close()
 
 
 # ---------------------------------------------------------------------- below a prefix
@@ -108,6 +133,28 @@ def test_any_origin() -> None:
     for client in app_with(cors_origins=options.cors_origin):
         answer = client.get("/health", headers={"Origin": "https://bad.example"})
         assert answer.headers["access-control-allow-origin"] == "*"
+
+
+# ---------------------------------------------------------------------- errors that nobody expected
+
+
+def test_an_unexpected_error_has_the_requests_id_and_can_be_read_by_a_page() -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError("a secret")
+
+    origin = "https://page.example"
+    for client in app_with(cors_origins=[origin]):
+        client.app.add_api_route("/fail", fail, methods=["GET"])  # type: ignore[attr-defined]
+        outside = TestClient(client.app, raise_server_exceptions=False)
+        answer = outside.get("/fail", headers={"X-Request-ID": "job-5", "Origin": origin})
+        assert_error(answer, 500, None, "internal_error")
+        assert answer.headers["x-request-id"] == "job-5"
+        assert answer.headers["access-control-allow-origin"] == origin
+        assert "secret" not in answer.text
+        for method in ("GET", "HEAD"):
+            with pytest.raises(ZeroDivisionError):  # the HTTP server logs it
+                client.request(method, "/fail")
+        assert client.get("/health").status_code == 200
 
 
 # ---------------------------------------------------------------------- the log

@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+import common.errors
 from common.errors import (
     EngineDeadError,
     InvalidPromptError,
     InvalidRequestError,
     NaNLogitsError,
     QueueFullError,
+    RequestTimeoutError,
     ShuttingDownError,
+    StartupError,
 )
 from common.phases import find_phase
 from common.request import SamplingParams
 from common.server.answers import interleave
 from common.server.app import create_app
 from common.server.backlogs import Backlogs
-from common.server.errors import ApiError, from_exception
+from common.server.errors import HANDLERS, ApiError, from_exception, status_at
 from common.server.service import served_model_name
 from common.server.transport import EventStream
 from common.worker import EngineWorker
@@ -54,6 +58,45 @@ def test_errors_and_their_statuses(error: Exception, status: int, code: str) -> 
     assert (api_error.message == "m") == (code != "internal_error"), (
         "only errors made for clients show their text"
     )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        each
+        for each in vars(common.errors).values()
+        if isinstance(each, type) and issubclass(each, Exception) and each is not StartupError
+    ],
+)
+def test_no_route_has_to_translate_an_error_of_the_engine(kind: type[Exception]) -> None:
+    app = FastAPI(exception_handlers=HANDLERS)
+
+    @app.get("/{prefix}/failing")
+    def failing(prefix: str) -> None:
+        raise kind("it went wrong")
+
+    with TestClient(app) as client:  # raises what no handler takes
+        for prefix in ("plain", "openai"):
+            response = client.get(f"/{prefix}/failing")
+            expected = from_exception(kind("it went wrong"))
+            assert response.status_code == status_at(f"/{prefix}/failing", expected)
+            assert response.json() == expected.body()
+            assert expected.code != "internal_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "retried"),
+    [
+        (RequestTimeoutError("m"), False),
+        (NaNLogitsError("m"), False),
+        (RuntimeError("m"), False),
+        (QueueFullError("m"), True),
+        (EngineDeadError("m"), True),
+        (InvalidRequestError("m"), True),  # no library sends a 422 again: nothing is said of it
+    ],
+)
+def test_answers_that_a_retry_cannot_help_say_so(error: Exception, retried: bool) -> None:
+    assert from_exception(error).headers.get("x-should-retry") == (None if retried else "false")
 
 
 def test_messages_are_short() -> None:

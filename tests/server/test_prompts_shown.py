@@ -121,6 +121,65 @@ def test_two_counts_do_not_mix(server: ServerProcess) -> None:
     assert {len(entry) for entry in choice["prompt_logprobs"][1:]} <= {4, 5}
 
 
+# ---------------------------------------------------------------------- answers without tokens
+
+SCORED = "A prompt that is only scored, by"
+
+
+def test_no_tokens_and_an_echo(server: ServerProcess) -> None:
+    """The prompt is computed and told, and nothing is generated, in every wire format."""
+    prompts = [SCORED, "Nobody"]
+    fields = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 2, "return_token_ids": True}
+    one = server.complete(**fields, max_tokens=1, ignore_eos=True)
+    none = server.complete(**fields, max_tokens=0)
+    prompt_tokens = one["usage"]["prompt_tokens"]
+    assert (none["usage"]["prompt_tokens"], none["usage"]["completion_tokens"]) == (prompt_tokens, 0)
+    assert none["usage"]["total_tokens"] == prompt_tokens
+    assert none["finish_reason"] == "length"
+    for with_token, choice in zip(one["choices"], none["choices"], strict=True):
+        assert choice["text"] == prompts[choice["index"] // 2]
+        assert (choice["finish_reason"], choice["token_ids"]) == ("length", [])
+        assert choice["prompt_token_ids"] == with_token["prompt_token_ids"]
+        assert choice["logprobs"] == {
+            name: all_but_last[:-1] for name, all_but_last in with_token["logprobs"].items()
+        }
+    named = server.events(**fields, max_tokens=0, stream_options={"include_usage": True})
+    assert [name for name, _ in named] == ["done"] * 4 + ["usage"]
+    assert named[-1][1]["usage"]["completion_tokens"] == 0
+    assert {data["finish_reason"] for _, data in named[:-1]} == {"length"}
+    told = sorted((data["choices"][0] for _, data in named[:-1]), key=lambda choice: choice["index"])
+    assert told == none["choices"]
+    chunks = plain_chunks(server, **fields, max_tokens=0)
+    assert (
+        sorted((chunk["choices"][0] for chunk in chunks), key=lambda choice: choice["index"])
+        == none["choices"]
+    )
+
+
+def test_no_tokens_and_scores(server: ServerProcess) -> None:
+    fields = {"prompt": SCORED, "prompt_logprobs": 1}
+    expected = server.complete(**fields, max_tokens=3)["choices"][0]["prompt_logprobs"]
+    (choice,) = server.complete(**fields, max_tokens=0)["choices"]
+    assert (choice["text"], choice["prompt_logprobs"]) == ("", expected)
+    (chunk,) = plain_chunks(server, **fields, max_tokens=0)
+    assert chunk["choices"][0] == choice
+    echoed = server.complete(prompt=SCORED, max_tokens=0, echo=True)["choices"][0]
+    assert (echoed["text"], echoed["logprobs"]) == (SCORED, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "max_tokens"),
+        ({"logprobs": 1}, "max_tokens"),
+        ({"echo": True, "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_no_tokens_and_nothing_to_tell(server: ServerProcess, fields: dict[str, Any], field: str) -> None:
+    assert_error(server.post(prompt=SCORED, max_tokens=0, **fields), 422, field)
+    assert server.complete(prompt=SCORED, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
 def test_biases(server: ServerProcess) -> None:
     fields = {"max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
     (first, *_), wanted = server.complete(**fields)["choices"][0]["token_ids"], 77

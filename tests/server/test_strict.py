@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.support import ServerProcess, assert_error
+from tests.server.support import ServerProcess, assert_error, eventually
 
 PROMPT = "Once upon a time"
 
@@ -116,8 +116,9 @@ def test_stream_options_without_a_stream_are_refused(server: ServerProcess, stre
     ],
 )
 def test_refusals_are_400(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
+    server.begin_test()
     assert_error(post(server, **fields), 400, param)
-    assert "refused: 400 " in server.log_text
+    eventually(lambda: "refused: 400 " in server.log_text)
 
 
 def test_the_client_raises_what_openai_means(client: openai.OpenAI, server: ServerProcess) -> None:
@@ -178,6 +179,27 @@ def test_logprobs(client: openai.OpenAI, server: ServerProcess, count: int) -> N
     streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**fields, stream=True)]
     assert [part.tokens[0] for part in streamed if part and part.tokens] == logprobs.tokens
     assert [part.text_offset[0] for part in streamed if part and part.text_offset] == logprobs.text_offset
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/openai/v1/completions", "/v1/chat/completions"])
+def test_an_error_in_a_stream_says_whose_it_is(gated: ServerProcess, path: str) -> None:
+    """The error chunk of several choices names its choice; with one choice there is nothing to name."""
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "Whose?"}]} if "chat" in path else {"prompt": "Whose?"}
+    )
+    prompt |= {"model": gated.model}
+    gated.order("fail")
+    for n in (1, 3):
+        body = prompt | {"n": n, "stream": True, "max_tokens": 4}
+        lines = gated.client.post(path, json=body).text.splitlines()
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        errors = [chunk for chunk in map(json.loads, data) if "error" in chunk]
+        assert len(errors) == n
+        assert all(chunk["error"]["code"] == "internal_error" for chunk in errors)
+        named = sorted(choice["index"] for chunk in errors for choice in chunk.get("choices", []))
+        assert named == ([] if n == 1 else [0, 1, 2])
+    gated.order("heal")
+    assert gated.client.post(path, json=prompt | {"max_tokens": 1}).status_code == 200
 
 
 def test_a_failure_in_a_stream_is_an_exception(gated: ServerProcess) -> None:

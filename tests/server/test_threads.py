@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 
+import httpx
 import psutil
 import pytest
 
 from tests.server.support import HANG_S, ServerProcess, assert_error
-from tests.server.test_lifecycle import hold_a_full_batch
+from tests.server.test_lifecycle import hold_a_full_batch, in_background
 
 PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for every product to be shared out
 
@@ -53,6 +54,23 @@ def test_a_step_that_hangs_does_not_keep_the_server() -> None:
         server.signal()
         assert_error(batch.result(HANG_S), 503, None, "shutting_down")
         assert server.wait() == 0
+        assert "Traceback" not in server.log_text
+    finally:
+        server.close()
+
+
+def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
+    """It works for one request, and cannot be interrupted: the process ends without it."""
+    server = ServerProcess(
+        "phase5_continuous", "--shutdown-timeout", "0.2", module="tests.server.gated_server"
+    )
+    try:
+        server.order("stick")
+        (stuck,) = in_background(1, lambda _: server.client.post("/tokenize", json={"prompt": "a hat"}))
+        server.expect("hangs")
+        server.signal()
+        assert server.wait() == 0
+        assert isinstance(stuck.exception(HANG_S), httpx.TransportError)
         assert "Traceback" not in server.log_text
     finally:
         server.close()

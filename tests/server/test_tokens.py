@@ -71,8 +71,8 @@ def test_there_and_back(server: ServerProcess) -> None:
         ({"prompt": ["x"]}, 400, "prompt"),
         ({"messages": []}, 422, "messages"),
         ({"messages": [{"role": "tool", "content": ""}]}, 422, "messages[0].role"),
-        ({"prompt": "x", "model": "another"}, 422, "model"),
-        ({"prompt": "x", "tools": []}, 422, "tools"),
+        ({"prompt": "x", "model": "another"}, 404, "model"),
+        ({"prompt": "x", "tools": [{}]}, 422, "tools"),
     ],
 )
 def test_what_cannot_be_tokenized(
@@ -89,7 +89,7 @@ def test_what_cannot_be_tokenized(
         ({"tokens": ["x"]}, 400, "tokens"),
         ({"tokens": [-1]}, 422, "tokens"),
         ({"tokens": [5, 10**6]}, 422, "tokens"),
-        ({"tokens": [5], "model": "another"}, 422, "model"),
+        ({"tokens": [5], "model": "another"}, 404, "model"),
     ],
 )
 def test_what_cannot_be_turned_into_text(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
+from common.server.backlogs import Backlogs
+from common.server.recordings import MAX_RECORDINGS
+from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
 from tests.traces import assert_valid, read_trace, requests_of
 
 SERVED = "phase7_chunked"
@@ -20,6 +27,7 @@ SERVED = "phase7_chunked"
 
 
 def test_a_trace_of_the_next_moments(server: ServerProcess) -> None:
+    server.begin_test()
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.client.get, "/trace", params={"seconds": 1.5})
         again = pool.submit(server.client.get, "/trace", params={"seconds": 0.1})  # two at a time
@@ -51,10 +59,70 @@ def test_a_reader_who_leaves_has_a_trace_and_the_server_goes_on(server: ServerPr
     assert_valid(read_trace(server.client.get("/trace", params={"seconds": 0.05}).content))
 
 
+def test_a_server_that_is_idle_at_first_is_recorded_to_the_end(server: ServerProcess) -> None:
+    server.begin_test()
+    with httpx.stream("GET", f"{server.url}/trace", params={"seconds": 1.5}, timeout=HANG_S) as response:
+        time.sleep(0.5)  # several looks at what was recorded find nothing
+        server.complete(max_tokens=3)
+        events = read_trace(response.read())
+    assert requests_of([*events])
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "3601", "nan", "soon"])
 def test_no_time_at_all(server: ServerProcess, seconds: str) -> None:
     response = server.client.get("/trace", params={"seconds": seconds})
     assert_error(response, 400 if seconds == "soon" else 422, "seconds")
+
+
+@pytest.fixture
+def local() -> Iterator[LocalServer]:
+    """A server whose clients must take what they are sent within half a second."""
+    server = LocalServer(SERVED, backlogs=Backlogs(send_timeout_s=0.5), max_seq_len=4096)
+    yield server
+    eventually(lambda: not server.engine.watchers)
+    assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+    server.close()
+
+
+def ask(server: LocalServer, method: bytes, path: bytes) -> socket.socket:
+    """A connection on which a request was sent. It has a small buffer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(HANG_S)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(b"%b %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % (method, path))
+    return connection
+
+
+def test_one_trace_too_many(local: LocalServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_RECORDINGS):
+            reader = stack.enter_context(ask(local, b"GET", b"/trace?seconds=3600"))
+            assert reader.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert_error(local.client.get("/trace"), 503, None, "too_many_traces")
+        reader.close()
+        eventually(lambda: local.client.get("/trace", params={"seconds": 0.01}).status_code == 200)
+        assert_error(local.client.get("/trace", params={"seconds": 0}), 422, "seconds")
+
+
+@pytest.mark.parametrize("path", [b"/trace?seconds=3600", b"/steps"])
+def test_head_ends_at_once(local: LocalServer, path: bytes) -> None:
+    with ask(local, b"HEAD", path) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        answers = b""
+        while more := connection.recv(4096):
+            answers += more
+        eventually(lambda: not local.engine.watchers)
+    head, _, version = answers.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert version.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_reader_of_a_trace_that_stalls_is_given_up(local: LocalServer) -> None:
+    with ask(local, b"GET", b"/trace?seconds=3600"):
+        eventually(lambda: bool(local.engine.watchers))
+        local.complete(max_tokens=2000, ignore_eos=True)
+        eventually(lambda: not local.engine.watchers)
 
 
 # ---------------------------------------------------------------------- --trace FILE

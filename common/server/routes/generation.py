@@ -14,15 +14,18 @@ from starlette.responses import Response
 
 from common.server.answers import collect, stream_events
 from common.server.errors import from_exception, status_at
+from common.server.metrics import count_longest_choices
+from common.server.middleware import client_of
 from common.server.request_log import log_departure, log_end, log_refusal
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import parse, refused
+from common.server.schemas.parsing import refused
 from common.server.service import Service, service_of
-from common.server.transport import CLIENT_LEFT, EventStream, json_response, while_connected
+from common.server.stream_ends import StreamEnds
+from common.server.transport import CLIENT_LEFT, EventStream, while_connected
 from common.server.wire.chat import ChatChunks
-from common.server.wire.format import Answer, Choice, MakeWireFormat, Shown
+from common.server.wire.format import Answer, Choice, MakeWireFormat, Prompt, Shown
 from common.server.wire.named import NamedCompletionEvents
 from common.server.wire.plain import CompletionChunks
 from common.worker import RequestStream
@@ -95,30 +98,29 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def generate(request: Request, route: Route[RequestT]) -> Response:
-    """Read a body, submit it, and answer with what comes of it."""
+    """Read a body, submit the request and answer with the engine's outputs."""
     service = service_of(request)
     try:
         body = await service.bodies.read_json(request)
-        asked_s = time.monotonic()
-        wanted = parse(body, route.body, service.limits)
-        streaming = route.streams(wanted, request)
-        answer = new_answer(service, wanted, f"{route.id_prefix}-{answer_number(request)}")
-        streams = await while_connected(request.receive, service.intake.submit(wanted, answer.id))
-        tell_prompts(answer, wanted, streams)
+        arrived_s = time.monotonic()
+        taken_in = take_in(service, request, route, body, arrived_s)
+        wanted, streaming, answer, streams = await while_connected(request.receive, taken_in)
     except ClientDisconnect:
-        log_departure()
+        log_departure(client_of(request.scope))
         raise
     except Exception as error:
         refusal = from_exception(error)
-        log_refusal(refusal, status_at(request.url.path, refusal), error)
+        log_refusal(refusal, status_at(request.url.path, refusal), error, client=client_of(request.scope))
         raise refusal from None
 
     def close(client_gone: str | None) -> None:
         cancel(streams)
+        count_longest_choices(service.worker.requests, answer, streams)
         log_end(
             answer,
             streams,
-            asked_s=asked_s,
+            asked_s=arrived_s,
+            client=client_of(request.scope),
             user=wanted.user,
             request_id=request.state.request_id if request.state.named else None,
             client_gone=client_gone,
@@ -130,21 +132,44 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
+    encoding = service.admission.encoding
     if streaming:
         return EventStream(
-            stream_events(answer, streams, wire),
+            stream_events(answer, streams, wire, encoding),
             on_close=close,
             backlogs=service.backlogs,
             ping_s=service.ping_s,
+            ends=StreamEnds(answer, wire),
         )
     client_gone = None
     try:
-        return json_response(await while_connected(request.receive, collect(answer, streams, wire)))
+        whole = await while_connected(request.receive, collect(answer, streams, wire, encoding))
+        return Response(whole, media_type="application/json")
     except ClientDisconnect:
         client_gone = CLIENT_LEFT
         raise
     finally:
         close(client_gone)
+
+
+async def take_in(
+    service: Service, request: Request, route: Route[RequestT], body: bytes, arrived_s: float
+) -> tuple[RequestT, bool, Answer, list[RequestStream]]:
+    """Validate a body and submit its request.
+
+    Returns:
+        The request, whether it wants a stream, its answer, and the engine's streams, one for each choice.
+    """
+    wanted = await service.intake.parse(body, route.body)
+    streaming = route.streams(wanted, request)
+    answer = new_answer(service, wanted, f"{route.id_prefix}-{answer_number(request)}")
+    streams = await service.intake.submit(wanted, answer.id, arrived_s)
+    try:
+        show_prompts(answer, wanted, streams)
+    except Exception:
+        cancel(streams)
+        raise
+    return wanted, streaming, answer, streams
 
 
 def answer_number(request: Request) -> str:
@@ -154,30 +179,36 @@ def answer_number(request: Request) -> str:
 
 
 def new_answer(service: Service, wanted: GenerationRequest, answer_id: str) -> Answer:
+    prompts = [Prompt() for _ in range(wanted.num_prompts)]
     per_prompt = wanted.choices_per_prompt
-    choices = wanted.num_prompts * per_prompt
     return Answer(
         id=answer_id,
         created=int(time.time()),
         model=service.model_name,
         tokenizer=service.engine.tokenizer,
-        choices=[Choice(index, prompt_index=index // per_prompt) for index in range(choices)],
+        choices=[
+            Choice(number * per_prompt + j, prompt, scores_prompt=j == 0)
+            for number, prompt in enumerate(prompts)
+            for j in range(per_prompt)
+        ],
         shown=wanted.shown,
     )
 
 
-def tell_prompts(answer: Answer, wanted: GenerationRequest, streams: Sequence[RequestStream]) -> None:
-    """What is shown of prompts, where anything is: their tokens, and their text, as it was sent unless cut."""
+def show_prompts(answer: Answer, wanted: GenerationRequest, streams: Sequence[RequestStream]) -> None:
+    """Fill in each prompt's token ids and echoed text, if the request asked for them."""
     if answer.shown == Shown():
         return
+    sent = wanted.prompts(None) if answer.shown.echo else ()
     for choice, stream in zip(answer.choices, streams, strict=True):
-        choice.prompt_ids = stream.request.prompt_token_ids
+        prompt = choice.prompt
+        if prompt.token_ids:  # filled in for an earlier choice
+            continue
+        prompt.token_ids = stream.request.prompt_token_ids
         if answer.shown.echo:
-            sent = wanted.prompts(None)[choice.prompt_index]
-            if isinstance(sent, str) and wanted.truncate_prompt_tokens is None:
-                choice.echo = sent
-            else:
-                choice.echo = answer.tokenizer.decode(choice.prompt_ids)
+            text = sent[choice.index // wanted.choices_per_prompt]
+            as_sent = isinstance(text, str) and wanted.truncate_prompt_tokens is None
+            prompt.echo = str(text) if as_sent else answer.tokenizer.decode(prompt.token_ids)
 
 
 def cancel(streams: Iterable[RequestStream]) -> None:

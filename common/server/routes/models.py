@@ -27,7 +27,7 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(request: Request, model: str) -> Response:
     """The served model, asked for by its name."""
     service = service_of(request)
-    check_model(model, service.limits, status=404)
+    check_model(model, service.limits)
     (card,) = (each for each in model_cards(service) if each["id"] == model)
     return json_response(card)
 

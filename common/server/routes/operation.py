@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
+import orjson
 import torch
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from common.errors import EngineDeadError, ShuttingDownError
 from common.server.errors import ApiError, from_exception
 from common.server.metrics import Metrics
 from common.server.page import PAGE_HEADERS
-from common.server.service import Service, service_of
+from common.server.service import service_of
 from common.server.transport import EventStream, json_response
 from kernels.dispatch import kernels_on
 
@@ -49,8 +50,9 @@ async def steps(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Whether the server lives: one that does not should be started again."""
     service = service_of(request)
-    _refuse_if_dead(service)
-    status = "draining" if service.worker.draining else "ok"
+    service.require_health()
+    paused = "paused" if service.engine.paused else "ok"
+    status = "draining" if service.worker.draining else paused
     return json_response({"status": status, "phase": service.engine.phase.slug})
 
 
@@ -58,15 +60,10 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Whether new requests are taken: a server that does not take them should get none."""
     service = service_of(request)
-    _refuse_if_dead(service)
+    service.require_health()
     if service.worker.draining:
         raise from_exception(ShuttingDownError("draining: the server is shutting down"))
     return json_response({"status": "ok", "phase": service.engine.phase.slug})
-
-
-def _refuse_if_dead(service: Service) -> None:
-    if service.worker.dead is not None:
-        raise from_exception(EngineDeadError("the engine is dead; restart the server"))
 
 
 @router.get("/version")
@@ -88,9 +85,23 @@ async def version(request: Request) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget what the prefix cache keeps and nobody uses; in phases that share nothing that is nothing."""
+    """Free the blocks that the prefix cache keeps and no request uses; a phase without that cache frees none.
+
+    The body is empty or `{}`, and must be sent as JSON: a page of another site cannot make a browser do that.
+
+    Raises:
+        ApiError: as `Bodies.read_json`; 400, the body has fields; 503, the engine is dead, or the server ends.
+    """
+    service = service_of(request)
+    body = await service.bodies.read_json(request)
     try:
-        dropped = await service_of(request).worker.reset_prefix_cache()
+        has_fields = orjson.loads(body or b"{}") != {}
+    except ValueError:
+        has_fields = True
+    if has_fields:
+        raise ApiError(400, "this route takes no fields: send no body, or {}", code="unknown_field")
+    try:
+        dropped = await service.worker.reset_prefix_cache()
     except (EngineDeadError, ShuttingDownError) as error:
         raise from_exception(error) from None
     return json_response({"dropped_blocks": dropped})

@@ -1,4 +1,4 @@
-"""Routes that turn text into token ids, and back."""
+"""Routes that convert text to token ids, and back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.server.schemas.parsing import parse
 from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.service import service_of
-from common.server.transport import json_response
+from common.server.transport import json_response, while_connected
 
 router = APIRouter()
 
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, or of a conversation as chat would have it."""
+    """Return the token ids of a text, or of a conversation as chat renders it."""
     service = service_of(request)
-    wanted = parse(await service.bodies.read_json(request), TokenizeRequest, service.limits)
-    tokens, spelled = await service.intake.tokenize(wanted)
+    intake = service.intake
+    body = await service.bodies.read_json(request)
+
+    async def convert() -> tuple[list[int], list[str] | None]:
+        return await intake.tokenize(await intake.parse(body, TokenizeRequest))
+
+    tokens, spelled = await while_connected(request.receive, convert())
     return json_response(
         {
             "count": len(tokens),
@@ -32,7 +36,12 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     service = service_of(request)
-    wanted = parse(await service.bodies.read_json(request), DetokenizeRequest, service.limits)
-    return json_response({"prompt": await service.intake.detokenize(wanted)})
+    intake = service.intake
+    body = await service.bodies.read_json(request)
+
+    async def convert() -> str:
+        return await intake.detokenize(await intake.parse(body, DetokenizeRequest))
+
+    return json_response({"prompt": await while_connected(request.receive, convert())})

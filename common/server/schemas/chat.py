@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
 from common.chat_template import RESERVED, ChatTemplate
 from common.errors import InvalidRequestError
+from common.server.errors import shorten
 from common.server.schemas.generation import GenerationRequest
 from common.server.schemas.parsing import BODY, refused
-
-NO_TOOLS = "not implemented: no tools are called"
+from common.server.schemas.unimplemented import (
+    TOOLS,
+    OpenAIChatFields,
+    OpenAIMessageFields,
+    TemplateFields,
+    VllmChatFields,
+)
 
 _CONTENT_FORMS: dict[type, str] = {str: "as text", list: "as parts"}
 
@@ -22,7 +30,7 @@ def _content_form(content: Any) -> str | None:
 
 
 class TextPart(BaseModel):
-    """A part of a message. Parts of other types (images, audio) are not taken."""
+    """A part of a message."""
 
     model_config = BODY
 
@@ -30,9 +38,25 @@ class TextPart(BaseModel):
     text: str
 
 
+class OtherPart(BaseModel):
+    """A part of another type, such as an image: `ChatMessage.check` refuses it by its type's name."""
+
+    type: str
+
+
+def _part_form(part: Any) -> str:
+    """Choose the form to validate a part as. A part without a type is told that it lacks one."""
+    other = isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text"
+    return "as another part" if other else "as a text part"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("as a text part")] | SkipJsonSchema[Annotated[OtherPart, Tag("as another part")]],
+    Discriminator(_part_form),
+]
 Content = Annotated[
     Annotated[str, Tag("as text")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
+    | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
     Discriminator(
         _content_form,
         custom_error_type="content_type",
@@ -40,47 +64,64 @@ Content = Annotated[
     ),
 ]
 
-Nothing = Annotated[None, Field(default=None, description="only null")]
-NoTools = Annotated[
-    list[Any] | None,
-    Field(
-        default=None, description="only null or []: no tools are called", json_schema_extra={"maxItems": 0}
-    ),
-]
 
+class ChatMessage(OpenAIMessageFields):
+    """A message of a conversation. An answer's `message` can be sent back as it is."""
 
-class ChatMessage(BaseModel):
-    """What somebody said. An answer's `message` can be sent back as it is."""
-
-    model_config = BODY
-
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         json_schema_extra={"enum": ["system", "developer", "user", "assistant"]}
     )
-    content: Content = Field(description="a text, or parts of type text, which stand on lines of their own")
+    content: Content | None = Field(
+        default=None,
+        validate_default=True,
+        description="a text, or parts of type text, which stand on lines of their own; null, which is an empty "
+        "text, for an assistant only",
+    )
     name: str | None = Field(default=None, description="for templates that show it")
-    # What an answer's message may hold beside: nothing, here.
-    refusal: Nothing
-    annotations: Nothing
-    audio: Nothing
-    function_call: Nothing
-    tool_calls: NoTools
+    tool_calls: list[Any] | None = Field(
+        default=None, description=f"only null or []: {TOOLS}", json_schema_extra={"maxItems": 0}
+    )
+    tool_call_id: str | None = Field(
+        default=None, description=f"only null: {TOOLS}", json_schema_extra={"enum": [None]}
+    )
+
+    @field_validator("content")
+    @classmethod
+    def _only_an_assistants_may_be_null(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "Field required: a string, or a list of parts of type text")
+        return content
 
     def for_template(self) -> dict[str, str]:
-        """What a template finds."""
-        content: Any = self.content
+        """Return the message as a chat template reads it."""
+        content: Any = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+    def check(self, name: str) -> None:
+        """Refuse tool calls, and parts that are not text. `name` is the message's place in the body.
+
+        Raises:
+            ApiError: 422.
+        """
+        if self.role in ("tool", "function"):
+            raise refused(f"{name}.role", f"{self.role!r} is refused: {TOOLS}")
+        if self.tool_calls:
+            raise refused(f"{name}.tool_calls", TOOLS)
+        if self.tool_call_id is not None:
+            raise refused(f"{name}.tool_call_id", TOOLS)
+        for number, part in enumerate(self.content or ()):
+            if isinstance(part, OtherPart):
+                place, kind = f"{name}.content[{number}].type", shorten(part.type, 40)
+                raise refused(place, f"{kind!r} is refused: only parts of type 'text' are read")
 
 
 # At most so many, and parts of each: two megabytes of empty ones would hold up the event loop for half a second.
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
-class TemplateOptions(BaseModel):
+class TemplateOptions(TemplateFields):
     """How a conversation becomes a text."""
-
-    model_config = BODY
 
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -118,16 +159,13 @@ class TemplateOptions(BaseModel):
         return not self.continue_final_message if given is None else given
 
     def check_messages(self, messages: Sequence[ChatMessage]) -> None:
-        """Refuse what is not implemented, and fields that contradict each other.
+        """Refuse messages that are not implemented, and fields that contradict each other.
 
         Raises:
             ApiError: 422.
         """
         for number, message in enumerate(messages):
-            if message.role == "tool":
-                raise refused(f"messages[{number}].role", f"'tool' is {NO_TOOLS}")
-            if message.tool_calls:
-                raise refused(f"messages[{number}].tool_calls", NO_TOOLS)
+            message.check(f"messages[{number}]")
         if self.continue_final_message and self._begins_message:
             raise refused("continue_final_message", "not together with add_generation_prompt; send one")
         reserved = RESERVED.intersection(self.chat_template_kwargs or ())
@@ -138,10 +176,10 @@ class TemplateOptions(BaseModel):
             )
 
 
-class ChatRequest(GenerationRequest, TemplateOptions):
-    """The body of `POST /v1/chat/completions`. null means the default, for all but `model` and `messages`."""
+class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChatFields):
+    """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
-    adds_special_tokens: ClassVar[bool] = False  # the template writes those that belong there
+    adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes those that belong there
 
     messages: Messages = Field(
         description="each with a `role` and a `content`: a text, or parts of type text, a line each"
@@ -153,13 +191,6 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     logprobs: bool | None = Field(default=False, description="what is known of each sampled token")
     top_logprobs: int | None = Field(
         default=None, ge=0, le=20, description="and of so many that were likeliest; with `logprobs`"
-    )
-    # Not implemented: refused unless neutral.
-    tools: NoTools
-    tool_choice: Any = Field(
-        default=None,
-        description='only "none": no tools are called',
-        json_schema_extra={"enum": ["none", None]},
     )
 
     @property
@@ -183,12 +214,8 @@ class ChatRequest(GenerationRequest, TemplateOptions):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        if self.tools:
-            raise refused("tools", NO_TOOLS)
-        if self.tool_choice not in (None, "none"):
-            raise refused("tool_choice", NO_TOOLS)
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise refused("max_tokens", "another name of max_completion_tokens, with another value; send one")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)

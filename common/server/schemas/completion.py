@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from common.chat_template import ChatTemplate
 from common.server.schemas.generation import GenerationRequest, Text, TokenId
 from common.server.schemas.parsing import refused
+from common.server.schemas.unimplemented import OpenAICompletionFields, VllmCompletionFields
 from common.server.wire.format import Shown
 
 DEFAULT_MAX_TOKENS = 128
@@ -49,15 +50,19 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(GenerationRequest):
-    """The body of `POST /v1/completions`. null means the default, for all but `model` and `prompt`."""
+class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
+    """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
 
-    adds_special_tokens: ClassVar[bool] = True
+    adds_special_tokens_by_default: ClassVar[bool] = True
 
     prompt: Prompt = Field(
         description="one prompt or several; text gets the tokenizer's special tokens, ids none"
     )
-    max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=1)
+    max_tokens: int | None = Field(
+        default=DEFAULT_MAX_TOKENS,
+        ge=0,
+        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
+    )
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = Field(
         default=False,
@@ -72,11 +77,7 @@ class CompletionRequest(GenerationRequest):
     return_token_ids: bool | None = Field(
         default=False, description="of prompt and answer, beside their text"
     )
-    # Not implemented: refused unless neutral.
     best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
-    suffix: str | None = Field(
-        default=None, description="only null: text is not inserted", json_schema_extra={"enum": [None]}
-    )
 
     @property
     def num_prompts(self) -> int:
@@ -89,7 +90,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def max_new_tokens(self) -> int:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        """Tokens for the engine to sample at most: at least one, which an answer without tokens leaves out."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def reported_logprobs(self) -> int | None:
@@ -107,11 +109,14 @@ class CompletionRequest(GenerationRequest):
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
+            prompt_only=self.max_tokens == 0,
         )
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        if self.suffix is not None:
-            raise refused("suffix", "not implemented; send null or leave it out")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refused("max_tokens", "0 only with echo or prompt_logprobs; send at least 1")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
         if self.best_of is not None and self.best_of != self.choices_per_prompt:
             raise refused("best_of", "not implemented; send the value of n, or leave it out")

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.schemas.parsing import BODY, Body, Limits, check_model, refused
+from common.server.schemas.unimplemented import OpenAIStreamFields, VllmFields, VllmStructuredFields
 from common.server.wire.format import Shown
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
@@ -52,10 +54,20 @@ JsonSchema = Annotated[
     ),
 ]
 
+
+def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return `metadata`. Raises PydanticCustomError if a name is too long, or a value too long or no text."""
+    if any(len(name) > 64 or type(text) is not str or len(text) > 512 for name, text in metadata.items()):
+        raise PydanticCustomError(
+            "metadata", "names have up to 64 characters, and values are texts of up to 512 characters"
+        )
+    return metadata
+
+
 # ---------------------------------------------------------------------- objects within a body
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(OpenAIStreamFields):
     """When a stream reports its usage; a JSON answer always has it."""
 
     model_config = BODY
@@ -88,7 +100,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(VllmStructuredFields):
     """What vLLM's clients ask for answers of a form by: exactly one of these."""
 
     model_config = BODY
@@ -119,15 +131,17 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 }
 
 
-class GenerationRequest(Body):
-    """What every request for text has: a model, how to sample, when to end, what the answer looks like."""
+class GenerationRequest(Body, VllmFields):
+    """A request for text: a model, how to sample, when to end, what the answer looks like."""
 
-    adds_special_tokens: ClassVar[bool]  # whether a prompt of text gets the tokenizer's (BOS, say)
+    adds_special_tokens_by_default: ClassVar[bool]
 
-    model: str = Field(description="the served model's name, as `/v1/models` gives it")
+    model: str | None = Field(
+        default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
+    )
     temperature: float | None = Field(default=1.0, ge=0.0, description="0 is greedy")
     top_p: float | None = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=1, lt=2**31)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="0 and -1: all tokens")
     min_p: float | None = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=1.0, gt=0.0)
     presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
@@ -144,9 +158,14 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
     ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
-    min_tokens: int | None = Field(default=0, ge=0, description="no EOS and no stop token before so many")
+    min_tokens: int | None = Field(
+        default=0, ge=0, description="no EOS, stop token or stop string before so many"
+    )
     truncate_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="of a longer prompt only so many tokens are taken"
+        default=None,
+        ge=-1,
+        description="of a longer prompt only so many tokens are taken; -1: as many as fit before `max_tokens`",
+        json_schema_extra={"not": {"const": 0}},
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default="left",
@@ -162,8 +181,21 @@ class GenerationRequest(Body):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="answers of a form; not together with `response_format`"
     )
-    # A label that the request's log line carries: that is all a server without accounts can do with it.
-    user: str | None = Field(default=None, max_length=256, description="a label for the server's log")
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="whether a prompt of text gets the tokenizer's special tokens; default: true for completions, "
+        "false for chat, whose template writes its own",
+    )
+    # Labels change nothing: this server has no accounts that they could belong to.
+    user: str | None = Field(default=None, max_length=256, description="a label; the server's log has it")
+    safety_identifier: str | None = Field(default=None, max_length=256, description="a label")
+    prompt_cache_key: str | None = Field(default=None, max_length=256, description="a label")
+    metadata: Annotated[dict[str, Any], AfterValidator(_check_metadata)] | None = Field(
+        default=None,
+        max_length=16,
+        description="labels: texts of up to 512 characters by names of up to 64",
+        json_schema_extra={"additionalProperties": {"type": "string", "maxLength": 512}},
+    )
     logit_bias: dict[str, Any] | None = Field(
         default=None,
         max_length=1024,
@@ -212,26 +244,33 @@ class GenerationRequest(Body):
     # ------------------------------------------------------------------ what they share
 
     @property
+    def adds_special_tokens(self) -> bool:
+        """True if a prompt of text gets the tokenizer's special tokens (BOS, say)."""
+        given = self.add_special_tokens
+        return self.adds_special_tokens_by_default if given is None else given
+
+    @property
     def choices_per_prompt(self) -> int:
         return 1 if self.n is None else self.n
 
-    def truncated(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """What is taken of a prompt."""
+    def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
+        """Return the part of a prompt that is computed, which is all of it unless `truncate_prompt_tokens` is set.
+
+        Args:
+            token_ids: the prompt.
+            max_request_tokens: prompt and new tokens that the engine takes of one request at most.
+        """
         count = self.truncate_prompt_tokens
         if count is None:
             return token_ids
+        if count == -1:
+            count = max(1, max_request_tokens - (self.max_new_tokens or max(1, self.min_tokens or 0)))
         return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         stop: Any = self.stop
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-    @property
-    def constrained(self) -> bool:
-        """Whether it is said what the answer must look like."""
-        by_format = self.response_format is not None and self.response_format.type != "text"
-        return by_format or self.structured_outputs is not None
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
@@ -251,14 +290,14 @@ class GenerationRequest(Body):
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": None if self.top_k in (0, -1) else self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed is None else self.seed + choice,
             "logprobs": self.reported_logprobs,
-            "prompt_logprobs": self.scored_prompt,
+            "prompt_logprobs": self.scored_prompt if choice == 0 else None,  # the other choices show the same
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
             "grammar": None if self.named_grammar is None else self.named_grammar[1],
@@ -275,7 +314,8 @@ class GenerationRequest(Body):
         )
 
     def check(self, limits: Limits) -> None:
-        check_model(self.model, limits)
+        if self.model is not None:
+            check_model(self.model, limits)
         self._check_fields()
         self._check_form()
         if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:
@@ -289,7 +329,13 @@ class GenerationRequest(Body):
             )
 
     def _check_fields(self) -> None:
-        """Refuse what is not implemented, and what is easier told here than by a type."""
+        """Refuse values that a type cannot tell.
+
+        Raises:
+            ApiError: 422.
+        """
+        if self.truncate_prompt_tokens == 0:
+            raise refused("truncate_prompt_tokens", "0 leaves nothing of a prompt; send at least 1, or -1")
         for token_id, bias in (self.logit_bias or {}).items():
             if not (token_id.isdecimal() and token_id.isascii() and len(token_id) < 10):
                 raise refused("logit_bias", f"{token_id[:20]!r} is no token id")

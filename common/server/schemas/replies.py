@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from common.telemetry import PAGE_STEPS
 
@@ -201,7 +201,7 @@ class Text(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "draining"]
+    status: Literal["ok", "paused", "draining"]
     phase: str
 
 
@@ -223,6 +223,12 @@ class Version(BaseModel):
         description="whether a sequence's logits have the same bits alone and beside any others: measured at start "
         "with native kernels, false without"
     )
+
+
+class NoFields(BaseModel):
+    """A body without fields; it may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class CacheReset(BaseModel):

@@ -13,7 +13,7 @@ from common.server.schemas.parsing import Body, Limits, check_model, refused
 class TokenizeRequest(Body, TemplateOptions):
     """A text or a conversation, of which the token ids are wanted."""
 
-    model: str | None = Field(default=None, description="the served model's name")
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
     prompt: str | None = Field(default=None, description="a text; or else:")
     messages: Messages | None = Field(default=None, description="a conversation, as for chat")
     add_special_tokens: bool | None = Field(
@@ -49,7 +49,7 @@ class TokenizeRequest(Body, TemplateOptions):
 class DetokenizeRequest(Body):
     """Token ids, of which the text is wanted."""
 
-    model: str | None = Field(default=None, description="the served model's name")
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
     tokens: list[TokenId] = Field(fail_fast=True)
 
     def check(self, limits: Limits) -> None:

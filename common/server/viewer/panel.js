@@ -60,7 +60,8 @@ class StepPanel {
     }
     const frame = this.trace.frames[index], state = this.trace.stateAt(index);
     const all = this.viewer.live ? "" : ` of ${this.trace.names.size}`;
-    this.head.textContent = `step ${frame.step}, ${timeOf(frame.took)} · ${frame.done}${all} done`;
+    const counts = `${frame.running.length} running, ${frame.waiting[0]} waiting`;
+    this.head.textContent = `step ${frame.step}, ${timeOf(frame.took)} · ${counts} · ${frame.done}${all} done`;
     this.memory.draw(frame, state);
     this.seats.draw(index, this.words());
     this.drawChips(frame, state);
@@ -91,7 +92,8 @@ class StepPanel {
       }
     for (const row of rows) {
       const name = this.trace.name(row[0]);
-      this.chip(row[0], workOf(row, name), Math.min(row[2] / (name.prompt + name.fresh), 1));
+      const heard = this.viewer.heard.get(name.id);
+      this.chip(row[0], heard ? `…${heard}` : workOf(row, name), Math.min(row[2] / (name.prompt + name.fresh), 1));
     }
     for (const number of frame.waiting[1]) this.chip(number, "waits", 0);
     [...shown].forEach((number, place) => {

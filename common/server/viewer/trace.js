@@ -36,6 +36,8 @@ class StepTrace {
     /** @type {Map<number, Named>} */
     this.names = new Map();
     this.forgotten = 0;
+    /** @type {Set<string>} looks that pictures of these frames have, by their names in the legend */
+    this.looks = new Set();
     /** @type {State} */
     this.state = { index: -1, tables: new Map(), kept: new Set() };
   }
@@ -52,8 +54,22 @@ class StepTrace {
       if (!this.names.has(number)) this.names.set(number, { id, prompt, fresh, found: 0, seen: index });
     for (const [number, tokens] of frame.found ?? []) this.name(number).found = tokens;
     for (const number of [...frame.running.map(row => row[0]), ...frame.waiting[1]]) this.name(number).seen = index;
+    this.look(frame, last);
     this.frames.push(frame);
     if (this.frames.length > this.most) this.forget();
+  }
+
+  /** Note the looks that a frame brings. @param {Frame} frame @param {Frame | undefined} last the frame before */
+  look(frame, last) {
+    for (const [, , , kind, , , padding] of frame.running) {
+      this.looks.add({ p: "prompt", d: "token", i: "idle" }[kind] ?? "held");
+      if (padding) this.looks.add("idle");
+    }
+    if (frame.ended?.length) this.looks.add("end");
+    if (frame.found?.length) this.looks.add("found");
+    if (frame.kept?.[0].length) this.looks.add("kept");
+    if (frame.preempted?.length) this.looks.add("lost");
+    if (last && frame.step > last.step + 1) this.looks.add("gap");
   }
 
   /** Forget the oldest frames, up to the next one that stands alone. */

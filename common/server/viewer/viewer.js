@@ -9,6 +9,19 @@ const ICONS = {
   last: "M14 4h2v12h-2zM4 4v12l9-6z",
 };
 
+/* The words for each look that a picture may have. Only looks that have been drawn are explained. */
+const LEGEND = {
+  prompt: "prompt tokens",
+  token: "one new token",
+  held: "has memory, but no work in this step",
+  idle: "computed for nobody: padding, or a request that has ended",
+  end: "the request ends",
+  found: "prompt found in memory, so not computed again",
+  kept: "kept: no request has this block, a later prompt may begin with its tokens",
+  lost: "preempted: loses its memory to others, starts again later",
+  gap: "steps left out",
+};
+
 const REMEMBERED = 3000; /* frames of a live view */
 
 /** Panels with one row of controls. */
@@ -35,6 +48,8 @@ class StepViewer {
     this.due = undefined;
     /** @type {number | null} */
     this.hot = null;
+    /** @type {Map<string, string>} last words of requests, by id */
+    this.heard = new Map();
     element.classList.add("steps-viewer");
     element.setAttribute("role", "group");
     element.setAttribute("aria-label", "steps");
@@ -46,23 +61,19 @@ class StepViewer {
         ${button("first", "to the first step")}${button("back", "a step back")}
         ${button("play", "play")}${button("on", "a step on")}
         ${button("last", live ? "to the latest step" : "to the last step")}
-        <input type="range" min="0" max="0" value="0" aria-label="step">
+        <input class="sv-range" type="range" min="0" max="0" value="0" aria-label="step">
         <label class="sv-speed"${live ? " hidden" : ""}>speed <select>${[0.5, 1, 2, 4].map(each =>
           `<option value="${each}"${each === 1 ? " selected" : ""}>${each}×</option>`).join("")}</select></label>
       </div>
       <div class="sv-panels"></div>
-      <div class="sv-legend" aria-hidden="true">
-        <span><i class="sv-k-prompt"></i>prompt</span><span><i class="sv-k-token"></i>one more token</span>
-        <span><i class="sv-k-held"></i>held, not computed</span><span><i class="sv-k-idle"></i>padding, done</span>
-        <span><i class="sv-k-end"></i>ends</span><span><i class="sv-k-found"></i>found in memory</span>
-        <span><i class="sv-k-kept"></i>kept</span>
-        <span><i class="sv-k-lost"></i>↩ loses its memory</span>${live ? "<span>┊ steps left out</span>" : ""}
-      </div>
+      <div class="sv-legend" role="list" aria-label="legend">${Object.entries(LEGEND).map(([name, words]) =>
+        `<span role="listitem" data-look="${name}" hidden><i class="sv-k-${name}"></i>${words}</span>`).join("")}</div>
       <p class="sv-said" role="status"></p>`;
     this.controls = /** @type {HTMLElement} */ (element.querySelector(".sv-controls"));
     this.slider = /** @type {HTMLInputElement} */ (element.querySelector("input"));
     this.speed = /** @type {HTMLSelectElement} */ (element.querySelector("select"));
     this.box = /** @type {HTMLElement} */ (element.querySelector(".sv-panels"));
+    this.legend = /** @type {HTMLElement} */ (element.querySelector(".sv-legend"));
     this.said = /** @type {HTMLElement} */ (element.querySelector(".sv-said"));
     this.controls.addEventListener("click", event => {
       const found = /** @type {Element} */ (event.target).closest("[data-do]");
@@ -114,6 +125,12 @@ class StepViewer {
     this.drawSoon();
   }
 
+  /** Show the end of a request's text in its chip. @param {string} id @param {string} text empty: it has ended */
+  hear(id, text) {
+    if (text) this.heard.set(id, text.slice(-26));
+    else this.heard.delete(id);
+  }
+
   drawSoon() {
     this.due ??= requestAnimationFrame(() => {
       this.due = undefined;
@@ -162,6 +179,8 @@ class StepViewer {
     if (!this.panels.length) return;
     const time = this.moments[this.moment] ?? -Infinity;
     this.width = this.panels[0].width; /* read before anything is written, or the page is laid out once more */
+    for (const each of this.legend.children)
+      /** @type {HTMLElement} */ (each).hidden = !this.panels.some(({ trace }) => trace.looks.has(each.getAttribute("data-look") ?? ""));
     for (const panel of this.panels) {
       const { frames } = panel.trace;
       let low = 0, high = frames.length; /* the first step that begins later lies between */

@@ -45,6 +45,9 @@ class ChatChunks(PlainChunks):
             finish_reason=output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason],
         )
 
+    def empty_choice(self, choice: Choice) -> dict[str, Any]:
+        return _chunk(choice, {})
+
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> dict[str, Any]:
         return self.answer.header("chat.completion") | {
             "choices": [

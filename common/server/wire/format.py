@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import orjson
 
-from common.request import FinishReason, StepOutput
+from common.request import FinishReason, StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.text import Tokenizer
 
@@ -25,19 +26,46 @@ OPENAI_FINISH_REASONS: dict[FinishReason, Literal["stop", "length"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an answer says beside its text, if its format has a place for it.
+    """Parts of an answer beside its text, if its format has a place for them.
 
     Attributes:
         echo: the prompt comes first.
         logprobs: how many of the most likely tokens are named beside an echoed one; None: no log-probabilities.
         prompt_logprobs: the same for a field of its own.
         token_ids: of prompt and answer.
+        prompt_only: the answer has no tokens of its own.
     """
 
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool = False
+    prompt_only: bool = False
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether log-probabilities of prompt tokens are shown."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a request, and what its choices show of it.
+
+    Attributes:
+        token_ids: the prompt, once it has been tokenized.
+        echo: the text that its choices begin with; empty unless the request asks for it.
+        is_scored: whether the engine is done with scoring it.
+        scores: log-probabilities of its tokens from the second on; None where none were asked for or it failed.
+    """
+
+    token_ids: Sequence[int] = ()
+    echo: str = ""
+    is_scored: bool = False
+    scores: Sequence[TokenLogprobs] | None = None
+    # Made from the scores, once for all choices: the field `prompt_logprobs`, and an echo's log-probabilities.
+    logprobs_json: bytes | None = None
+    echoed_logprobs: Any = None
 
 
 @dataclass(slots=True)
@@ -46,19 +74,19 @@ class Choice:
 
     Attributes:
         index: prompt × n + j.
-        prompt_index: which of the request's prompts it continues.
-        prompt_ids: that prompt, once it has been tokenized.
-        echo: what its text begins with.
+        prompt: the prompt it continues, shared with its other choices.
+        scores_prompt: whether this choice's request has the prompt scored; one choice of each prompt does.
+        ended: whether its last event has been made.
     """
 
     index: int
-    prompt_index: int
-    prompt_ids: Sequence[int] = ()
-    echo: str = ""
+    prompt: Prompt
+    scores_prompt: bool
     text_length: int = 0  # characters so far
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    ended: bool = False
 
     def add(self, output: StepOutput) -> None:
         self.text_length += len(self.leading(output)) + len(output.text_delta)
@@ -66,8 +94,8 @@ class Choice:
         self.cached_tokens = output.cached_tokens
 
     def leading(self, output: StepOutput) -> str:
-        """What stands before an output's own text: the echo, before the first."""
-        return self.echo if is_first(output) else ""
+        """Return the text before an output's own: the echo, before the first output."""
+        return self.prompt.echo if is_first(output) else ""
 
     def usage(self) -> dict[str, Any]:
         return _usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
@@ -88,9 +116,16 @@ class Answer:
         """The fields that every object of an answer begins with; `kind` is OpenAI's name for it."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def add(self, choice: Choice, output: StepOutput) -> StepOutput:
+        """Count a choice's output and return it as the client gets it."""
+        if self.shown.prompt_only and output.token_id is not None:
+            output = without_token(output)
+        choice.add(output)
+        return output
+
     def usage(self) -> dict[str, Any]:
-        """All choices together; a prompt counts once, as its first choice found it, however many continue it."""
-        first = {choice.prompt_index: choice for choice in reversed(self.choices)}.values()
+        """Sum up all choices. A prompt counts once, as its first choice found it, however many continue it."""
+        first = {id(choice.prompt): choice for choice in reversed(self.choices)}.values()
         return _usage(
             sum(choice.prompt_tokens for choice in first),
             sum(choice.completion_tokens for choice in self.choices),
@@ -108,7 +143,13 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> di
 
 
 class WireFormat(Protocol):
-    """One answer, written one way or the other."""
+    """One answer, written one way or the other.
+
+    Attributes:
+        last: the bytes that every stream of this format ends with, whatever its choices ended with.
+    """
+
+    last: bytes
 
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         """What one step has to say of one choice, which has it already."""
@@ -135,15 +176,30 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     return line if name is None else b"event: %b\n%b" % (name.encode(), line)
 
 
-def error_body(output: StepOutput) -> dict[str, Any]:
-    """The object that ends a choice which failed."""
+def error_data(answer: Answer, output: StepOutput, empty_choice: dict[str, Any]) -> dict[str, Any]:
+    """Return the object that ends a choice which failed.
+
+    Args:
+        answer: the choice's.
+        output: the choice's last.
+        empty_choice: the choice without text, which says whose error it is if the answer has several choices.
+    """
     assert output.error is not None, "an output that finishes has a reason or an error"
-    return from_exception(output.error).body()
+    data = from_exception(output.error).body()
+    return data | {"choices": [empty_choice]} if len(answer.choices) > 1 else data
+
+
+def without_token(output: StepOutput) -> StepOutput:
+    """Return the only output of an answer without tokens, which lacks the one token that the engine sampled."""
+    return dataclasses.replace(
+        output, token_id=None, text_delta="", finish_reason="length", completion_tokens=0, logprobs=None
+    )
 
 
 def is_first(output: StepOutput) -> bool:
-    """Whether it brings a choice's first token."""
-    return output.completion_tokens == 1 and output.token_id is not None
+    """True if an output has a choice's first token, or ends an answer without tokens (see `without_token`)."""
+    ends_without_tokens = output.completion_tokens == 0 and output.finish_reason == "length"
+    return ends_without_tokens or (output.completion_tokens == 1 and output.token_id is not None)
 
 
 def joined_text(said: Sequence[StepOutput]) -> str:

@@ -20,19 +20,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.request import StepOutput
-from common.server.wire.completion import KIND, choice_object, completion, logprobs_object, more
+from common.server.wire.completion import KIND, choice_object, chunk_object, completion
 from common.server.wire.format import (
     OPENAI_FINISH_REASONS,
     Answer,
     Choice,
     engine_reason,
-    error_body,
+    error_data,
     event,
 )
 
 
 class NamedCompletionEvents:
     """The wire format of `/v1/completions`: see the module's docstring."""
+
+    last = b""
 
     def __init__(self, answer: Answer, *, include_usage: bool, continuous_usage: bool) -> None:
         self.answer = answer
@@ -53,12 +55,8 @@ class NamedCompletionEvents:
         return completion(self.answer, said) | {"finish_reason": engine_reason(said[0])}
 
     def _token(self, choice: Choice, output: StepOutput) -> bytes:
-        text = choice.leading(output) + output.text_delta
-        logprobs = logprobs_object(self.answer, choice, [output], offset=choice.text_length - len(text))
         data = self._header | {
-            "choices": [
-                choice_object(choice, text=text, logprobs=logprobs) | more(self.answer, choice, [output])
-            ],
+            "choices": [chunk_object(self.answer, choice, output)],
             "token": output.text_delta,
             "token_id": output.token_id,
         }
@@ -70,10 +68,13 @@ class NamedCompletionEvents:
         if output.finish_reason is None:
             return self._error(choice, output)
         reason = OPENAI_FINISH_REASONS[output.finish_reason]
+        # An answer without tokens has no token event, so this one has the prompt.
+        without_tokens = self.answer.shown.prompt_only
+        told = chunk_object(self.answer, choice, output) if without_tokens else choice_object(choice)
         return event(
             self._header
             | {
-                "choices": [choice_object(choice, finish_reason=reason)],
+                "choices": [told | {"finish_reason": reason}],
                 "finish_reason": output.finish_reason,
                 "usage": choice.usage(),
             },
@@ -81,7 +82,4 @@ class NamedCompletionEvents:
         )
 
     def _error(self, choice: Choice, output: StepOutput) -> bytes:
-        data = error_body(output)
-        if len(self.answer.choices) > 1:  # whose error it is
-            data["choices"] = [choice_object(choice)]
-        return event(data, "error")
+        return event(error_data(self.answer, output, choice_object(choice)), "error")

@@ -6,7 +6,7 @@ data: {…}            only with stream_options.include_usage: no choices, and t
 data: [DONE]
 ```
 
-A choice that fails ends with `data: {"error": {…}}`.
+A choice that fails ends with `data: {"error": {…}}`, which says in `choices` whose it is if there are several.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from common.request import StepOutput
-from common.server.wire.completion import KIND, choice_object, completion, logprobs_object, more
-from common.server.wire.format import OPENAI_FINISH_REASONS, Answer, Choice, error_body, event
+from common.server.wire.completion import KIND, choice_object, chunk_object, completion
+from common.server.wire.format import OPENAI_FINISH_REASONS, Answer, Choice, error_data, event
 
 DONE = b"data: [DONE]\n\n"
 
@@ -26,6 +26,7 @@ class PlainChunks(ABC):
     """What is the same for text and for chat: see the module's docstring."""
 
     kind: ClassVar[str]  # OpenAI's name for a chunk
+    last = DONE
 
     def __init__(self, answer: Answer, *, include_usage: bool, continuous_usage: bool) -> None:
         self.answer = answer
@@ -38,12 +39,16 @@ class PlainChunks(ABC):
         """What one step says of one choice: a chunk for each."""
 
     @abstractmethod
+    def empty_choice(self, choice: Choice) -> dict[str, Any]:
+        """Return a choice of a chunk without text."""
+
+    @abstractmethod
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> dict[str, Any]:
         """The JSON answer."""
 
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         if output.error is not None:
-            return event(error_body(output))
+            return event(error_data(self.answer, output, self.empty_choice(choice)))
         usage: dict[str, Any] = {}
         if self.include_usage:  # OpenAI's chunks have the key then, and null for what the last one says
             usage["usage"] = choice.usage() if self.continuous_usage else None
@@ -62,13 +67,11 @@ class CompletionChunks(PlainChunks):
     kind = KIND
 
     def choice_objects(self, choice: Choice, output: StepOutput) -> Iterator[dict[str, Any]]:
-        text = choice.leading(output) + output.text_delta
-        yield choice_object(
-            choice,
-            text=text,
-            logprobs=logprobs_object(self.answer, choice, [output], offset=choice.text_length - len(text)),
-            finish_reason=output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason],
-        ) | more(self.answer, choice, [output])
+        reason = output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason]
+        yield chunk_object(self.answer, choice, output) | {"finish_reason": reason}
+
+    def empty_choice(self, choice: Choice) -> dict[str, Any]:
+        return choice_object(choice)
 
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> dict[str, Any]:
         return completion(self.answer, said)

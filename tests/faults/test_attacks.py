@@ -1,0 +1,38 @@
+"""Attacks on a server, each alone and all together, beside twenty ordinary clients.
+
+| attack | in `attackers.py` |
+| --- | --- |
+| a body in chunks of one byte, with and without a key | `one_byte_chunks` |
+| grammars that take seconds to compile | `slow_grammar` |
+| a small grammar whose every mask is slow | `slow_mask` |
+| two megabytes for `/tokenize`, whose clients leave | `tokenize` |
+| the scores of a longest prompt, sixteen times | `prompt_logprobs` |
+| streams that nobody reads | `unread_bytes` |
+
+How fast the ordinary clients are served is no test's question: `python -m tests.faults.attacks` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.attackers import ATTACKS
+from tests.faults.attacks import assert_ordinary_clients_are_served, serving
+from tests.server.support import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def attacked(phase: str) -> Iterator[ServerProcess]:
+    with serving(phase) as server:
+        yield server
+        assert "Traceback" not in server.log_text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("phase", ["phase5_continuous", "phase9_pipelined"], indirect=True, scope="session")
+@pytest.mark.parametrize("names", [*([name] for name in ATTACKS), list(ATTACKS)], ids=[*ATTACKS, "all"])
+def test_ordinary_clients_are_served(attacked: ServerProcess, names: list[str]) -> None:
+    assert_ordinary_clients_are_served(attacked, names)

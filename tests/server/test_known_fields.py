@@ -1,0 +1,323 @@
+"""Fields that clients send and the server does not implement: neutral values are accepted, others refused by name.
+
+Every line of the tables in `common.server.schemas.unimplemented` is sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from pydantic import BaseModel
+
+from common.server.errors import ApiError
+from common.server.schemas.chat import ChatRequest
+from common.server.schemas.completion import CompletionRequest
+from common.server.schemas.parsing import Body, Limits, parse
+from common.server.schemas.tokens import TokenizeRequest
+from common.server.schemas.unimplemented import TABLES, Neutral, lines_of
+from docs.building.options import unimplemented_fields_table
+from tests.server.support import ServerProcess, assert_error
+
+LIMITS = Limits(models=("served",), max_choices=64, vocab_size=1000)
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who was known by these fields?"}]}
+COMPLETION: dict[str, Any] = {"prompt": "The fields were known to"}
+
+Place = tuple[type[Body], Callable[[dict[str, Any]], dict[str, Any]]]
+
+IN_CHAT: Place = (ChatRequest, lambda fields: CHAT | fields)
+IN_COMPLETIONS: Place = (CompletionRequest, lambda fields: COMPLETION | fields)
+
+#: For each table, the bodies that have its fields, and how to put fields into one.
+PLACES: dict[str, list[Place]] = {
+    "chat": [IN_CHAT],
+    "completions": [IN_COMPLETIONS],
+    "chat and completions (vLLM)": [IN_CHAT, IN_COMPLETIONS],
+    "chat (vLLM)": [IN_CHAT],
+    "completions (vLLM)": [IN_COMPLETIONS],
+    "chat and `/tokenize`": [IN_CHAT, (TokenizeRequest, lambda fields: CHAT | fields)],
+    "`stream_options`": [
+        (form, lambda fields, body=body: body | {"stream": True, "stream_options": fields})  # type: ignore[misc]
+        for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION))
+    ],
+    "`structured_outputs`": [
+        (form, lambda fields, body=body: body | {"structured_outputs": {"regex": "a"} | fields})  # type: ignore[misc]
+        for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION))
+    ],
+    "`messages`": [
+        (ChatRequest, lambda fields: {"messages": [{"role": "assistant", "content": "I."} | fields]}),
+    ],
+}
+
+LINES = [
+    pytest.param(title, name, line, id=f"{title}: {name}")
+    for title, table in TABLES.items()
+    for name, line in lines_of(table).items()
+]
+
+#: Values of every type. A line of the tables accepts those of them that it names.
+VALUES: list[Any] = [True, False, 0, 3, 2.5, "x", "high", ["x"], [{}], {"type": "x"}]
+
+
+def send(form: type[Body], body: dict[str, Any]) -> Body:
+    return parse(json.dumps(body).encode(), form, LIMITS)
+
+
+def is_neutral(line: Neutral, value: Any) -> bool:
+    return json.dumps(value) in {json.dumps(each) for each in line.values}
+
+
+@pytest.mark.parametrize(("title", "name", "line"), LINES)
+def test_neutral_values_are_accepted_and_others_refused_by_name(title: str, name: str, line: Neutral) -> None:
+    assert None in line.values
+    for form, body in PLACES[title]:
+        for value in line.values:
+            send(form, body({name: value}))
+        refused = [value for value in VALUES if not is_neutral(line, value)]
+        assert refused
+        for value in refused:
+            with pytest.raises(ApiError) as error:
+                send(form, body({name: value}))
+            assert (error.value.status, error.value.code) == (422, "invalid_value")
+            assert error.value.param == error.value.message.split(": ")[0]
+            assert error.value.param.rpartition(".")[2] == name
+            assert line.reason in error.value.message
+
+
+def test_numbers_stand_for_no_booleans() -> None:
+    for fields in ({"store": 0}, {"parallel_tool_calls": 1}, {"length_penalty": True}, {"priority": False}):
+        with pytest.raises(ApiError, match=next(iter(fields))):
+            send(ChatRequest, CHAT | fields)
+    send(ChatRequest, CHAT | {"length_penalty": 1, "priority": 0.0})
+
+
+def test_unknown_fields_are_still_refused() -> None:
+    for form, body in (IN_CHAT, IN_COMPLETIONS):
+        for fields in ({"audoi": None}, {"stream_options": {"include_obfuscations": False}}):
+            with pytest.raises(ApiError, match="unknown field"):
+                send(form, body(fields))
+
+
+# ---------------------------------------------------------------------- nobody's field is forgotten
+
+
+def arguments(create: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(create).parameters) - {
+        "self",
+        "extra_headers",
+        "extra_query",
+        "extra_body",
+        "timeout",
+    }
+
+
+def names(form: type[BaseModel]) -> set[str]:
+    return set(form.model_fields)
+
+
+def test_every_field_of_openais_library_is_known() -> None:
+    client = openai.OpenAI(api_key="none", base_url="http://localhost:1")
+    assert arguments(client.chat.completions.create) <= names(ChatRequest)
+    assert arguments(client.completions.create) <= names(CompletionRequest)
+    options = ChatRequest.model_fields["stream_options"].annotation
+    (stream_options,) = (each for each in options.__args__ if each is not type(None))  # type: ignore[union-attr]
+    assert set(ChatCompletionStreamOptionsParam.__annotations__) <= names(stream_options)
+
+
+#: Fields of vLLM's requests at vLLM's defaults, those of both bodies first. From its `protocol.py`, 0.8 to 0.20.
+VLLM_BOTH: dict[str, Any] = {
+    "add_special_tokens": None,
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "cache_salt": None,
+    "ec_transfer_params": None,
+    "frequency_penalty": 0.0,
+    "guided_choice": None,
+    "guided_decoding_backend": None,
+    "guided_grammar": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_whitespace_pattern": None,
+    "ignore_eos": False,
+    "include_stop_str_in_output": False,
+    "kv_transfer_params": None,
+    "length_penalty": 1.0,
+    "logit_bias": None,
+    "logits_processors": None,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "model": None,
+    "n": 1,
+    "presence_penalty": 0.0,
+    "priority": 0,
+    "prompt_logprobs": None,
+    "repetition_detection": None,
+    "repetition_penalty": 1.0,
+    "request_id": None,
+    "response_format": None,
+    "return_token_ids": None,
+    "return_token_offsets": False,
+    "return_tokens_as_token_ids": None,
+    "seed": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "stop": [],
+    "stop_token_ids": [],
+    "stream": False,
+    "stream_options": None,
+    "structural_tag": None,
+    "structured_outputs": None,
+    "temperature": None,
+    "thinking_token_budget": None,
+    "top_k": 0,
+    "top_p": None,
+    "truncate_prompt_tokens": None,
+    "truncation_side": None,
+    "use_beam_search": False,
+    "user": None,
+    "vllm_xargs": None,
+}
+VLLM_CHAT: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "add_special_tokens": False,
+    "best_of": None,
+    "chat_template": None,
+    "chat_template_kwargs": None,
+    "continue_final_message": False,
+    "documents": None,
+    "echo": False,
+    "include_reasoning": True,
+    "logprobs": False,
+    "max_completion_tokens": None,
+    "max_tokens": None,
+    "media_io_kwargs": None,
+    "mm_processor_kwargs": None,
+    "parallel_tool_calls": True,
+    "reasoning_effort": None,
+    "return_assistant_tokens_mask": False,
+    "return_prompt_text": None,
+    "tool_choice": "none",
+    "tools": None,
+    "top_k": -1,
+    "top_logprobs": 0,
+}
+VLLM_COMPLETION: dict[str, Any] = {
+    "add_special_tokens": True,
+    "best_of": None,
+    "echo": False,
+    "logprobs": None,
+    "max_tokens": 16,
+    "prompt_embeds": None,
+    "suffix": None,
+}
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/openai/v1"])
+def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, prefix: str) -> None:
+    def neutral(*titles: str) -> dict[str, Any]:
+        return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}
+
+    both, stream = neutral("chat and completions (vLLM)"), {"stream_options": neutral("`stream_options`")}
+    message = CHAT["messages"][0] | {"tool_calls": [], "tool_call_id": None} | neutral("`messages`")
+    # OpenAI's own table comes last: what it shares with vLLM's is neutral in both.
+    chat = VLLM_BOTH | both | VLLM_CHAT | neutral("chat and `/tokenize`", "chat (vLLM)", "chat")
+    completion = VLLM_BOTH | both | VLLM_COMPLETION | neutral("completions (vLLM)", "completions")
+    for path, plain, fields in (
+        ("chat/completions", CHAT | {"stream": False}, chat | {"messages": [message]}),
+        ("completions", COMPLETION | {"stream": False}, COMPLETION | completion),
+    ):
+        asked = {"max_tokens": 4, "temperature": 0}
+        answers = [
+            server.client.post(f"{prefix}/{path}", json=body | asked).json()["choices"]
+            for body in (plain, fields)
+        ]
+        assert answers[0] == answers[1]
+        streamed = server.client.post(f"{prefix}/{path}", json=fields | asked | stream | {"stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream"), streamed.text
+
+
+@pytest.mark.parametrize(("prefix", "status"), [("/v1", 422), ("/openai/v1", 400)])
+def test_another_value_is_refused_over_http(server: ServerProcess, prefix: str, status: int) -> None:
+    refused: list[dict[str, Any]] = [{"store": True}, {"priority": 7}, {"service_tier": "flex"}]
+    for fields in [*refused, {"web_search_options": {}}]:
+        response = server.client.post(f"{prefix}/chat/completions", json=CHAT | fields)
+        assert_error(response, status, next(iter(fields)), "invalid_value")
+    assert server.client.post(f"{prefix}/chat/completions", json=CHAT | {"max_tokens": 1}).status_code == 200
+
+
+# ---------------------------------------------------------------------- labels, and values that mean "all"
+
+
+LABELS: dict[str, Any] = {
+    "user": "tenant 7",
+    "safety_identifier": "c0ffee",
+    "prompt_cache_key": "stories",
+    "metadata": {"experiment": "x" * 512, "n" * 64: ""},
+}
+
+
+def test_labels_change_nothing(server: ServerProcess) -> None:
+    plain = server.complete(prompt="Labels on")["choices"]
+    assert server.complete(prompt="Labels on", **LABELS)["choices"] == plain
+    response = server.client.post("/openai/v1/chat/completions", json=CHAT | LABELS | {"max_tokens": 1})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"safety_identifier": "x" * 257}, 422),
+        ({"prompt_cache_key": 5}, 400),
+        ({"metadata": []}, 400),
+        ({"metadata": {"a": 5}}, 422),
+        ({"metadata": {"a": "x" * 513}}, 422),
+        ({"metadata": {"n" * 65: "x"}}, 422),
+        ({"metadata": {str(i): "x" for i in range(17)}}, 422),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_labels_are_bounded(fields: dict[str, Any], status: int) -> None:
+    for form, body in (IN_CHAT, IN_COMPLETIONS):
+        with pytest.raises(ApiError) as error:
+            send(form, body(fields))
+        assert (error.value.status, error.value.param) == (status, next(iter(fields)))
+
+
+def test_top_k_of_no_tokens_means_all(server: ServerProcess) -> None:
+    fields: dict[str, Any] = {"prompt": "All of", "temperature": 1.5, "seed": 5, "max_tokens": 12}
+    expected = server.complete(**fields)["choices"]
+    for top_k in (0, -1, None):
+        assert server.complete(**fields, top_k=top_k)["choices"] == expected
+    assert server.complete(**fields, top_k=1)["choices"] != expected
+    assert_error(server.post(top_k=-2), 422, "top_k")
+
+
+def test_special_tokens_are_added_or_not(server: ServerProcess) -> None:
+    def prompt_tokens(path: str, **fields: Any) -> int:
+        response = server.client.post(path, json={"max_tokens": 1, "stream": False} | fields)
+        tokens: int = response.json()["usage"]["prompt_tokens"]
+        return tokens
+
+    counts = [
+        prompt_tokens("/v1/completions", **COMPLETION, add_special_tokens=add) for add in (None, True, False)
+    ]
+    assert counts == [counts[0], counts[0], counts[0] - 1]
+    counts = [
+        prompt_tokens("/v1/chat/completions", **CHAT, add_special_tokens=add) for add in (None, False, True)
+    ]
+    assert counts == [counts[0], counts[0], counts[0] + 1]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_has_every_line() -> None:
+    rows = [row.split("|")[1:-1] for row in unimplemented_fields_table().splitlines()[2:]]
+    shown = {(where.strip(), name.strip().strip("`")) for name, where, *_ in rows}
+    assert shown == {(title, name) for title, table in TABLES.items() for name in lines_of(table)}
+    assert len(rows) == len(LINES)
