@@ -1,4 +1,4 @@
-"""`python -m cluster --phase 7 --replicas 2`: replicas of a phase behind one address.
+"""`python -m cluster --phase 7 --replicas 2`, or `infer cluster …`: replicas of a phase behind one address.
 
 The exit codes are those of a phase's own command: 0 after a signal, 1 where serving could not begin, 2 for wrong
 options.
@@ -18,10 +18,15 @@ from common.server.cli import UsageError, exit_with
 from common.server.log_format import configure_logging
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Serve until a signal; does not return. Options are read first, then Ray is looked for, then started."""
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m cluster") -> NoReturn:
+    """Serve until a signal; does not return. Options are read first, then Ray is looked for, then started.
+
+    Args:
+        argv: the flags; the process's own if None.
+        prog: the name of this command in `--help`.
+    """
     try:
-        plan = read_flags(sys.argv[1:] if argv is None else argv)
+        plan = read_flags(sys.argv[1:] if argv is None else argv, prog)
         if importlib.util.find_spec("ray") is None:
             exit_with("error: a cluster needs Ray, which is not installed: pip install -e '.[cluster]'", 1)
         configure_logging(plan.options.log_level, plan.options.log_format)

@@ -98,7 +98,14 @@ def application(plan: Plan) -> Application:
     engines = replicas.bind(
         plan.package.PHASE.slug, plan.config.model_dump(), server_options, created=int(time.time())
     )
-    return front.bind(engines, WAIT_S)
+    return front.bind(
+        engines,
+        wanted=options.replicas,
+        wait_s=WAIT_S,
+        body_timeout_s=options.body_timeout,
+        api_keys=options.api_key,
+        cors_origins=options.cors_origin,
+    )
 
 
 def _number(plan: Plan) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from common.errors import StartupError
+
 #: How Serve passes messages on: over gRPC from process to process instead of through Ray's object layer, and with
 #: no threads of their own for our code and for routers. `benchmarks.cluster profile` measures what that saves.
 #: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
@@ -17,6 +19,15 @@ def settings() -> dict[str, str]:
 
 def prepare() -> None:
     """Set what is not set otherwise, for this process and those that it starts. Ray asks nobody's server about
-    updates."""
+    updates.
+
+    Raises:
+        StartupError: Ray's ports are to be open to everybody. Who reaches them can run any code here.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        raise StartupError(
+            "RAY_AUTH_MODE=disabled lets everybody who reaches Ray's ports run code on this machine: unset it, "
+            "or set it to token"
+        )
     for name, value in {**settings(), "RAY_USAGE_STATS_ENABLED": "0"}.items():
         os.environ.setdefault(name, value)

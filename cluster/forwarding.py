@@ -2,7 +2,7 @@
 
 ```text
 client ── HTTP ──> front: Forwarded ── Ray ──> replica: the phase's app, in this process
-       <─────────  [Head, b"…", b"…"]  <─────  its ASGI messages, those that are ready together
+       <─────────  [Head, b"…", Ended]  <────  its ASGI messages, those that are ready together
 ```
 """
 
@@ -19,16 +19,20 @@ import orjson
 from starlette.types import ASGIApp, Message
 
 from cluster.policy import prefix_keys
+from common.server.errors import ApiError, unavailable
+from common.server.transport import STREAM_ENDS
 
 logger = logging.getLogger(__name__)
 
-#: Routes that make text, and whether their streams have named events (`common.server.wire.named`).
-GENERATING = {
-    "/v1/completions": True,
-    "/openai/v1/completions": False,
-    "/v1/chat/completions": False,
-    "/openai/v1/chat/completions": False,
-}
+#: Routes that generate text: their requests have a prompt.
+GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/openai/v1/completions",
+        "/v1/chat/completions",
+        "/openai/v1/chat/completions",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class Forwarded:
     """A request as it came, and what the router goes by.
 
     Attributes:
+        client: the address that it came from.
         keys: of its prompt's beginning (`cluster.policy.prefix_keys`).
-        choices: how many the answer has, each with an end of its own.
         avoid: replicas that have refused it or were lost with it.
     """
 
@@ -46,8 +50,8 @@ class Forwarded:
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
+    client: str | None = None
     keys: tuple[int, ...] = ()
-    choices: int = 1
     avoid: tuple[str, ...] = ()
 
     def scope(self) -> dict[str, Any]:
@@ -63,42 +67,65 @@ class Forwarded:
             "query_string": self.query,
             "root_path": "",
             "headers": list(self.headers),
-            "client": None,
+            "client": None if self.client is None else (self.client, 0),
             "server": None,
             "state": {},
+            "extensions": {STREAM_ENDS: {"error": replica_lost()}},
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an answer begins."""
+    """How an answer begins.
+
+    Attributes:
+        ends: of a stream, what the client is owed if the replica is lost (`common.server.stream_ends`).
+    """
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
+    ends: tuple[bytes, ...] = ()
 
 
-#: Of an answer on its way: its head, then bytes of its body.
-Part = Head | bytes
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Which of a stream's `ends` its bytes contain by now."""
+
+    ends: frozenset[int]
 
 
-def read_prompt(path: str, body: bytes) -> tuple[tuple[int, ...], int]:
-    """The keys of a request's prompt and how many choices it has. What is wrong with a body is the replica's to
-    say: it has no keys here.
+#: Of an answer on its way: its head, then bytes of its body. Those of a stream are whole events.
+Part = Head | bytes | Ended
+
+#: A whole answer.
+Whole = tuple[Head, bytes]
+
+
+def replica_lost() -> ApiError:
+    """The error of a request whose replica will not answer any more."""
+    return unavailable(
+        "the replica that computed this was lost; send the request again",
+        code="replica_lost",
+        retry_after_s=1,
+    )
+
+
+def read_keys(path: str, body: bytes) -> tuple[int, ...]:
+    """Return the keys of a request's prompt; none for a body that is wrong, which the replica will refuse.
 
     A conversation's key is its messages as they were sent. Its next turn begins with the same ones.
     """
     if path not in GENERATING:
-        return (), 1
+        return ()
     try:
         sent = orjson.loads(body)
         prompt, salt = sent.get("messages", sent.get("prompt")), sent.get("cache_salt") or ""
         several = isinstance(prompt, list) and "messages" not in sent and not isinstance(prompt[0], int)
-        prompts = prompt if several else [prompt]
-        text = prompts[0].encode() if isinstance(prompts[0], str) else orjson.dumps(prompts[0])
-        choices = len(prompts) * (sent.get("n") or 1)
-        return tuple(prefix_keys(text, salt.encode())), int(choices)
+        first = prompt[0] if several else prompt
+        text = first.encode() if isinstance(first, str) else orjson.dumps(first)
+        return tuple(prefix_keys(text, salt.encode()))
     except (ValueError, TypeError, AttributeError, LookupError):
-        return (), 1
+        return ()
 
 
 class LocalCall:
@@ -110,6 +137,7 @@ class LocalCall:
         self._sent: asyncio.Queue[Part | None] = asyncio.Queue()  # None: that was all
         self._left = asyncio.Event()
         self._body = [request.body]
+        self._ended: frozenset[int] = frozenset()
 
     async def answer(self) -> AsyncGenerator[list[Part], None]:
         """What the app sends, a list of what is ready at a time. Closed early, the app's client has left."""
@@ -144,13 +172,17 @@ class LocalCall:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = tuple((bytes(name), bytes(value)) for name, value in message["headers"])
-            self._sent.put_nowait(Head(message["status"], headers))
+            self._sent.put_nowait(Head(message["status"], headers, message.get("ends", ())))
         elif message.get("body"):
             self._sent.put_nowait(message["body"])
+            ended = message.get("ended", self._ended)
+            if ended != self._ended:
+                self._ended = ended
+                self._sent.put_nowait(Ended(ended))
 
 
-async def collect(app: ASGIApp, request: Forwarded) -> tuple[Head, bytes]:
-    """The whole answer of an app."""
+async def collect(app: ASGIApp, request: Forwarded) -> Whole:
+    """Return the whole answer of an app."""
     parts: list[Part] = []
     async with contextlib.aclosing(LocalCall(app, request).answer()) as answer:
         async for ready in answer:

@@ -16,29 +16,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Sequence
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.answer import Answer
-from cluster.forwarding import Forwarded, Head, read_prompt
-from cluster.merging import MERGES, merge
+from cluster.forwarding import GENERATING, Forwarded, Whole, read_keys, replica_lost
+from cluster.merging import HEALTH, MERGES, health, merge
 from common.errors import ShuttingDownError
+from common.server.bodies import Bodies, says_json
 from common.server.errors import ApiError, from_exception, unavailable
-from common.server.schemas.parsing import MAX_BODY_BYTES
+from common.server.middleware import ApiKeys, client_of, cors_settings
 from common.server.transport import while_connected
 
+logger = logging.getLogger(__name__)
+
 #: Why a replica refuses that is as well as the others: they may have room.
-BUSY = {"queue_full", "shutting_down"}
+BUSY = {"queue_full", "shutting_down", "engine_stuck"}
 
 #: What it says when its engine has ended, maybe of this very request: that is tried on one other, not on all.
 DEAD = "engine_dead"
+
+#: Routes that a single server, too, answers 503 once it drains. The others say how it is.
+REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
+
+#: For all replicas to say how they are: whoever asks for that is impatient.
+HEALTH_WAIT_S = 5.0
 
 
 class ReplicaLostError(Exception):
@@ -54,7 +65,7 @@ def pass_through() -> Router:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         front: Front = serve.get_replica_context().servable_object
-        await front.answer(Request(scope, receive), send)
+        await front.guarded(scope, receive, send)
 
     return Router(default=app)
 
@@ -65,21 +76,45 @@ class Front:
 
     Args:
         replicas: of the deployment that computes.
+        wanted: how many of them there should be, at the least.
         wait_s: for a replica, where there is none.
+        body_timeout_s: from the head of a request to the end of its body.
+        api_keys, cors_origins: as for `create_app`. Keys are checked here, too, before a body is read.
+
+    Attributes:
+        guarded: the ASGI app that answers requests which have shown their keys.
     """
 
-    def __init__(self, replicas: DeploymentHandle, wait_s: float) -> None:
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        *,
+        wanted: int,
+        wait_s: float,
+        body_timeout_s: float,
+        api_keys: Sequence[str],
+        cors_origins: Sequence[str],
+    ) -> None:
         self._replicas = replicas
         self._streams = replicas.options(stream=True, method_name="stream")
+        self._wanted = wanted
         self._wait_s = wait_s
+        self._bodies = Bodies(body_timeout_s)
+        self._known: set[str] = set()  # names of replicas that have answered, and should still be there
         self._draining = False
         self._running = 0
+        self.guarded: ASGIApp = self._answer
+        if api_keys:
+            self.guarded = ApiKeys(self.guarded, api_keys)
+        if cors_origins:
+            self.guarded = CORSMiddleware(self.guarded, **cors_settings(cors_origins))
 
     # ------------------------------------------------------------------ the end (asked by the command)
 
     def stop_accepting(self) -> None:
-        """From now on, new requests are told that the server is shutting down."""
+        """From now on, new requests are told that the server is shutting down; so are those still being sent."""
         self._draining = True
+        self._bodies.give_up()
 
     def num_running(self) -> int:
         """Requests that have not been answered to their end."""
@@ -87,20 +122,16 @@ class Front:
 
     # ------------------------------------------------------------------ requests
 
-    async def answer(self, request: Request, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, to its end."""
+        request = Request(scope, receive)
         answer = Answer(send, request.url.path)
         self._running += 1
         try:
-            if self._draining:
+            if self._draining and request.url.path in REFUSED_WHILE_DRAINING:
                 raise from_exception(ShuttingDownError("the cluster is shutting down"))
-            forwarded = await read(request)
-            answer.choices = forwarded.choices
-            if forwarded.path in MERGES:
-                work = self._ask_all(forwarded, answer)
-            else:
-                work = self._pass_on(forwarded, answer)
-            await while_connected(request.receive, work)
+            forwarded = await self._read(request)
+            await while_connected(request.receive, self._reply(forwarded, answer))
         except ApiError as error:
             await answer.fail(error)
         except LOST:
@@ -109,6 +140,40 @@ class Front:
             pass  # the replica has heard of it when its stream was closed
         finally:
             self._running -= 1
+
+    async def _read(self, request: Request) -> Forwarded:
+        """Read a request. A body that is not JSON is left unread: the replica refuses it, or does not want it.
+
+        Raises:
+            ApiError: as `Bodies.read_json`.
+        """
+        body = await self._bodies.read_json(request) if says_json(request) else b""
+        path = request.url.path
+        # Bodies are merged for HEAD, too; the server in front leaves the merged one out.
+        is_merged = path == HEALTH or path in MERGES
+        return Forwarded(
+            method="GET" if request.method == "HEAD" and is_merged else request.method,
+            path=path,
+            query=request.scope["query_string"],
+            headers=tuple(request.scope["headers"]),
+            body=body,
+            client=client_of(request.scope),
+            keys=read_keys(path, body),
+        )
+
+    async def _reply(self, request: Forwarded, answer: Answer) -> None:
+        """Send the answer of one replica, or one that is made of all replicas'."""
+        if request.path == HEALTH:
+            replies = await self._ask_all(request, min(self._wait_s, HEALTH_WAIT_S))
+            head, body = health(replies, wanted=self._wanted, known=self._known, draining=self._draining)
+        elif request.path in MERGES:
+            head, body = merge(request.path, await self._ask_all(request, self._wait_s))
+        else:
+            await self._pass_on(request, answer)
+            return
+        await answer.add(head)
+        await answer.add(body)
+        await answer.finish()
 
     async def _pass_on(self, request: Forwarded, answer: Answer) -> None:
         """The answer of the first replica that has one.
@@ -137,7 +202,7 @@ class Front:
         """
         reply = self._streams.remote(request)
         try:
-            async with self._no_longer_than_it_may_take():
+            async with no_longer_than(self._wait_s):
                 tried.append(await anext(reply))
             async for parts in reply:
                 for part in parts:
@@ -152,62 +217,39 @@ class Front:
         finally:
             reply.cancel()  # harmless for one that is done
 
-    async def _ask_all(self, request: Forwarded, answer: Answer) -> None:
-        """One answer of all replicas; where one refuses, that is the answer."""
-        async with self._no_longer_than_it_may_take():
-            said = await self._replicas.broadcast("whole", request).results_async()
-        if not said:
-            raise no_replica()
-        head, body = next(((head, body) for _, head, body in said if head.status != 200), (None, b""))
-        if head is None:
-            body = merge(request.path, {replica: part for replica, _, part in said})
-            _, first, _ = said[0]
-            named = [(name, value) for name, value in first.headers if name != b"content-length"]
-            head = Head(200, (*named, (b"content-length", b"%d" % len(body))))
-        await answer.add(head)
-        await answer.add(body)
-        await answer.finish()
+    async def _ask_all(self, request: Forwarded, wait_s: float) -> dict[str, Whole]:
+        """Return the answer of every replica, by its name. A replica that is lost has none.
 
-    @contextlib.asynccontextmanager
-    async def _no_longer_than_it_may_take(self) -> AsyncIterator[None]:
-        """Raises:
-        ApiError: no replica has taken the request in that time.
+        Raises:
+            ApiError: there is no replica.
         """
-        try:
-            async with asyncio.timeout(self._wait_s):
-                yield
-        except TimeoutError:
-            raise no_replica() from None
+        async with no_longer_than(wait_s):
+            replies = await self._replicas.broadcast("whole", request).results_async(return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, Exception) and not isinstance(reply, LOST):
+                logger.warning("a replica could not answer %s: %r", request.path, reply)
+        answers = {name: (head, body) for name, head, body in (r for r in replies if isinstance(r, tuple))}
+        if not answers:
+            raise no_replica()
+        if len(answers) >= self._wanted:
+            self._known.clear()  # whoever is not among these was replaced, or is not needed any more
+        self._known.update(answers)
+        return answers
 
 
-def replica_lost() -> ApiError:
-    return unavailable(
-        "the replica that computed this was lost; send the request again",
-        code="replica_lost",
-        retry_after_s=1,
-    )
+@contextlib.asynccontextmanager
+async def no_longer_than(wait_s: float) -> AsyncIterator[None]:
+    """Wait for a replica for so long.
+
+    Raises:
+        ApiError: no replica has taken the request in that time.
+    """
+    try:
+        async with asyncio.timeout(wait_s):
+            yield
+    except TimeoutError:
+        raise no_replica() from None
 
 
 def no_replica() -> ApiError:
     return unavailable("no replica takes requests; one may be on its way", code="no_replica", retry_after_s=5)
-
-
-async def read(request: Request) -> Forwarded:
-    """A request with its body, which ends soon after it is known to be too long: a replica refuses it then."""
-    body = bytearray()
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared) <= MAX_BODY_BYTES:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                break
-    keys, choices = read_prompt(request.url.path, bytes(body))
-    return Forwarded(
-        method=request.method,
-        path=request.url.path,
-        query=request.scope["query_string"],
-        headers=tuple(request.scope["headers"]),
-        body=bytes(body),
-        keys=keys,
-        choices=choices,
-    )

@@ -1,8 +1,8 @@
-"""One answer of what every replica has said."""
+"""One answer, made of the answers of all replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import orjson
@@ -10,10 +10,68 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.forwarding import Head, Whole
 
-def merge(path: str, bodies: Mapping[str, bytes]) -> bytes:
-    """The answer to `path`, from each replica's."""
-    return MERGES[path](bodies)
+HEALTH = "/health"
+OK, SERVER_ERROR = 200, 500
+
+
+def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
+    """Return the answer to `path`, one of `MERGES`, from each replica's.
+
+    A replica that cannot answer (5xx: its engine is dead, or it drains) is left out, unless none can. A refusal of
+    the request (4xx) is the answer.
+    """
+    refusal = _refusal(replies)
+    if refusal is not None:
+        return refusal
+    bodies = {name: body for name, (head, body) in replies.items() if head.status == OK}
+    head = next(head for head, _ in replies.values() if head.status == OK)
+    return _with_body(head, MERGES[path](bodies))
+
+
+def health(replies: Mapping[str, Whole], *, wanted: int, known: Collection[str], draining: bool) -> Whole:
+    """Return the answer to `/health`: 200 while a replica lives.
+
+    Args:
+        replies: of the replicas that answered.
+        wanted: how many replicas there should be, at the least.
+        known: names of all that should be there; those that did not answer are lost.
+        draining: whether the front takes no more requests.
+    """
+    states = dict.fromkeys(known, "lost") | {
+        name: _state(head, body) for name, (head, body) in replies.items()
+    }
+    refusal = _refusal(replies)
+    if refusal is not None:
+        return refusal
+    head, body = next(whole for whole in replies.values() if whole[0].status == OK)
+    living = sum(head.status == OK for head, _ in replies.values())
+    well = living == len(states) and living >= wanted
+    said = {
+        "status": "draining" if draining else "ok" if well else "degraded",
+        "phase": orjson.loads(body)["phase"],
+        "replicas": states,
+    }
+    return _with_body(head, orjson.dumps(said))
+
+
+def _state(head: Head, body: bytes) -> str:
+    """Return a replica's own word for how it is: its status, or the code of its error."""
+    said = orjson.loads(body)
+    return str(said["status"] if head.status == OK else said["error"]["code"])
+
+
+def _refusal(replies: Mapping[str, Whole]) -> Whole | None:
+    """Return the refusal that is everybody's answer, if there is one."""
+    of_the_request = (whole for whole in replies.values() if OK < whole[0].status < SERVER_ERROR)
+    all_refused = all(head.status != OK for head, _ in replies.values())
+    return next(of_the_request, next(iter(replies.values())) if all_refused else None)
+
+
+def _with_body(head: Head, body: bytes) -> Whole:
+    headers = [(name, value) for name, value in head.headers if name != b"content-length"]
+    return Head(head.status, (*headers, (b"content-length", b"%d" % len(body)))), body
 
 
 def merge_telemetry(bodies: Mapping[str, bytes]) -> bytes:
@@ -64,7 +122,7 @@ def merge_resets(bodies: Mapping[str, bytes]) -> bytes:
     return orjson.dumps({"dropped_blocks": sum(dropped)})
 
 
-#: Routes that every replica is asked, and what makes one answer of theirs.
+#: Routes that every replica is asked, beside `HEALTH`, and the function that makes one body of theirs.
 MERGES: dict[str, Callable[[Mapping[str, bytes]], bytes]] = {
     "/telemetry": merge_telemetry,
     "/metrics": merge_metrics,

@@ -78,7 +78,7 @@ class Plan:
         return "prefix" if self.package.PHASE.number >= FIRST_CACHING_PHASE else "least_loaded"
 
 
-def read_flags(argv: Sequence[str]) -> Plan:
+def read_flags(argv: Sequence[str], prog: str = "python -m cluster") -> Plan:
     """From the command line and the environment.
 
     Raises:
@@ -86,9 +86,7 @@ def read_flags(argv: Sequence[str]) -> Plan:
         StartupError: there is no such phase.
     """
     package = find_phase(_phase_of(argv))
-    settings = cli.settings_for(
-        package, "python -m cluster", server_options=ClusterOptions, default_port=DEFAULT_PORT
-    )
+    settings = cli.settings_for(package, prog, server_options=ClusterOptions, default_port=DEFAULT_PORT)
     return _plan(package, cli.read_settings(settings, argv))
 
 

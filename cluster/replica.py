@@ -18,6 +18,7 @@ from common.server.app import create_app
 from common.server.lifecycle import freeze_objects
 from common.server.log_format import configure_logging
 from common.server.options import CommonOptions
+from common.server.own_pages import AllowedHosts
 from common.server.service import Service
 from common.worker import EngineWorker
 
@@ -59,6 +60,9 @@ class Replica:
             other_names=names[1:],
             api_keys=server_options.api_key,
             cors_origins=server_options.cors_origin,
+            hosts=AllowedHosts(server_options.host, server_options.allowed_host),
+            body_timeout_s=server_options.body_timeout,
+            step_timeout_s=server_options.step_timeout,
             live_view=False,  # it would show one of the replicas, and not the one that is asked
         )
         self._service: Service = self._app.state.server
@@ -92,10 +96,9 @@ class Replica:
         """Serve replaces a replica where this raises.
 
         Raises:
-            EngineDeadError, RuntimeError: nothing will be computed here any more.
+            ApiError, RuntimeError: nothing will be computed here any more.
         """
-        if self._worker.dead is not None:
-            raise self._worker.dead
+        self._service.require_health()
         if not self._worker.running:
             raise RuntimeError("the engine's thread has ended")
 

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @contextmanager
 def running(*arguments: Any, **options: Any) -> Iterator[ServerProcess]:
     """A cluster, which is taken down at the end whatever has happened: Ray's processes would stay."""
-    process = ServerProcess(*arguments, module="tests.cluster.start", **options)
+    process = ServerProcess(*arguments, module="tests.cluster.start", **({"env": {}} | options))
     try:
         yield process
     finally:
@@ -44,7 +44,7 @@ def phase() -> str:
 @pytest.fixture(scope="session")
 def server(phase: str) -> Iterator[ServerProcess]:
     """A cluster that tests of the API take for a server. They leave it as they find it."""
-    with running(phase, "--max-seq-len", "1024") as process:
+    with running(phase, "--max-seq-len", "1024", "--max-batch-size", "32") as process:
         yield process
         assert process.process.poll() is None, f"the cluster did not outlive its tests:\n{process.log_text}"
         assert "Traceback" not in process.log_text

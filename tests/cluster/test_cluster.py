@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.cluster.conftest import running
 from tests.cluster.mortal import DEATH
-from tests.server.support import ServerProcess, assert_error, eventually
+from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 
 PLACES = 4  # two replicas of one seat and one place in the queue
+KEY = "a-key"
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 
 
@@ -27,8 +31,9 @@ def death(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(death: Path) -> Iterator[ServerProcess]:
     with running(
         "tests.cluster.mortal",
-        *("--max-batch-size", "1", "--max-waiting-requests", "1"),
-        env={DEATH: str(death)},
+        *("--max-batch-size", "1", "--max-waiting-requests", "1", "--body-timeout", "2"),
+        env={DEATH: str(death), "INFER_API_KEY": KEY},
+        headers={"Authorization": f"Bearer {KEY}"},
     ) as process:
         yield process
 
@@ -57,6 +62,16 @@ def test_tokens_come_while_the_next_are_computed(server: ServerProcess) -> None:
     assert most < lump
 
 
+def test_streams_of_many_choices_come_whole(server: ServerProcess) -> None:
+    """What a step makes for them is more than an HTTP server sends at a time."""
+    prompts = [f"{i} is" for i in range(32)]  # so short that all begin, and end, in the same step
+    for fields in [{"prompt": prompts}, {"n": 16, "logprobs": 20}] * 4:
+        events = server.events(max_tokens=24, ignore_eos=True, **fields)
+        ended = [data["choices"][0]["index"] for name, data in events if name == "done"]
+        assert sorted(ended) == list(range(32 if "prompt" in fields else 16))
+        assert len(events) == 25 * len(ended)
+
+
 def test_what_replicas_say_is_added_up(server: ServerProcess) -> None:
     said = server.client.get("/telemetry").json()
     assert len(said["replicas"]) == 2
@@ -79,7 +94,7 @@ def test_equal_beginnings_go_to_the_replica_that_has_them(server: ServerProcess)
         answer = server.complete(prompt=prompt, max_tokens=2)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     before = server.counters()
-    assert server.client.post("/reset_prefix_cache").json()["dropped_blocks"] > 0
+    assert server.client.post("/reset_prefix_cache", json={}).json()["dropped_blocks"] > 0
     for prompt in prompts * 2:
         server.complete(prompt=prompt, max_tokens=2)
     after = server.counters()
@@ -113,8 +128,94 @@ def test_busy_is_said_only_when_all_are_and_who_leaves_makes_room(small: ServerP
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
+def half_a_request(server: ServerProcess, *headers: str) -> socket.socket:
+    """A connection on which the head of a completion was sent, and none of its body."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        "Content-Length: 99",
+    ]
+    connection.sendall("\r\n".join([*lines, *headers, "", ""]).encode())
+    return connection
+
+
+def first_answer(connection: socket.socket) -> bytes:
+    said = b""
+    while b'"code":' not in said:
+        said += connection.recv(4096)
+    return said
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(small: ServerProcess) -> None:
+    with half_a_request(small, f"Authorization: Bearer {KEY}") as connection:
+        said = first_answer(connection)
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"body_timeout" in said
+    assert small.complete()["usage"]["completion_tokens"] == 8
+
+
+def test_keys_are_looked_at_before_a_body(small: ServerProcess) -> None:
+    with half_a_request(small) as connection:
+        said = first_answer(connection)
+    assert said.startswith(b"HTTP/1.1 401 ")
+    assert b"www-authenticate: bearer" in said.lower()
+    assert httpx.get(f"{small.url}/health").status_code == 200  # needs no key
+    assert small.complete()["usage"]["completion_tokens"] == 8
+
+
+class Watcher(threading.Thread):
+    """Asks again and again how the cluster is, and what it has counted."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self.health: list[dict[str, Any]] = []
+        self.refused: list[str] = []
+        self.over = False
+        self.start()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._server.url, timeout=HANG_S) as client:
+            while not self.over:
+                for path in ("/health", "/metrics"):
+                    response = client.get(path)
+                    if response.status_code != 200:
+                        self.refused.append(f"{path}: {response.status_code} {response.text}")
+                    elif path == "/health":
+                        self.health.append(response.json())
+
+    def states(self, status: str) -> list[dict[str, str]]:
+        """The replicas' states, each time that this was the cluster's status."""
+        return [each["replicas"] for each in self.health if each["status"] == status]
+
+
+@pytest.fixture
+def watcher(small: ServerProcess) -> Iterator[Watcher]:
+    watcher = Watcher(small)
+    yield watcher
+    watcher.over = True
+    watcher.join(HANG_S)
+    assert not watcher.refused
+    assert watcher.health[-1]["status"] == "ok"
+
+
+def test_a_process_that_is_killed_hides_nothing_of_the_others(small: ServerProcess, watcher: Watcher) -> None:
+    before = set(replicas(small))
+    eventually(lambda: bool(watcher.states("ok")))
+    processes = psutil.Process(small.process.pid).children(recursive=True)
+    victim = next(
+        each for each in processes if " ".join(each.cmdline()).startswith("ray::ServeReplica:infer:replica")
+    )
+    victim.kill()
+    eventually(lambda: any("lost" in states.values() for states in watcher.states("degraded")))
+    eventually(lambda: len(set(replicas(small)) - before) == 1)
+    eventually(lambda: watcher.health[-1]["status"] == "ok")
+
+
 def test_an_engine_that_dies_is_replaced_and_its_request_is_answered_by_another(
-    small: ServerProcess, death: Path
+    small: ServerProcess, death: Path, watcher: Watcher
 ) -> None:
     before = set(replicas(small))
     death.touch()
@@ -124,3 +225,5 @@ def test_an_engine_that_dies_is_replaced_and_its_request_is_answered_by_another(
     eventually(lambda: len(replicas(small)) == 2 and len(set(replicas(small)) & before) == 1)
     for _ in range(4):
         assert small.complete()["usage"]["completion_tokens"] == 8
+    eventually(lambda: watcher.health[-1]["status"] == "ok")
+    assert any("engine_dead" in states.values() for states in watcher.states("degraded"))

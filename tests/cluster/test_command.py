@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
+import cluster
+import infer
+from cluster.environment import prepare
 from cluster.options import Plan, read_flags, read_mapping
 from common.errors import StartupError
 from common.server.cli import UsageError
@@ -70,6 +75,30 @@ def test_a_wrong_config_file_is_told_so() -> None:
         read_mapping({"phase": 7, "max_batch_size": "many"})
     with pytest.raises(StartupError, match="no phase '77'"):
         read_mapping({"phase": 77})
+
+
+def test_ray_is_not_opened_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
+    with pytest.raises(StartupError, match=r"RAY_AUTH_MODE=disabled .* unset it"):
+        prepare()
+
+
+def test_the_example_is_for_this_machine_or_has_a_key() -> None:
+    example = yaml.safe_load((Path(cluster.__file__).parent / "example.yaml").read_text())
+    for application in example["applications"]:
+        read_mapping(application["args"])
+        assert example["http_options"]["host"] == "127.0.0.1" or application["args"].get("api_key")
+
+
+def test_the_command_infer_has_a_word_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        infer.main(["cluster", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: infer cluster [options]\n")
+    with pytest.raises(SystemExit) as ended:
+        infer.main(["cluster", "--replicsa", "2"])
+    assert ended.value.code == 2
+    assert "--replicas" in capsys.readouterr().err
 
 
 def test_without_ray_one_line_says_how_to_get_it() -> None:

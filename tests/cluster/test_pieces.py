@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -11,14 +12,18 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.answer import Answer
-from cluster.forwarding import Forwarded, Head, LocalCall, collect, read_prompt
-from cluster.merging import merge
+from cluster.forwarding import Ended, Forwarded, Head, LocalCall, Part, Whole, collect, read_keys
+from cluster.merging import health, merge
 from cluster.scaling import replicas_for
+from common.engine import Engine
+from common.phases import find_phase
+from common.server.app import create_app
+from common.server.backlogs import PIECE_BYTES
 from common.server.errors import ApiError, unavailable
 from common.server.wire.format import event
 
 REQUEST = Forwarded("POST", "/v1/completions", b"", ((b"content-type", b"application/json"),), b"{}")
-STREAM = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"1")))
+HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"1"))
 LOST = unavailable("lost", code="replica_lost", retry_after_s=1)
 
 
@@ -43,19 +48,13 @@ class Client:
     def ended(self) -> bool:
         return [message.get("more_body") for message in self.messages[1:]].count(False) == 1
 
-    @property
-    def errors(self) -> list[dict[str, Any]]:
-        events = [each for each in self.body.split(b"\n\n") if b'"error"' in each]
-        return [orjson.loads(each.partition(b"data: ")[2]) for each in events]
 
-
-def cut(path: str, parts: Sequence[Head | bytes], *, choices: int = 1, error: ApiError = LOST) -> Client:
+def cut(path: str, parts: Sequence[Part], *, error: ApiError = LOST) -> Client:
     """A client whose replica was lost after it had sent so much."""
 
     async def run() -> Client:
         client = Client()
         answer = Answer(client.send, path)
-        answer.choices = choices
         for part in parts:
             await answer.add(part)
         await answer.fail(error)
@@ -64,11 +63,14 @@ def cut(path: str, parts: Sequence[Head | bytes], *, choices: int = 1, error: Ap
     return asyncio.run(run())
 
 
-def done(index: int) -> bytes:
-    return event({"choices": [{"index": index}], "finish_reason": "length"}, "done")
-
-
 TOKEN = event({"choices": [{"index": 0}], "token": "event: done"}, "token")
+DONE = event({"choices": [{"index": 0}], "finish_reason": "length"}, "done")
+ENDS = (
+    event(LOST.body() | {"choices": [{"index": 0}]}, "error"),
+    event(LOST.body() | {"choices": [{"index": 1}]}),
+)
+LAST = b"data: [DONE]\n\n"
+STREAM = Head(200, HEADERS, (*ENDS, LAST))
 
 
 # ---------------------------------------------------------------------- an answer that was cut off
@@ -82,42 +84,130 @@ def test_before_the_first_byte_the_client_gets_an_answer_like_any_other() -> Non
     assert client.ended
 
 
-def test_a_stream_ends_with_one_error_event() -> None:
+def test_a_stream_ends_with_what_its_replica_wrote_for_that() -> None:
     client = cut("/v1/completions", [STREAM, TOKEN, TOKEN])
     assert client.head["status"] == 200
     assert b"x-request-id" not in dict(client.head["headers"])  # Ray's proxy adds it
-    assert client.body.startswith(TOKEN + TOKEN + b"event: error\ndata: ")
-    assert client.errors == [LOST.body()]
+    assert client.body == TOKEN + TOKEN + b"".join(ENDS) + LAST
     assert client.ended
 
 
-def test_each_choice_that_has_not_ended_gets_its_error() -> None:
-    client = cut("/v1/completions", [STREAM, TOKEN, done(1) + TOKEN], choices=3)
-    assert [error["choices"][0]["index"] for error in client.errors] == [0, 2]
+def test_what_has_ended_is_not_ended_again() -> None:
+    client = cut("/v1/completions", [STREAM, TOKEN, DONE, Ended(frozenset({0})), TOKEN])
+    assert client.body == TOKEN + DONE + TOKEN + ENDS[1] + LAST
+    complete = cut("/v1/completions", [STREAM, DONE, LAST, Ended(frozenset({0, 1, 2}))])
+    assert complete.body == DONE + LAST
     assert client.ended
-
-
-@pytest.mark.parametrize("path", ["/openai/v1/completions", "/v1/chat/completions"])
-def test_openais_streams_end_as_they_always_do(path: str) -> None:
-    client = cut(path, [STREAM, event({"choices": [{"index": 0}]})])
-    assert client.errors == [LOST.body()]
-    assert client.body.endswith(b"data: [DONE]\n\n")
-    assert client.ended
-
-
-@pytest.mark.parametrize(
-    ("path", "last"), [("/v1/completions", done(0)), ("/v1/chat/completions", b"data: [DONE]\n\n")]
-)
-def test_what_was_complete_stays_so(path: str, last: bytes) -> None:
-    client = cut(path, [STREAM, last])
-    assert not client.errors
-    assert client.body == last
-    assert client.ended
+    assert complete.ended
 
 
 def test_json_that_was_begun_is_not_made_worse() -> None:
     client = cut("/v1/completions", [Head(200, ((b"content-type", b"application/json"),)), b'{"id'])
     assert client.body == b'{"id'
+    assert client.ended
+
+
+# ---------------------------------------------------------------------- streams of the real app, cut anywhere
+
+PROMPTS = [f"Once upon a time there was a number {i}, who" for i in range(32)]
+MANY = {
+    "prompt": PROMPTS,
+    "max_tokens": 6,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "logprobs": 20,
+}
+TALKATIVE = MANY | {"prompt": PROMPTS[0], "n": 16, "logprobs": 20}
+CHAT = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "n": 16,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "max_tokens": 6,
+    "stream": True,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    package = find_phase("8")
+    return package.build_engine(
+        package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32", max_batch_size=32)
+    )
+
+
+def parts_of(engine: Engine, path: str, fields: dict[str, Any]) -> list[Part]:
+    """Every part that a replica sends of an answer, in order."""
+    app = create_app(engine)
+    body = orjson.dumps({"model": "zoo:llama-tiny", **fields})
+    request = Forwarded("POST", path, b"", ((b"content-type", b"application/json"),), body)
+
+    async def run() -> list[Part]:
+        async with app.router.lifespan_context(app):
+            return [part async for ready in LocalCall(app, request).answer() for part in ready]
+
+    return asyncio.run(run())
+
+
+def test_a_long_stream_goes_to_the_front_in_whole_events_wherever_it_is_cut(engine: Engine) -> None:
+    """Pieces of a fixed size, as an HTTP server takes them, would cut events of such answers in two."""
+    longest = 0
+    for path, fields, choices in (
+        ("/v1/completions", MANY, 32),
+        ("/v1/completions", TALKATIVE, 16),
+        ("/openai/v1/completions", TALKATIVE, 16),
+        ("/v1/chat/completions", CHAT, 16),
+    ):
+        head, *parts = parts_of(engine, path, fields)
+        assert isinstance(head, Head)
+        assert head.status == 200
+        longest = max(longest, *(len(part) for part in parts if isinstance(part, bytes)))
+        for end in range(1, len(parts) + 1):
+            if end == len(parts) or not isinstance(
+                parts[end], Ended
+            ):  # bytes and what they end come together
+                ends = Ends.of(cut(path, [head, *parts[:end]]).body)
+                assert sorted(ends.choices) == list(range(choices))
+                assert ends.closed == (path != "/v1/completions")
+        assert not Ends.of(cut(path, [head, *parts]).body).failed
+    assert longest > PIECE_BYTES
+
+
+@dataclass
+class Ends:
+    """How a stream ended for its client.
+
+    Attributes:
+        choices: an index for each end of a choice, by a reason or by an error.
+        failed: how many of those were errors.
+        closed: whether it closed with `[DONE]`, once.
+    """
+
+    choices: list[int]
+    failed: int
+    closed: bool
+
+    @classmethod
+    def of(cls, body: bytes) -> Ends:
+        assert body.endswith(b"\n\n")
+        choices, failed, closed = [], 0, 0
+        for text in body.removesuffix(b"\n\n").split(b"\n\n"):
+            line = text.rpartition(b"\n")[2].removeprefix(b"data: ")
+            closed += line == b"[DONE]"
+            if line == b"[DONE]":
+                continue
+            data = orjson.loads(line)
+            failed += "error" in data
+            if "error" in data and "choices" not in data:  # a plain chunk does not say whose error it is
+                choices.append(next(i for i in range(32) if i not in choices))
+            choices += [
+                each["index"]
+                for each in data.get("choices", ())
+                if "error" in data or each.get("finish_reason")
+            ]
+        assert closed <= 1
+        return cls(choices, failed, bool(closed))
 
 
 # ---------------------------------------------------------------------- a call in this process
@@ -168,8 +258,8 @@ def test_an_app_that_raises_ends_its_answer(caplog: pytest.LogCaptureFixture) ->
 # ---------------------------------------------------------------------- what a router goes by
 
 
-def keys_of(path: str = "/v1/completions", **fields: object) -> tuple[tuple[int, ...], int]:
-    return read_prompt(path, orjson.dumps(fields))
+def keys_of(path: str = "/v1/completions", **fields: object) -> tuple[int, ...]:
+    return read_keys(path, orjson.dumps(fields))
 
 
 LONG = "It was a dark and stormy night, and the rain fell in torrents. " * 4
@@ -178,18 +268,18 @@ LONG = "It was a dark and stormy night, and the rain fell in torrents. " * 4
 def test_a_conversations_next_turn_has_the_keys_of_the_last() -> None:
     first = [{"role": "system", "content": LONG}, {"role": "user", "content": "Hello"}]
     turns = [first, [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": LONG}]]
-    (before, _), (after, _) = (keys_of("/v1/chat/completions", messages=each) for each in turns)
+    before, after = (keys_of("/v1/chat/completions", messages=each) for each in turns)
     assert len(before) >= 4
     assert after[: len(before)] == before
 
 
 def test_prompts_of_both_kinds_have_keys_and_salts_count() -> None:
-    assert len(keys_of(prompt=LONG)[0]) == len(LONG) // 64
-    assert keys_of(prompt=[LONG, "x"], n=3) == (keys_of(prompt=LONG)[0], 6)
+    assert len(keys_of(prompt=LONG)) == len(LONG) // 64
+    assert keys_of(prompt=[LONG, "x"], n=3) == keys_of(prompt=LONG)
     ids = list(range(100, 200))
-    assert keys_of(prompt=ids)[0]
-    assert keys_of(prompt=[ids, ids]) == (keys_of(prompt=ids)[0], 2)
-    assert keys_of(prompt=LONG, cache_salt="mine")[0] != keys_of(prompt=LONG)[0]
+    assert keys_of(prompt=ids)
+    assert keys_of(prompt=[ids, ids]) == keys_of(prompt=ids)
+    assert keys_of(prompt=LONG, cache_salt="mine") != keys_of(prompt=LONG)
 
 
 @pytest.mark.parametrize(
@@ -197,37 +287,99 @@ def test_prompts_of_both_kinds_have_keys_and_salts_count() -> None:
     [b"", b"[]", b"{", b'{"prompt":[]}', b'{"prompt":5}', b'{"n":"x","prompt":"a"}', b'{"prompt":[null]}'],
 )
 def test_what_is_no_request_is_the_replicas_to_refuse(body: bytes) -> None:
-    keys, choices = read_prompt("/v1/completions", body)
-    assert keys == ()
-    assert choices == 1
-    assert read_prompt("/tokenize", orjson.dumps({"prompt": LONG})) == ((), 1)
+    assert read_keys("/v1/completions", body) == ()
+    assert read_keys("/tokenize", orjson.dumps({"prompt": LONG})) == ()
 
 
 # ---------------------------------------------------------------------- sums
 
 
+def reply(body: bytes, status: int = 200) -> Whole:
+    return Head(status, ((b"content-type", b"x"), (b"content-length", b"%d" % len(body)))), body
+
+
+def merged(path: str, bodies: Mapping[str, bytes]) -> bytes:
+    head, body = merge(path, {name: reply(each) for name, each in bodies.items()})
+    assert head == Head(200, ((b"content-type", b"x"), (b"content-length", b"%d" % len(body))))
+    return body
+
+
 def test_telemetry_is_summed_and_each_replicas_own_is_there() -> None:
     one = {"phase": "p", "max_batch_size": 8, "max_seq_len": 64, "queue_room": 3, "next_step": 2}
-    said = {
+    bodies = {
         "a": orjson.dumps(one | {"counters": {"steps": 2, "busy_s": 0.5}, "steps": [1, 2]}),
         "b": orjson.dumps(one | {"counters": {"steps": 5, "busy_s": 0.25}, "steps": []}),
     }
-    merged = orjson.loads(merge("/telemetry", said))
-    assert merged["counters"] == {"steps": 7, "busy_s": 0.75}
-    assert (merged["queue_room"], merged["max_batch_size"], merged["max_seq_len"]) == (6, 16, 64)
-    assert merged["replicas"]["a"]["steps"] == [1, 2]
-    assert merged["next_step"] == 7  # no reader looks for another page
-    assert orjson.loads(merge("/reset_prefix_cache", dict.fromkeys("ab", b'{"dropped_blocks":4}'))) == {
+    said = orjson.loads(merged("/telemetry", bodies))
+    assert said["counters"] == {"steps": 7, "busy_s": 0.75}
+    assert (said["queue_room"], said["max_batch_size"], said["max_seq_len"]) == (6, 16, 64)
+    assert said["replicas"]["a"]["steps"] == [1, 2]
+    assert said["next_step"] == 7  # no reader looks for another page
+    assert orjson.loads(merged("/reset_prefix_cache", dict.fromkeys("ab", b'{"dropped_blocks":4}'))) == {
         "dropped_blocks": 8
     }
 
 
 def test_metrics_have_a_family_once_and_a_sample_for_each_replica() -> None:
     page = b'# HELP vllm:x_total Text\n# TYPE vllm:x_total counter\nvllm:x_total{phase="p"} %d\n'
-    merged = merge("/metrics", {"a": page % 1, "b": page % 2}).decode()
-    assert merged.count("# TYPE vllm:x_total counter") == 1
-    assert 'vllm:x_total{phase="p",replica="a"} 1.0' in merged
-    assert 'vllm:x_total{phase="p",replica="b"} 2.0' in merged
+    said = merged("/metrics", {"a": page % 1, "b": page % 2}).decode()
+    assert said.count("# TYPE vllm:x_total counter") == 1
+    assert 'vllm:x_total{phase="p",replica="a"} 1.0' in said
+    assert 'vllm:x_total{phase="p",replica="b"} 2.0' in said
+
+
+DEAD = reply(orjson.dumps(unavailable("dead", code="engine_dead", retry_after_s=30).body()), 503)
+
+
+def test_a_dead_replica_is_left_out_of_a_sum() -> None:
+    well = reply(b'{"dropped_blocks":4}')
+    _, body = merge("/reset_prefix_cache", {"a": DEAD, "b": well, "c": well})
+    assert orjson.loads(body) == {"dropped_blocks": 8}
+    assert merge("/reset_prefix_cache", {"a": DEAD, "b": DEAD}) == DEAD
+    failed = reply(b"failed", 500)
+    assert orjson.loads(merge("/reset_prefix_cache", {"a": failed, "b": well})[1]) == {"dropped_blocks": 4}
+    wrong = reply(b"wrong", 400)
+    assert merge("/reset_prefix_cache", {"a": DEAD, "b": wrong}) == wrong
+
+
+@pytest.mark.parametrize(
+    ("replies", "known", "draining", "status", "replicas"),
+    [
+        ({"a": "ok", "b": "ok"}, "ab", False, "ok", {"a": "ok", "b": "ok"}),
+        ({"a": "ok", "b": "ok"}, "ab", True, "draining", {"a": "ok", "b": "ok"}),
+        (
+            {"a": "ok", "b": "draining", "c": "ok"},
+            "abc",
+            False,
+            "ok",
+            {"a": "ok", "b": "draining", "c": "ok"},
+        ),
+        ({"a": "ok", "b": None}, "ab", False, "degraded", {"a": "ok", "b": "engine_dead"}),
+        (
+            {"a": "ok", "b": None, "c": "ok"},
+            "ab",
+            False,
+            "degraded",
+            {"a": "ok", "b": "engine_dead", "c": "ok"},
+        ),
+        ({"a": "ok"}, "ab", False, "degraded", {"a": "ok", "b": "lost"}),
+        ({"a": "ok"}, "a", False, "degraded", {"a": "ok"}),  # Serve builds another
+    ],
+)
+def test_a_cluster_is_well_enough_while_a_replica_lives(
+    replies: dict[str, str | None], known: str, draining: bool, status: str, replicas: dict[str, str]
+) -> None:
+    answers = {
+        name: DEAD if state is None else reply(orjson.dumps({"status": state, "phase": "p"}))
+        for name, state in replies.items()
+    }
+    head, body = health(answers, wanted=2, known=known, draining=draining)
+    assert head.status == 200
+    assert orjson.loads(body) == {"status": status, "phase": "p", "replicas": replicas}
+
+
+def test_a_cluster_whose_engines_are_all_dead_is_dead() -> None:
+    assert health({"a": DEAD, "b": DEAD}, wanted=2, known="ab", draining=False) == DEAD
 
 
 # ---------------------------------------------------------------------- how many

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import running
-from tests.server.support import ServerProcess, eventually
+from tests.server.support import ServerProcess, assert_error, eventually
 
 
 @pytest.fixture
@@ -60,6 +60,10 @@ def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end(growing: Serv
         growing.signal()
         eventually(lambda: "SIGTERM: finishing what runs" in growing.log_text)
         eventually(lambda: growing.client.get("/ready").status_code == 503)
+        health = growing.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "draining")
+        assert growing.client.get("/metrics").status_code == 200
+        assert_error(growing.post(), 503, code="shutting_down")
         *_, (name, _) = events
         assert name == "done"
     assert growing.wait() == 0
