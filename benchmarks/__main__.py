@@ -18,6 +18,7 @@ from benchmarks.compare import Comparison, compare
 from benchmarks.export import export_dummy
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers.registry import peer_targets
+from benchmarks.report import report, summary
 from benchmarks.results import LOCAL, RESULTS, Run
 from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter, Workload
@@ -79,6 +80,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--run-timeout", type=float, default=3600.0, help="give up a run after so many s (3600)"
     )
+    group.add_argument("--all", action="store_true", help="print every metric and ratios: a wide table")
     group.add_argument("--trace", action="store_true", help="keep a trace of each run beside its result")
     group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
@@ -221,6 +223,7 @@ def _measure(
         ignore_eos=not getattr(options, "no_ignore_eos", False),
         api_key=getattr(options, "api_key", None),
         trace=options.trace,
+        show=report if options.all else summary,
     )
     runs = compare(comparison, console)
     return exit_code(runs)

@@ -232,7 +232,7 @@ def routing_rows(
         for name in ROUTING_WORKLOADS:
             runs = []
             for seed in range(options.turns):
-                client.post("/reset_prefix_cache").raise_for_status()
+                client.post("/reset_prefix_cache", json={}).raise_for_status()
                 orders = build(WORKLOADS[name], writer, seed=seed, factor=options.rate)
                 runs.append(cache_use(load(server, orders, warmup_requests(writer))))
             hits, ttft_p50, ttft_p95 = (statistics.median(each) for each in zip(*runs, strict=True))

@@ -7,7 +7,9 @@ repeat 2   phase 6   phase 5   phase 4      turned round, so that a machine that
 repeat 3   phase 4   phase 5   phase 6      grows warm or busy favours nobody
 ```
 
-Every run has a fresh server: no cache, and no memory in pieces, is left over from the run before.
+Every run has a fresh server: no cache, and no memory in pieces, is left over from the run before. The machine's
+load is looked at before the first run and after each, while no server of ours runs: a run beside busy programs
+says so.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.calibrate import CalibrationError, calibrate, fixed_factor
 from benchmarks.client import Endpoint
+from benchmarks.load import cores_taken, in_words, is_busy
 from benchmarks.measure import Measurement, blank_run, measure
-from benchmarks.report import report
+from benchmarks.report import summary
 from benchmarks.results import Calibration, Lineup, Run, ServerInfo
 from benchmarks.servers import RunningServer, Target, open_server
 from benchmarks.traces import kept_trace
@@ -62,7 +65,7 @@ class Comparison:
     ignore_eos: bool = True
     api_key: str | None = None
     trace: bool = False
-    show: Callable[[Sequence[Run]], RenderableType] = report
+    show: Callable[[Sequence[Run]], RenderableType] = summary
 
     @property
     def lineup(self) -> Lineup:
@@ -102,6 +105,11 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
+        taken = cores_taken()
+        if is_busy(taken):
+            progress.console.print(
+                f"[yellow]{in_words(taken)} just now: close them, or mistrust the times[/yellow]"
+            )
         calibrations = _calibrations(comparison, progress)
         overall = progress.add_task("runs", total=total, detail="")
         for workload in comparison.workloads:
@@ -112,6 +120,9 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
                     run = run_once(
                         comparison, workload, target, calibrations[workload.name], repeat, progress
                     )
+                    before_run, taken = taken, cores_taken()
+                    if is_busy(max(before_run, taken)):
+                        run.notes.append(f"{in_words(max(before_run, taken))} before or after run {repeat}")
                     if comparison.out is not None:
                         run.save(comparison.out)
                     runs.append(run)
@@ -139,7 +150,8 @@ def run_once(
         workload, info, calibration, comparison.measurement, lineup=comparison.lineup, repeat=repeat
     )
     server = open_server(target)
-    task = progress.add_task(f"{workload.name} on {target.label}", total=None, detail="starting")
+    count = workload.count(quick=comparison.measurement.quick)
+    task = progress.add_task(f"{workload.name} on {target.label}", total=count, detail="starting")
 
     def on_progress(finished: int, failed: int, total: int) -> None:
         detail = f"[red]{failed} failed[/red]" if failed else ""

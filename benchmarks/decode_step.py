@@ -257,7 +257,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             "median of": f"{arguments.repeats} turns",
             "threads": str(arguments.threads),
         },
-        columns=["", *COLUMNS, "first tokens as ours"],
+        columns=["computed by", *COLUMNS, "first tokens as ours"],
         rows=rows_of(contenders, floor_s),
     )
     table.publish(arguments.out, console)

@@ -21,22 +21,25 @@ from rich.table import Table
 from benchmarks.__main__ import exit_code, exit_on_sigterm
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
-from benchmarks.report import summary
-from benchmarks.servers import Setup, open_server, phase_target
+from benchmarks.servers import Setup, find_phase_module, open_server, phase_target
 from benchmarks.workloads import WORKLOADS, PromptWriter
+from common.errors import StartupError
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
 MEASURED_MODEL = "dummy:llama-60m"
-PROMPTS = [
-    ("Once upon a time", 120),
-    ("Once upon a time there was a little fox named Ivy.", 90),
-    ("Long ago there was a small owl named Tom.", 60),
-    ("One morning Nora went to the garden.", 75),
-    ("Once there was a quiet painter named Oskar.", 40),
-    ("Long ago there was a kind duck named Lily.", 20),
-]
+MOST_TOKENS = 600  # of a story: the writer ends nearly all of its stories before
+#: Beginnings as in the text that the writer was trained on (`common.zoo.text`): it knows how to go on and to end.
+PROMPTS = (
+    "Once there was a young owl named Nora.",
+    "Once upon a time there was a shy otter named Finn.",
+    "Long ago there was a small owl named Tom.",
+    "Once upon a time there was a brave fox named Zoë.",
+    "Once there was a quiet painter named Oskar.",
+    "Long ago there was a kind duck named Lily.",
+)
+ENDED = {"eos": "by itself", "length": "cut"}
 
 
 @dataclass
@@ -51,13 +54,13 @@ class Answer:
     finish_reason: str = ""
 
 
-async def complete(client: httpx.AsyncClient, prompt: str, max_tokens: int) -> Answer:
+async def complete(client: httpx.AsyncClient, prompt: str) -> Answer:
     """Stream one completion."""
     answer = Answer(prompt)
     body = {
         "model": WRITER_MODEL,
         "prompt": prompt,
-        "max_tokens": max_tokens,
+        "max_tokens": MOST_TOKENS,
         "temperature": 0.7,
         "seed": 1,
         "stream": True,
@@ -84,7 +87,7 @@ async def stream_all(url: str) -> tuple[list[Answer], float]:
     """All prompts at once: the answers, and the seconds until the last was complete."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         started = time.perf_counter()
-        answers = await asyncio.gather(*(complete(client, *prompt) for prompt in PROMPTS))
+        answers = await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
         return answers, time.perf_counter() - started
 
 
@@ -93,14 +96,14 @@ def write(phase: str, console: Console) -> None:
     console.rule(f"[bold]{len(PROMPTS)} clients at once, python -m {phase} --model {WRITER_MODEL}")
     with open_server(phase_target(phase, Setup(model=WRITER_MODEL))) as server:
         answers, elapsed_s = asyncio.run(stream_all(server.url))
-    table = Table("prompt and text", "tokens", "first token", "all of it", "ended by")
+    table = Table("prompt and text", "tokens", "first token", "all of it", "ended")
     for answer in answers:
         table.add_row(
             f"[bold]{answer.prompt}[/bold]{answer.text}",
             str(answer.tokens),
             f"{answer.first_token_s * 1e3:.0f} ms",
             f"{answer.total_s * 1e3:.0f} ms",
-            answer.finish_reason,
+            ENDED[answer.finish_reason],
             end_section=True,
         )
     console.print(table)
@@ -122,7 +125,6 @@ def race(phases: Sequence[str], console: Console) -> int:
         model=MEASURED_MODEL,
         writer=PromptWriter(open_checkpoint(MEASURED_MODEL).tokenizer()),
         measurement=Measurement(comparison=new_comparison_name()),
-        show=summary,
     )
     return exit_code(compare(comparison, console))
 
@@ -132,9 +134,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--phases", help="module names with commas (all)")
+    parser.add_argument("--phases", help="numbers or names with commas (all)")
     options = parser.parse_args(arguments)
-    phases = options.phases.split(",") if options.phases else phase_names()
+    try:
+        names = options.phases.split(",") if options.phases else phase_names()
+        phases = [find_phase_module(name.strip()) for name in names]
+    except StartupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     console = Console()
     write(phases[-1], console)
     return race(phases, console)

@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name="kv_cache_answer",
             title=f"an answer of {NEW_TOKENS} tokens to a prompt of {PROMPT_TOKENS}",
             setup=setup,
-            columns=["", "passes", "tokens computed", "seconds", "tokens / s", "tokens that are the same"],
+            columns=["run", "passes", "tokens computed", "seconds", "tokens / s", "tokens that are the same"],
             rows=measure_answers(model, options.repeats),
         ),
     ]

@@ -1,7 +1,9 @@
-"""The closing table: medians over repeats, the best of each line in bold.
+"""The closing table: medians over repeats, the best values marked.
 
-Beside a value stands its ratio: a phase's to the phase before, a variant's to the first column of its phase, a
-peer's to the last phase. `summary` is the same without ratios and with few of the lines, for a narrow terminal.
+`summary` fits 80 columns: a row for each server, the metrics one looks at first, and a sentence for each server
+that names the metrics which are better or worse than those of the server it is compared with. `report` has every
+metric, a column for each server, and ratios. A phase is compared with the phase before, a variant with the first
+column of its phase, and a peer with the last phase.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -99,7 +102,7 @@ LINES: Sequence[Line] = (
     Line("evictions", _where_shared("evictions"), _number),
 )
 
-
+ALIKE = 0.1  # values that differ by less, relative to the one compared with, count as equal
 SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
 
 
@@ -143,18 +146,60 @@ def report(runs: Sequence[Run]) -> Group:
 
 
 def summary(runs: Sequence[Run]) -> Group:
-    """The lines one looks at first, a row for each server: fits 80 columns, however many servers there are."""
+    """A comparison of one workload in 80 columns: a row for each server, and a sentence for each but the first."""
     columns = columns_of(runs)
-    table = Table()
-    table.add_column("", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
     lines = [line for line in LINES if line.title in SUMMARY]
+    medians = [_medians(columns, line) for line in lines]
     shown = []
-    for line in lines:
-        table.add_column(line.title, justify="right")
-        shown.append(_cells(line, _medians(columns, line), [None] * len(columns)))
+    for line, values in zip(lines, medians, strict=True):
+        table.add_column(line.title.removeprefix("output "), justify="right", no_wrap=True)
+        shown.append(_marked(line, values))
     for repeats, cells in zip(columns, zip(*shown, strict=True), strict=True):
         table.add_row(repeats[0].server.label, *cells)
-    return Group(_title(runs), table, _notes(runs))
+    labels = [repeats[0].server.label for repeats in columns]
+    sentences = []
+    for index, base in enumerate(bases_of(columns)):
+        if base is not None:
+            compared = [(line, each[base], each[index]) for line, each in zip(lines, medians, strict=True)]
+            sentences.append(_difference(labels[base], labels[index], compared))
+    terms = "* best · TTFT: until the first token · ITL: between two tokens · p99: 99 % below"
+    return Group(_title(runs), table, *sentences, _notes(runs, terms))
+
+
+def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
+    """The values of a line, the best with a star and in green. The others keep a star's place free."""
+    best = best_of(values, line.better)
+    cells = []
+    for value in values:
+        if value is None:
+            cells.append(Text("– "))
+        elif value == best:
+            cells.append(Text(f"{line.show(value)}*", style="bold green"))
+        else:
+            cells.append(Text(f"{line.show(value)} "))
+    return cells
+
+
+def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Value]]) -> Text:
+    """Name the metrics that are better and worse in `after` than in `before`, by more than `ALIKE`."""
+    better: list[str] = []
+    worse: list[str] = []
+    for line, old, new in values:
+        if old is None or new is None or abs(new - old) <= ALIKE * abs(old):
+            continue
+        won = (new > old) == (line.better == "high")
+        (better if won else worse).append(f"{line.title} ({line.show(old)} → {line.show(new)})")
+    said = Text(f"{after} against {before}: ", style="bold")
+    if not (better or worse):
+        return said.append(f"nothing differs by more than {ALIKE:.0%}.", style="not bold")
+    if better:
+        said.append("better", style="green").append(f" in {', '.join(better)}", style="not bold")
+    if worse:
+        said.append("; " if better else "", style="not bold")
+        said.append("worse", style="red").append(f" in {', '.join(worse)}", style="not bold")
+    return said.append(".", style="not bold")
 
 
 def _title(runs: Sequence[Run]) -> Text:

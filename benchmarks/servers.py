@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from common.errors import StartupError
-from common.phases import phase_names
+from common.phases import phase_names, phases_in_words
 
 START_TIMEOUT_S = 600.0  # a large checkpoint from a slow disk takes minutes
 STOP_TIMEOUT_S = 45.0  # longer than a server's own --shutdown-timeout
@@ -125,7 +125,7 @@ def find_phase_module(name: str) -> str:
         if (name == _phase_number(module) if name.isdigit() else name in module.partition("_")[2])
     ]
     if len(matches) != 1:
-        what = f"could be {', '.join(matches)}" if matches else f"is no phase; there are {', '.join(names)}"
+        what = f"could be {', '.join(matches)}" if matches else f"is no phase; there are {phases_in_words()}"
         raise StartupError(f"--phases: {name!r} {what}")
     return matches[0]
 

@@ -25,11 +25,14 @@ def command(python: Path | str, module: str, *arguments: str) -> list[str]:
     return [str(python), "-P", "-m", f"{WORKERS}.{module}", *arguments]
 
 
+#: How many threads compute is said in a worker's options; how long they spin is its library's choice.
+NOT_INHERITED = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
+
+
 def environment() -> dict[str, str]:
-    """Ours and where a worker finds itself; how many threads compute is said in its options."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
-        "PYTHONPATH": str(ROOT)
-    }
+    """Return this process's environment without the settings of its threads, and with the path to the workers."""
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return kept | {"PYTHONPATH": str(ROOT)}
 
 
 class WorkerProcess:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from matplotlib.figure import Figure
 
@@ -64,6 +65,12 @@ def _draw(draw: Callable[[Theme], Figure], name: str, out: Path) -> dict[str, Pa
     return files
 
 
+def _size(files: dict[str, Path]) -> list[int]:
+    """Return the width and height of a figure in pixels: all themes draw it alike."""
+    root = ElementTree.parse(files["light"]).getroot()
+    return [round(float(root.attrib[side].removesuffix("pt")) * 4 / 3) for side in ("width", "height")]
+
+
 def _table_entry(table: MeasuredTable, files: dict[str, Path]) -> dict[str, Any]:
     return {
         "title": table.title,
@@ -71,6 +78,7 @@ def _table_entry(table: MeasuredTable, files: dict[str, Path]) -> dict[str, Any]
         "figure": KIND,
         "workload": table.name,
         "quick": False,
+        "size": _size(files),
         "files": {theme: path.name for theme, path in files.items()},
     }
 
@@ -88,6 +96,7 @@ def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, 
         "repeats": max(drawn.repeat for drawn in runs_drawn(group)),
         "comparison": run.comparison,
         "factor": run.calibration.factor if run.calibration else None,
+        "size": _size(files),
         "files": {theme: path.name for theme, path in files.items()},
     }
 

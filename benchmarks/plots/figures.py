@@ -145,8 +145,12 @@ def _draw_stall(group: Group, theme: Theme) -> Figure:
     watched = watched_client(group)
     for axes, server in zip(panels, group.servers, strict=True):
         record = server.typical.requests[watched]
-        times = [time - record.token_times_s[0] for time in record.token_times_s[1:]]
+        times = [record.ttft_s + time - record.token_times_s[0] for time in record.token_times_s[1:]]
         gaps = [gap * 1000 for gap in record.gaps_s]
+        axes.axvspan(0, record.ttft_s, color=theme.faint, linewidth=0)
+        axes.set_title(
+            f"first token after {format_seconds(record.ttft_s)}", loc="right", fontsize=8, fontweight="normal"
+        )
         axes.vlines(times, 0, gaps, color=server.colour, linewidth=1.2)
         axes.set_title(server.label, loc="left")
         if gaps:
@@ -160,7 +164,8 @@ def _draw_stall(group: Group, theme: Theme) -> Figure:
                 color=theme.ink,
             )
         axes.set_ylabel("gap, ms")
-    panels[-1].set_xlabel("seconds since this client's first token")
+    panels[0].set_xlim(left=0)
+    panels[-1].set_xlabel("seconds since this client's request")
     return figure
 
 
@@ -172,7 +177,8 @@ def _stall_caption(group: Group) -> str:
         if (gaps := server.typical.requests[watched].gaps_s)
     ]
     return (
-        f"What one reader sees (request {watched}, the same everywhere): every line is the wait for one token. "
+        f"What one reader sees (request {watched}, the same everywhere), from its request on. Grey is the wait for "
+        "the first token; after it, every line is the wait for one more. "
         f"Tall lines are stalls: the server did something else meanwhile. Longest: {', '.join(longest)}."
     )
 

@@ -110,13 +110,15 @@ def _servers(runs: Sequence[Run]) -> list[Server]:
 
 
 def watched_client(group: Group) -> int:
-    """The request whose gaps are shown: the longest answer among those sent in the first half.
+    """Return the request whose waits are shown: the longest answer among the second quarter of those sent.
 
-    The same one for every server. Those sent early live through the arrival of all the others.
+    The request is the same for every server. It finds the server busy, and others arrive while it is answered. The
+    first requests find an empty server, and so would say nothing of the wait for a first token.
     """
-    half = sorted(group.first.requests, key=lambda record: record.scheduled_s)
-    half = half[: max(1, (len(half) + 1) // 2)]
-    return max(half, key=lambda record: (record.max_tokens, -record.index)).index
+    ordered = sorted(group.first.requests, key=lambda record: record.scheduled_s)
+    count = len(ordered)
+    quarter = ordered[count // 4 : max(count // 2, count // 4 + 1)]
+    return max(quarter, key=lambda record: (record.max_tokens, -record.index)).index
 
 
 def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:

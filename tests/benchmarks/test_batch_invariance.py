@@ -84,6 +84,7 @@ def test_changes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("torch_kernels")
+@pytest.mark.slow
 def test_torch_is_measured_as_torch() -> None:
     found = count(native_kernels=False)
     assert (found["kernels"], found["batch invariant"]) == ("torch", "no")

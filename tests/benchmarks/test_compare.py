@@ -7,12 +7,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
 import benchmarks.__main__ as command_line
 import benchmarks.compare
+import benchmarks.load
 from benchmarks import attention_kernel, batch_invariance, decode_step, memory_pressure, server_cost
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement
@@ -64,7 +67,7 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     assert all(run.status == "ok" for run in runs)
     assert command_line.exit_code(runs) == 0
     assert "phase 4" in printed
-    assert "output tokens / s" in printed
+    assert "tokens / s" in printed
     # Both got the same work.
     work = [[(r.prompt_tokens, r.max_tokens, r.scheduled_s) for r in run.requests] for run in runs]
     assert all(each == work[0] for each in work)
@@ -104,6 +107,58 @@ def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
     with pytest.raises(KeyboardInterrupt):
         run_comparison(targets, writer, tmp_path, TINY, replace(TINY, name="second"))
     assert [group.name for group in load_groups(tmp_path)] == ["tiny-fake"]
+
+
+def test_a_run_beside_busy_programs_says_so(
+    tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at before the first run and after each: the second and the third touch a busy moment."""
+    looks = iter([0.0, 0.0, 1.5, 0.0, 0.0])
+    monkeypatch.setattr(benchmarks.compare, "cores_taken", lambda: next(looks))
+    monkeypatch.setattr(benchmarks.load, "cores", lambda: 2)
+    targets = [fake_target(f"phase {number}", number) for number in (4, 5, 6, 7)]
+    runs, printed = run_comparison(targets, writer, tmp_path)
+    said = "other programs took 1.5 of 2 cores before or after run 1"
+    assert [said in run.notes for run in runs] == [False, True, True, False]
+    assert all(run.status == "ok" for run in runs)
+    assert [said in run.notes for run in load_runs(tmp_path)] == [False, True, True, False]
+    assert f"phase 5: {said}" in printed
+    assert "just now" not in printed
+
+    looks = iter([1.9, 0.0])
+    _, printed = run_comparison(targets[:1], writer, tmp_path)
+    assert "other programs took 1.9 of 2 cores just now" in printed
+
+
+def test_every_progress_bar_has_a_total_from_its_beginning(
+    tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: dict[str, object] = {}
+
+    class Recorded(Progress):
+        def add_task(self, description: str, **options: Any) -> TaskID:
+            totals[description] = options["total"]
+            return super().add_task(description, **options)
+
+    monkeypatch.setattr(benchmarks.compare, "Progress", Recorded)
+    run_comparison([fake_target("phase 4", 4), fake_target("phase 5", 5)], writer, tmp_path)
+    assert totals == {"runs": 2, "tiny on phase 4": 6, "tiny on phase 5": 6}
+
+
+def test_a_quiet_machine_is_not_called_busy() -> None:
+    assert not benchmarks.load.is_busy(0.05 * benchmarks.load.cores())
+    assert benchmarks.load.is_busy(0.9 * benchmarks.load.cores())
+    assert 0 <= benchmarks.load.cores_taken() <= benchmarks.load.cores()
+
+
+def test_every_metric_is_printed_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--quick"]
+        arguments += ["--out", str(tmp_path)]
+        command_line.main(arguments)
+        assert "SLO attainment" not in capsys.readouterr().out
+        command_line.main([*arguments, "--all"])
+        assert "SLO attainment" in capsys.readouterr().out
 
 
 def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None:
@@ -220,7 +275,7 @@ def test_run_measures_any_server(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0
     (run,) = load_runs(tmp_path)
     assert (run.server.label, run.server.options, run.workload.quick) == ("fake", None, True)
-    assert "output tokens / s" in capsys.readouterr().out
+    assert "tokens / s" in capsys.readouterr().out
 
 
 def test_results_are_the_visitors_own_unless_told_otherwise(

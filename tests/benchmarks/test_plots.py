@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.collections import LineCollection
 
 import benchmarks.plots
-from benchmarks.plots import CAPTIONS, draw_all
+from benchmarks.plots import CAPTIONS, draw_all, figures
 from benchmarks.plots.groups import distribution, load_groups, prefill_start_s, thin, watched_client
+from benchmarks.plots.style import THEMES
 from benchmarks.results import Lineup, Run
 from benchmarks.tables import MeasuredTable
 from tests.benchmarks.conftest import make_run, record
@@ -112,6 +114,18 @@ def test_captions_name_what_won_and_what_lost(results: Path, tmp_path: Path) -> 
     assert "TTFT p99 ×3.00" in worse
     assert all(entry["caption"] for entry in captions.values())
     assert captions["mixed-llama-tiny-kv"]["files"]["dark"] == "mixed-llama-tiny-kv-dark.svg"
+
+
+def test_a_clients_wait_is_drawn_from_its_request_on(results: Path) -> None:
+    (group,) = load_groups(results)
+    (stall,) = (kind for kind in figures.KINDS if kind.name == "stall")
+    axes = stall.draw(group, THEMES[0]).axes[0]
+    record = group.servers[0].typical.requests[watched_client(group)]
+    (lines,) = (each for each in axes.collections if isinstance(each, LineCollection))
+    first = lines.get_segments()[0][0][0]
+    assert first == pytest.approx(record.token_times_s[1] - record.sent_s)
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_title("right") == "first token after 200 ms"
 
 
 def test_peers_without_telemetry_are_drawn_where_they_can_be(tmp_path: Path) -> None:

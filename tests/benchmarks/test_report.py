@@ -95,13 +95,43 @@ def test_the_summary_fits_a_narrow_terminal_however_many_servers_there_are() -> 
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     for number in range(4, 10):  # a line each: nothing is wrapped
-        (line,) = (line for line in lines if f"phase {number}" in line)
+        (line,) = (line for line in lines if line.startswith(f" phase {number} "))
         for value in (f"{12345 * number:,}", "123.46 s", "123 ms", "10 ms"):
             assert value in line
     failed = make_run()
     failed.status, failed.reason, failed.metrics = "failed", "it fell over", None
     console.print(summary([failed]))
     assert "it fell over" in console.export_text()
+
+
+def in_80_columns(runs: list[Run]) -> str:
+    console = Console(record=True, width=80)
+    console.print(summary(runs))
+    return console.export_text()
+
+
+def test_the_summary_says_what_a_phase_won_and_lost() -> None:
+    runs = [
+        with_throughput(f"phase {number}", number, value) for number, value in ((4, 100), (5, 150), (6, 151))
+    ]
+    for run in runs[1:]:
+        assert run.metrics is not None
+        run.metrics.longest_stall_s = 0.3
+    said = " ".join(in_80_columns(runs).split())
+    assert (
+        "phase 5 against phase 4: better in output tokens / s (100 → 150); worse in longest stall (10 ms → 300 ms)."
+        in said
+    )
+    assert "phase 6 against phase 5: nothing differs by more than 10%." in said
+    assert "phase 4 against" not in said
+
+
+def test_the_best_values_of_the_summary_are_marked_without_colours() -> None:
+    text = in_80_columns([with_throughput("phase 4", 4, 100), with_throughput("phase 5", 5, 150)])
+    rows = {line.split("  ")[0].strip(): line for line in text.splitlines() if line.startswith(" phase")}
+    assert "150*" in rows["phase 5"]
+    assert "*" not in rows["phase 4"]
+    assert "* best" in text
 
 
 def test_the_demo_closes_with_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:

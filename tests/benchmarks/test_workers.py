@@ -108,6 +108,7 @@ def test_single_requests_come_and_go_between_steps(ours: WorkerProcess, expected
     assert "InvalidRequestError" in refused[0]["error"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why() -> None:
     with pytest.raises(StartupError, match="there is no folder") as refusal:
         WorkerProcess("ours", options(model="/nowhere"))
@@ -116,6 +117,7 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         WorkerProcess("openvino", options())
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_noticed() -> None:
     with WorkerProcess("ours", options()) as worker:
         worker._process.send_signal(signal.SIGKILL)
@@ -290,6 +292,7 @@ def ask_front(
     return asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_worker_behind_the_front_serves_many_at_once() -> None:
     with WorkerProcess("ours", options()) as worker:
         requests = [PlannedRequest(n, 0.0, prompt, len(prompt), NEW + n) for n, prompt in enumerate(PROMPTS)]
@@ -301,6 +304,7 @@ def test_a_worker_behind_the_front_serves_many_at_once() -> None:
     assert "InvalidRequestError" in refused.error
 
 
+@pytest.mark.slow
 def test_requests_of_a_dead_worker_fail_and_the_front_ends() -> None:
     ended = threading.Event()
     with WorkerProcess("ours", options()) as worker:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 from common.phases import find_phase
 from common.request import SamplingParams
@@ -15,6 +13,8 @@ class Ours(SteppingWorker):
     """A phase's engine, built and stepped in this thread."""
 
     def __init__(self, options: Options) -> None:
+        import torch  # after `common`, which limits how long its threads spin
+
         torch.set_num_threads(options.threads)
         package = find_phase(options.phase)
         passes = {}

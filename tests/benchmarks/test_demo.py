@@ -1,0 +1,39 @@
+"""The demo: which phases it takes, and what its clients are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import demo
+from common.llm import LLM
+from common.request import SamplingParams
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Phases that the demo would race; nothing is started."""
+    raced: list[list[str]] = []
+    monkeypatch.setattr(demo, "write", lambda phase, console: None)
+    monkeypatch.setattr(demo, "race", lambda phases, console: raced.append(list(phases)) or 0)
+    return raced
+
+
+def test_phases_are_numbers_or_names(served: list[list[str]]) -> None:
+    assert demo.main(["--phases", "4, chunked,phase9_pipelined"]) == 0
+    assert served == [["phase4_static", "phase7_chunked", "phase9_pipelined"]]
+
+
+def test_what_is_no_phase_is_refused_with_a_list(
+    served: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--phases", "4,12"]) == 2
+    assert "'12' is no phase; there are phase4_static" in capsys.readouterr().err
+    assert served == []
+
+
+def test_its_stories_end_by_themselves() -> None:
+    llm = LLM(demo.WRITER_MODEL, phase=5)
+    params = SamplingParams(max_new_tokens=demo.MOST_TOKENS, temperature=0.7, seed=1)
+    stories = llm.generate(list(demo.PROMPTS), params)
+    assert [story.finish_reason for story in stories] == ["eos"] * len(demo.PROMPTS)
+    assert all(len(story.token_ids) > 50 for story in stories)
