@@ -23,10 +23,19 @@ globalThis.stepTraces ??= {};
     return globalThis.stepTraces[name];
   }
 
+  /** @param {any[]} traces @returns {string} when each phase is done, the quicker one first */
+  function score(traces) {
+    const began = Math.min(...traces.map(({ frames }) => frames[0].start));
+    const done = traces.map(({ header, frames }) => {
+      const last = frames.at(-1);
+      return { phase: header.phase[0], ms: Math.round((last.start + last.took - began) * 1000) };
+    }).sort((a, b) => a.ms - b.ms);
+    return `All requests are done ${done.map(({ phase, ms }) => `in phase ${phase} at ${ms} ms`).join(", ")}.`;
+  }
+
   /** @param {HTMLElement} element */
   function start(element) {
-    const said = /** @type {Element} */ (element.querySelector("script")).textContent ?? "";
-    const { choices, opened } = JSON.parse(said);
+    const { choices, opened } = JSON.parse(element.querySelector("script")?.textContent ?? "");
     const number = ++started;
     const option = (value, words, chosen) => `<option value="${value}"${chosen ? " selected" : ""}>${words}</option>`;
     const phases = side => {
@@ -37,7 +46,7 @@ globalThis.stepTraces ??= {};
     const stories = Object.entries(choices.stories).map(([name, title]) => option(name, title, name === opened.story));
     const slider = (name, label, values, unit) => `<div class="stepper-slider">
       <label for="stepper${number}${name}">${label} <output></output></label>
-      <input id="stepper${number}${name}" name="${name}" type="range" min="0" max="${values.length - 1}"
+      <input id="stepper${number}${name}" name="${name}" class="sv-range" type="range" min="0" max="${values.length - 1}"
         data-unit="${unit}" value="${Math.max(values.indexOf(opened[name]), 0)}"></div>`;
     const blocks = ` blocks of ${choices.block_size} tokens`;
     element.innerHTML = `<form class="stepper-settings">
@@ -47,13 +56,25 @@ globalThis.stepTraces ??= {};
         ${slider("seats", "seats", choices.seats, "")}
         ${slider("blocks", "memory, from phase 6 on", choices.blocks, blocks)}
         ${slider("chunk", "chunks, from phase 7 on", choices.chunks, " tokens a step")}
-      </form><div></div>`;
+      </form><div></div>
+      <p class="stepper-score"><span role="status"></span> <a>Link to these settings</a></p>`;
     const form = /** @type {HTMLFormElement} */ (element.firstElementChild);
     /** @type {any} */
-    const viewer = new StepViewer(/** @type {HTMLElement} */ (element.lastElementChild));
+    const viewer = new StepViewer(/** @type {HTMLElement} */ (form.nextElementSibling));
+    const [said, link] = /** @type {[Element, HTMLAnchorElement]} */ ([...element.querySelectorAll(".stepper-score > *")]);
     const values = { seats: choices.seats, blocks: choices.blocks, chunk: choices.chunks };
 
+    /** Choose the settings that the address names, as the link below the viewer writes them. */
+    function choose() {
+      for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+        const field = /** @type {any} */ (form.elements.namedItem(name));
+        const known = values[name]?.map(String) ?? [...field?.options ?? []].map(each => each.value);
+        if (known.includes(value)) field.value = name in values ? known.indexOf(value) : value;
+      }
+    }
+
     async function show() {
+      /** @type {Record<string, any>} */
       const chosen = Object.fromEntries(new FormData(form));
       for (const name of Object.keys(values)) {
         const input = /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
@@ -63,6 +84,7 @@ globalThis.stepTraces ??= {};
         output.textContent = `${value}${input.dataset.unit}`;
         input.setAttribute("aria-valuetext", output.textContent);
       }
+      link.href = `#${new URLSearchParams(chosen)}`;
       const numbers = [Number(chosen.left), Number(chosen.right)];
       for (const [name, from] of [["blocks", choices.blocks_from], ["chunk", choices.chunks_from]])
         /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).disabled = numbers.every(each => each < from);
@@ -76,9 +98,19 @@ globalThis.stepTraces ??= {};
       const traces = await Promise.all([...new Set(names)].map(traceOf));
       if (element.dataset.wanted !== wanted) return; /* another choice was quicker */
       viewer.show(traces, { byTime: true });
+      said.textContent = score(traces);
     }
-    form.addEventListener("input", show);
+    form.addEventListener("input", () => {
+      show();
+      history.replaceState(null, "", link.href);
+    });
+    addEventListener("hashchange", () => {
+      choose();
+      show();
+    });
     form.addEventListener("submit", event => event.preventDefault());
+    choose();
+    if (location.hash.startsWith("#left=")) element.scrollIntoView();
     show();
   }
 

@@ -45,7 +45,7 @@ def cluster_file() -> str:
 
 def scaling_table() -> str:
     """Loads, and the replicas that they are worth."""
-    rows = [f"| | sum of loads | ÷ {TARGET:g} | replicas |", "| --- | ---: | ---: | ---: |"]
+    rows = [f"| engines | sum of loads | ÷ {TARGET:g} | replicas |", "| --- | ---: | ---: | ---: |"]
     for said, loads in SUMS:
         total = sum(loads)
         rows.append(f"| {said} | {total:g} | {total / TARGET:.2f} | {replicas_for(loads)} |")

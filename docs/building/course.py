@@ -39,10 +39,24 @@ SKETCHES = {
 #: The comparison that a phase is known by: workload, servers, line, how it is called, model.
 KNOWN_BY = {
     4: ("mixed", "generate()", "phase 4", "output tokens / s", "throughput", "dummy:llama-60m"),
-    5: ("continuous_batching", "phase 4", "phase 5", "TTFT p99", "TTFT p99", "dummy:llama-60m"),
+    5: (
+        "continuous_batching",
+        "phase 4",
+        "phase 5",
+        "TTFT p99",
+        "first token, p99",
+        "dummy:llama-60m",
+    ),
     6: ("paged_attention", "phase 5", "phase 6", "output tokens / s", "throughput", "dummy:llama-60m"),
     7: ("chunked_prefill", "phase 6", "phase 7", "longest stall", "longest stall", "dummy:llama-60m"),
-    8: ("prefix_caching", "phase 7", "phase 8", "TTFT p50", "TTFT p50", "dummy:llama-60m"),
+    8: (
+        "prefix_caching",
+        "phase 7",
+        "phase 8",
+        "TTFT p50",
+        "first token, p50",
+        "dummy:llama-60m",
+    ),
     9: (
         "baseline",
         "phase 9, pipeline-depth=0",

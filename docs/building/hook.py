@@ -1,18 +1,25 @@
-"""What the site has that lies nowhere below `docs`: the viewer, as servers have it, and the stepper's traces."""
+"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, order in the search."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by itself, before it loads macros
 
 from common.server import viewer  # noqa: E402 - needs the path
 from docs.building import stepper  # noqa: E402
+
+logger = logging.getLogger("mkdocs.hooks.progress")
+
+RANKED_LAST = ("reference/", "ledger.md")
+LAST = 0.001  # a word in a title counts a thousand times, and the reference is full of titles
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -23,3 +30,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             File.generated(config, f"assets/steps/{setting.name}.js", content=stepper.script(setting))
         )
     return files
+
+
+def on_pre_page(page: Page, config: MkDocsConfig, files: Files) -> Page:  # noqa: ARG001 - names that mkdocs gives
+    """Log which page is read, of how many: numbers on pages are computed, and all pages take minutes."""
+    pages = files.documentation_pages()
+    logger.info("page %d of %d: %s", pages.index(page.file) + 1, len(pages), page.file.src_uri)
+    return page
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Rank the reference and the ledger below the guide in the search: they have every word of the guide."""
+    if page.file.src_uri.startswith(RANKED_LAST):
+        page.meta["search"] = {"boost": LAST}
+    return markdown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Mapping, Set
@@ -18,6 +19,7 @@ from common.server.options import ServerOptions
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest
+from common.server.schemas.unimplemented import TABLES, lines_of
 
 PLURALS = {
     "integer": "integers",
@@ -55,7 +57,7 @@ def options_table(*, phase: str | None = None) -> str:
 
 def fields_table(fields: Mapping[str, FieldInfo]) -> str:
     """A line for each option."""
-    rows = ["| option | default | | values |", "| --- | --- | --- | --- |"]
+    rows = ["| option | default | meaning | values |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{flag_of(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
         for name, field in fields.items()
@@ -67,15 +69,28 @@ BODIES = {"completions": CompletionRequest, "chat": ChatRequest}
 
 
 def request_fields_table(route: str) -> str:
-    """Fields of a route's body. Of chat's, those that completions do not have."""
-    fields = dict(BODIES[route].model_fields)
+    """Return the implemented fields of a route's body. Of chat's, those that completions do not have."""
+    body = BODIES[route]
+    fields = {name: field for name, field in body.model_fields.items() if name not in lines_of(body)}
     if route == "chat":
-        shared = GenerationRequest.model_fields.keys() - {"model"}
+        shared = GenerationRequest.model_fields.keys()
         fields = {name: field for name, field in fields.items() if name not in shared}
-    rows = ["| field | default | | values |", "| --- | --- | --- | --- |"]
+    rows = ["| field | default | meaning | values |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{name}` | {_default('', field)} | {_escape(field.description)} | {_values(field)} |"
         for name, field in sorted(fields.items(), key=lambda item: not item[1].is_required())
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def unimplemented_fields_table() -> str:
+    """Return the fields that are known and not implemented, with the values at which they are accepted."""
+    rows = ["| field | of | accepted at | otherwise |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| `{name}` | {title} | {', '.join(f'`{json.dumps(value)}`' for value in line.values)} "
+        f"| {_escape(line.reason)} |"
+        for title, table in TABLES.items()
+        for name, line in lines_of(table).items()
     ]
     return "\n".join(rows) + "\n"
 

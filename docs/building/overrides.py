@@ -106,7 +106,7 @@ def overrides_table(role: str) -> str:
     numbers = {phase: str(find_phase(phase).PHASE.number) for phase in classes}
     names = list(dict.fromkeys(name for cls in classes.values() for name in method_names(cls)))
     rows = [
-        f"| | {' | '.join(f'phase {number}' for number in numbers.values())} |",
+        f"| method | {' | '.join(f'phase {number}' for number in numbers.values())} |",
         f"| --- |{' :---: |' * len(numbers)}",
     ]
     shared = []

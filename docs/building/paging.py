@@ -38,7 +38,7 @@ def seats_table() -> str:
         (phase6_paged, {"max_batch_size": seats}),
         (phase6_paged, {"max_batch_size": seats, "num_blocks": BLOCKS}),
     ]
-    rows = ["| | started with | seats | tokens of KV memory |", "| --- | --- | ---: | ---: |"]
+    rows = ["| phase | started with | seats | tokens of KV memory |", "| --- | --- | ---: | ---: |"]
     for phase, options in starts:
         config = phase.Config(max_seq_len=SLOT_LENGTH, **options)
         flags = " ".join(f"{flag_of(name)} {value}" for name, value in options.items())

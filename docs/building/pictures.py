@@ -78,7 +78,9 @@ def schedule(phase: str, clients: Sequence[Client] = CLIENTS, seats: int = SEATS
             pool.release(request)
         if not to_come and not scheduler.has_work:
             break
-        scheduler.make_room(pool)
+        while preempted := scheduler.make_room(pool):
+            for request in preempted:
+                pool.release(request)
         scheduler.admit(pool)
         plan = scheduler.plan()
         seated = {request.request_id for request in scheduler.active}

@@ -308,7 +308,7 @@ def _cell(line: Line, value: Value, best: Value) -> str:
 def group_table(group: Group, lines: Sequence[Line]) -> str:
     """A column for each server, with its ratio to the one before."""
     bases = bases_of(columns_of(group.runs))
-    rows = [f"| | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
+    rows = [f"| metric | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
     for line in lines:
         values = values_of(group, line)
         if all(value is None for value in values):
@@ -326,7 +326,7 @@ def group_table(group: Group, lines: Sequence[Line]) -> str:
 def _turned_table(group: Group, lines: Sequence[Line]) -> str:
     """A line for each server: the way to read one number over many settings."""
     shown = [(line, values) for line in lines if any(values := values_of(group, line))]
-    rows = [f"| | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
+    rows = [f"| server | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
     for place, label in enumerate(group.labels):
         cells = [_cell(line, values[place], best_of(values, line.better)) for line, values in shown]
         rows.append(f"| {label} | {' | '.join(cells)} |")

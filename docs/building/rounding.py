@@ -16,7 +16,7 @@ def three_numbers() -> str:
     a, b, c = (torch.tensor(number) for number in (1.0, 2.0**-24, 2.0**-24))
     rows = [("(a + b) + c", (a + b) + c), ("a + (b + c)", a + (b + c))]
     lines = [f"| {sum_} | {value.item():.9f} |" for sum_, value in rows]
-    return "\n".join(["| a = 1, b = c = 2⁻²⁴, in float32 | |", "| --- | ---: |", *lines]) + "\n"
+    return "\n".join(["| a = 1, b = c = 2⁻²⁴, in float32 | sum |", "| --- | ---: |", *lines]) + "\n"
 
 
 def orders_of_a_sum() -> str:

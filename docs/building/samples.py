@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from common.llm import LLM, SamplingParams
-from common.server.wire.format import Answer, Choice
+from common.server.wire.format import Answer, Choice, Prompt
 from common.server.wire.named import NamedCompletionEvents
 
 PROMPT = "Once upon a time"
@@ -31,7 +31,7 @@ def event_stream(max_tokens: int = 3) -> str:
     """The event stream of a short completion, as the server writes it."""
     engine = _llm("zoo:llama-tiny").engine
     request = engine.create_request(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=max_tokens))
-    choice = Choice(index=0, prompt_index=0)
+    choice = Choice(0, Prompt(), scores_prompt=False)
     answer = Answer("cmpl-5f0c", 1767225600, "zoo:llama-tiny", engine.tokenizer, [choice])
     wire = NamedCompletionEvents(answer, include_usage=False, continuous_usage=False)
     assert engine.add_request(request)

@@ -129,7 +129,7 @@ def shapes_table() -> str:
     here, large = dims(open_checkpoint(MODEL).config), dims(config_of(LARGE))
     found = noted_shapes()
     rows = [
-        f"| | | shape | here | {LARGE} | weights there |",
+        f"| call | result | shape | here | {LARGE} | weights there |",
         "| --- | --- | --- | --- | --- | ---: |",
     ]
     for line in LINES:

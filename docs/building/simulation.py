@@ -172,7 +172,7 @@ def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7"
         cells = [show(metrics.output_tokens_per_s), format_seconds(metrics.ttft_s.p99)]
         cells += [format_seconds(metrics.itl_s.p99), f"{server.mean_batch:.1f}", str(server.preemptions)]
         body.append([f"`{setting}`", *cells])
-    return _grid(["", "tokens/s", "TTFT p99", "ITL p99", "mean batch", "preemptions"], body)
+    return _grid(["setting", "tokens/s", "TTFT p99", "ITL p99", "mean batch", "preemptions"], body)
 
 
 # ---------------------------------------------------------------------- replicas

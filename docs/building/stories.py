@@ -90,8 +90,11 @@ def figures(name: str, root: str = "", folder: Path = PLOTS) -> str:
 
 def picture(entry: Entry, root: str) -> str:
     """A figure, light and dark, and its caption."""
+    width, height = entry["size"]
+    # With its size the page keeps a figure's place free while the figure loads.
+    shape = f"loading=lazy width={width} height={height}"
     images = "\n".join(
-        f"![{entry['title']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} loading=lazy }}"
+        f"![{entry['title']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} {shape} }}"
         for theme in ("light", "dark")
     )
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"

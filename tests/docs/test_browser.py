@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser import CHROMIUM, DESKTOP, PHONE
+from tests.browser import CHROMIUM, DESKTOP, PHONE, Tab, new_tab
 
 pytestmark = pytest.mark.browser
 
@@ -214,6 +214,53 @@ def test_every_page_loads_whole_and_fits_a_phone(record: Record, names: list[str
     _assert_at_home(record)
 
 
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with new_tab(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.mark.parametrize("name", ["options", "benchmarks", "constrained", "phases/model", "phases/pipelined"])
+def test_a_wide_table_scrolls_on_a_phone_and_its_first_column_stays(tab: Tab, site: Path, name: str) -> None:
+    tab.open((site / f"{name}.html").as_uri(), width=PHONE)
+    tab.until("document.querySelector('.md-typeset__scrollwrap') !== null")
+    tab.ask("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    tables = tab.ask(
+        "[...document.querySelectorAll('.md-typeset__scrollwrap')].map(wrap => { wrap.scrollLeft = 9999;"
+        " const cells = [...wrap.querySelectorAll('tr > :first-child')].map(each => each.getBoundingClientRect());"
+        " return [Math.min(...cells.map(each => each.left)), Math.max(...cells.map(each => each.right))]; })"
+    )
+    assert tables
+    for left, right in tables:
+        assert left >= 0
+        assert right <= PHONE / 2
+    assert tab.ask("document.documentElement.scrollWidth") == PHONE
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_copy_button_is_seen_and_covers_no_letters(tab: Tab, site: Path, dark: bool) -> None:
+    tab.open((site / "phases/paged.html").as_uri(), width=PHONE, dark=dark)
+    tab.until("document.querySelector('.md-code__button') !== null")
+    found = tab.ask(
+        """(block => {
+            const [code, nav] = [block.querySelector("code"), block.querySelector(".md-code__nav")];
+            code.scrollLeft = 9999;
+            const letters = document.createRange();
+            letters.selectNodeContents(code);
+            const style = (element, name) => getComputedStyle(element)[name];
+            return {
+                letters: Math.max(...[...letters.getClientRects()].map(each => each.right)),
+                button: nav.getBoundingClientRect().left,
+                paper: [style(nav, "backgroundColor"), style(code, "backgroundColor")],
+                ink: [style(nav.firstElementChild, "color"), style(document.querySelector("h1"), "color")],
+            };
+        })(document.querySelector(".highlight"))"""
+    )
+    assert found["letters"] <= found["button"]
+    assert found["paper"][0] == found["paper"][1], "letters below it are hidden, not mixed with it"
+    assert found["ink"][0] == found["ink"][1], "as strong as a heading's letters, without a pointer over it"
+
+
 def test_search_finds_something_without_a_network(record: Record, tmp_path: Path) -> None:
     found = browse(record, tmp_path, "index.html?q=padding", width=DESKTOP)
     assert found["results"] > 0
@@ -232,6 +279,18 @@ def test_search_finds_something_in_a_site_opened_from_disk(
         assert found, done.stderr[-2000:]
         assert all(link.startswith(site.as_uri()) for link in found)
     _assert_nothing_asked_of_others(record)
+
+
+@pytest.mark.parametrize("asked", ["prefix+cache", "preemption", "chunked+prefill"])
+def test_search_finds_the_guide_before_the_reference(
+    record: Record, site: Path, tmp_path: Path, asked: str
+) -> None:
+    address = f"{(site / 'index.html').as_uri()}?q={asked}"
+    done = chromium(record, tmp_path, "--virtual-time-budget=10000", address)
+    found = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', done.stdout)
+    assert found, done.stderr[-2000:]
+    assert "/reference/" not in found[0]
+    assert "/ledger.html" not in found[0]
 
 
 def test_light_and_dark_follow_the_reader(record: Record, tmp_path: Path) -> None:

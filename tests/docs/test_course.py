@@ -124,6 +124,7 @@ def test_a_section_has_a_tab_for_each_model_and_its_picture_first(tmp_path: Path
             "quick": False,
             "servers": ["phase 4", "phase 5"],
             "comparison": f"20260102-03040{model == 'b':d}",
+            "size": [640, 480],
             "files": {"light": f"{model}-{figure}-l.svg", "dark": f"{model}-{figure}-d.svg"},
         }
         for model in "ab"

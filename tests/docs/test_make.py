@@ -8,7 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
+from docs.building import hook
 from tests.docs.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
@@ -62,6 +66,10 @@ def test_figures_are_drawn_where_there_are_none(tree: Path) -> None:
     assert DRAWS in make(tree, "-n", "docs")
 
 
+def test_tests_take_an_order(tree: Path) -> None:
+    assert make(tree, "-n", "test", "ARGS=--order-seed=7").endswith(" --order-seed=7\n")
+
+
 def test_clean_removes_what_was_built_and_nothing_that_was_measured(tree: Path) -> None:
     built = ["site", "build", "infer.egg-info", "docs/assets/plots", "common/__pycache__"]
     built += [f".{name}_cache" for name in ("pytest", "mypy", "ruff", "import_linter")]
@@ -81,3 +89,41 @@ def test_clean_removes_what_was_built_and_nothing_that_was_measured(tree: Path) 
     make(tree, "distclean")
     assert not (tree / ".venv").exists()
     assert own.exists()
+
+
+def test_make_alone_prints_the_targets_and_runs_nothing(tree: Path) -> None:
+    shutil.rmtree(tree / ".venv")
+    said = make(tree)
+    assert not (tree / ".venv").exists()
+    for target in ("demo", "serve", "test", "check PHASE=6", "docs-serve"):
+        assert f"  make {target} " in said
+
+
+@pytest.mark.parametrize(("judged", "expected"), [(0, 0), (1, 0), (2, 2)])
+def test_what_does_not_hold_yet_is_no_error_of_make(tree: Path, judged: int, expected: int) -> None:
+    """Only a check that could not be made is."""
+    python = tree / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho the report\nexit {judged}\n")
+    python.chmod(0o755)
+    for path in python.parents:
+        if path != tree and path.is_relative_to(tree):
+            os.utime(path, (OLD, OLD))
+    done = subprocess.run(["make", "check", "PHASE=6"], cwd=tree, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (expected, "the report\n")
+    assert ("Error" in done.stderr) == (expected != 0)
+
+
+def test_the_first_run_says_what_it_installs(tree: Path) -> None:
+    shutil.rmtree(tree / ".venv")
+    said = make(tree, "-n", "demo")
+    assert "about 1 GB on disk" in said
+    assert "GB more" in make(tree, "-n", "test")
+
+
+def test_building_the_site_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    pages = [Page(None, File(name, "docs", "site", False), MkDocsConfig()) for name in ("index.md", "two.md")]
+    files = Files([page.file for page in pages])
+    with caplog.at_level("INFO", "mkdocs"):
+        assert hook.on_pre_page(pages[1], MkDocsConfig(), files) is pages[1]
+    assert caplog.messages == ["page 2 of 2: two.md"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
 from common.server import viewer
 from tests.docs.conftest import ROOT, Page
@@ -86,3 +89,75 @@ def test_pages_stay_light_on_a_phone(site: Path) -> None:
 def test_the_viewer_is_the_servers_own(site: Path) -> None:
     assert (site / "assets" / "viewer.js").read_text(encoding="utf-8") == viewer.script()
     assert (site / "assets" / "viewer.css").read_text(encoding="utf-8") == viewer.style()
+
+
+def test_a_picture_keeps_its_place_before_it_is_loaded(pages: dict[Path, Page]) -> None:
+    count = 0
+    for path in pages:
+        for image in re.findall(r"<img [^>]*>", path.read_text(encoding="utf-8")):
+            size = dict(re.findall(r'(src|width|height)="([^"]+)"', image))
+            assert int(size["width"]) > 0, f"{path}: {image}"
+            assert int(size["height"]) > 0, f"{path}: {image}"
+            if size["src"].endswith(".svg"):
+                box = re.search(r'viewBox="0 0 (\S+) (\S+)"', (path.parent / size["src"]).read_text("utf-8"))
+                assert box is not None
+                ratio = float(box[1]) / float(box[2])
+                assert int(size["width"]) / int(size["height"]) == pytest.approx(ratio, rel=0.01)
+                count += 1
+    assert count > 20
+
+
+def test_every_column_of_a_table_has_a_name(pages: dict[Path, Page]) -> None:
+    unnamed = [path.name for path in pages if re.search(r"<th[^>]*>\s*</th>", path.read_text("utf-8"))]
+    assert unnamed == []
+
+
+def test_a_missing_page_leads_home(site: Path) -> None:
+    assert '<a href="/index.html">start page</a>' in article(site / NOT_FOUND)
+
+
+def test_a_link_to_a_page_has_a_preview(pages: dict[Path, Page], site: Path) -> None:
+    descriptions = set()
+    for path in pages:
+        found = preview(path)
+        assert set(found) == {"og:site_name", "og:type", "og:title", "og:description"}, path
+        assert 5 <= len(found["og:description"]) <= 200, path
+        descriptions.add(found["og:description"])
+    assert len(descriptions) == len(pages)
+    paged = preview(site / "phases" / "paged.html")
+    assert (paged["og:type"], paged["og:title"]) == ("article", "Phase 6: paged attention")
+    assert paged["og:description"].startswith("A slot of phase 5 is as long as the longest sequence")
+    assert preview(site / "index.html")["og:type"] == "website"
+
+
+def test_a_site_that_knows_its_address_uses_it(tmp_path: Path) -> None:
+    """The address has a path: previews name a picture, and the missing page of any depth leads to that path."""
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "index.md").write_text('# A "title"\n\nSome `code` & "quotes".\n\nMore.\n')
+    (tmp_path / "docs" / "deep" / "page.md").write_text("# Deep\n\nText.\n")
+    config = load_config(
+        str(ROOT / "mkdocs.yml"),
+        docs_dir=str(tmp_path / "docs"),
+        site_dir=str(tmp_path / "site"),
+        site_url="https://docs.example/infer/",
+        nav=[{"Start": "index.md"}, {"Deep": "deep/page.md"}],
+        plugins=[],
+        hooks=[],
+    )
+    build(config)
+    start, deep = preview(tmp_path / "site/index.html"), preview(tmp_path / "site/deep/page.html")
+    assert (start["og:title"], start["og:description"]) == ('A "title"', 'Some code & "quotes".')
+    assert deep["og:url"] == "https://docs.example/infer/deep/page.html"
+    assert start["og:image"] == deep["og:image"] == "https://docs.example/infer/assets/page.png"
+    assert '<a href="/infer/index.html">start page</a>' in article(tmp_path / "site" / NOT_FOUND)
+
+
+def preview(path: Path) -> dict[str, str]:
+    """Return what a page says to programs that show a link to it."""
+    found = re.findall(r'<meta property="(og:\w+)" content="([^"]*)">', path.read_text(encoding="utf-8"))
+    return {name: unescape(value) for name, value in found}
+
+
+def article(path: Path) -> str:
+    """Return a page's HTML without header, menu and footer."""
+    return path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,9 @@ def test_a_story_ends_for_everybody(phase: int, story: str) -> None:
     ended = [number for frame in frames for number, reason in frame.get("ended", ())]
     assert sorted(ended) == list(range(len(stepper.STORIES[story].clients)))
     assert frames[-1]["running"] == []
+    last = [frame for frame in frames if "ended" in frame][-1]
+    ends = [frame["start"] + frame["took"] for frame in (last, frames[-1])]
+    assert ends[0] == pytest.approx(ends[1]), "the end of the last step is the score"
 
 
 def test_the_stories_show_what_their_page_says() -> None:
@@ -165,6 +169,83 @@ def test_the_settings_choose_what_is_shown(tab: Tab, page: str, site: Path) -> N
     assert any(each.endswith("p9-s8-b24-c64-crowd.js") for each in loaded)
     assert len(loaded) == 4, "what was shown first, and what is shown now"
     tab.assert_well(site.as_uri())
+
+
+def score(*phases: int, **changes: int | str) -> str:
+    """Return the sentence below the viewer, computed from the same traces."""
+    ends = []
+    for phase in phases:
+        values: dict[str, Any] = {"seats": 4, "blocks": 40, "chunk": 16, "story": "mixed"} | changes
+        frames = stepper.trace(stepper.Setting(phase, **values))["frames"]
+        ends.append((round((frames[-1]["start"] + frames[-1]["took"] - frames[0]["start"]) * 1000), phase))
+    return f"All requests are done {', '.join(f'in phase {phase} at {ms} ms' for ms, phase in sorted(ends))}."
+
+
+SAID = "document.querySelector('.stepper-score span').textContent"
+SETTINGS = (
+    "['left', 'right', 'story', 'seats'].map(name => document.querySelector(`.stepper [name=${name}]`).value)"
+)
+
+
+@browser
+def test_it_ends_with_its_score_and_a_link_keeps_the_settings(tab: Tab, page: str, site: Path) -> None:
+    opened(tab, page)
+    assert tab.until(SAID) == score(4, 5)
+    tab.ask(
+        "(form => { form.elements.left.value = 8; form.elements.right.value = 6; form.elements.seats.value = 2;"
+        " form.elements.story.value = 'prefix'; form.dispatchEvent(new Event('input')); })"
+        "(document.querySelector('form.stepper-settings'))"
+    )
+    expected = score(8, 6, story="prefix", seats=8)
+    tab.until(f"{SAID} === {expected!r}")
+    link = tab.ask("document.querySelector('.stepper-score a').href")
+    assert link == page + "#left=8&right=6&story=prefix&seats=8&blocks=40&chunk=16"
+    assert tab.ask("location.href") == link
+    opened(tab, link)
+    assert tab.until(SAID) == expected
+    assert tab.ask(SETTINGS) == ["8", "6", "prefix", "2"]
+    tab.ask("location.hash = '#left=7'")
+    tab.until(f"{SAID} === {score(7, 6, story='prefix', seats=8)!r}")
+    tab.assert_well(site.as_uri())
+
+
+@browser
+def test_a_link_with_unknown_settings_changes_nothing(tab: Tab, page: str, site: Path) -> None:
+    opened(tab, page + "#left=12&story=%3Cb%3E&seats=3&nobody=1&left=")
+    assert tab.until(SAID) == score(4, 5)
+    assert tab.ask(SETTINGS) == ["4", "5", "mixed", "1"]
+    tab.assert_well(site.as_uri())
+
+
+#: The contrast of a slider's track, right of its thumb, with the paper around it: of a screenshot, pixel by pixel.
+CONTRAST = """async shot => {
+    const image = new Image();
+    image.src = "data:image/png;base64," + shot;
+    await image.decode();
+    const canvas = Object.assign(document.createElement("canvas"), { width: image.width, height: image.height });
+    const pen = canvas.getContext("2d");
+    pen.drawImage(image, 0, 0);
+    const light = (x, y) => [...pen.getImageData(x, y, 1, 1).data].slice(0, 3).map(each => each / 255)
+        .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, each, index) => sum + each * [0.2126, 0.7152, 0.0722][index], 0.05);
+    const found = [light(image.width * 0.9 | 0, image.height / 2 | 0), light(image.width * 0.9 | 0, 0)];
+    return Math.max(...found) / Math.min(...found);
+}"""
+
+
+@browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_tracks_of_sliders_are_seen(tab: Tab, page: str, dark: bool) -> None:
+    opened(tab, page, dark=dark)
+    for index in range(4):
+        slider = f"document.querySelectorAll('.stepper [type=range]')[{index}]"
+        place = tab.ask(
+            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const b = e.getBoundingClientRect();"
+            f" return {{x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}}; }})({slider})"
+        )
+        shot = tab.command("Page.captureScreenshot", clip=place | {"scale": 1})["data"]
+        contrast = tab.ask(f"({CONTRAST})({shot!r})")
+        assert contrast >= (1.5 if tab.ask(f"{slider}.disabled") else 3), f"slider {index}: {contrast:.2f}"
 
 
 @browser

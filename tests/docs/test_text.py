@@ -53,6 +53,13 @@ def test_names_in_code_font_exist(path: Path) -> None:
         assert exists(name), f"{name}, named in {path.relative_to(ROOT)}, does not exist"
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_that_pages_name_exist(path: Path) -> None:
+    for module, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", path.read_text(encoding="utf-8")):
+        defined = (ROOT / module).read_text(encoding="utf-8")
+        assert not name or re.search(rf"^(def|class) {name}\b", defined, re.MULTILINE), f"{module}::{name}"
+
+
 def exists(name: str) -> bool:
     try:
         pkgutil.resolve_name(name)

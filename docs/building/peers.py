@@ -1,0 +1,103 @@
+"""The newest phase beside vLLM as bars: a picture for the start page, and text for the README."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import LINES
+from docs.building.pictures import figure, text
+from docs.building.results import RESULTS, Group, complete_groups, setup_of, values_of
+
+PHASE, PEER = "phase 9", "vLLM"
+(THROUGHPUT,) = (line for line in LINES if line.title == "output tokens / s")
+WIDTH, LABEL, NUMBER = 560, 150, 50  # pixels
+BAR, GAP = 13, 8
+TEXT_BAR = 40  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Medians of one workload, in output tokens a second."""
+
+    group: Group
+    ours: float
+    theirs: float
+
+    @property
+    def workload(self) -> str:
+        return self.group.first.workload.name
+
+
+def pairs(results: Path = RESULTS) -> list[Pair]:
+    """The newest comparison of each workload on one machine, in the order of their names.
+
+    The machine is that of the newest comparison: tokens a second of two machines cannot stand in one chart.
+    """
+    found: dict[str, Pair] = {}
+    machine = None
+    for group in complete_groups(results):
+        peers = [label for label in group.labels if label.startswith(PEER)]
+        run = group.first
+        if PHASE not in group.labels or not peers or run.workload.quick or group.swept or group.local:
+            continue
+        place = run.environment.get("cpu"), run.server.model
+        machine = machine or place
+        values = dict(zip(group.labels, values_of(group, THROUGHPUT), strict=True))
+        ours, theirs = values[PHASE], values[peers[0]]
+        if place == machine and ours is not None and theirs is not None:
+            found.setdefault(run.workload.name, Pair(group, ours, theirs))
+    return [found[name] for name in sorted(found)]
+
+
+def peer_chart(results: Path = RESULTS) -> str:
+    """Two bars for each workload, and below them the conditions; a sentence where nothing was measured."""
+    shown = pairs(results)
+    if not shown:
+        return "No comparison with vLLM has been measured yet.\n"
+    longest = max(max(pair.ours, pair.theirs) for pair in shown)
+    shapes = []
+    y = 0
+    for pair in shown:
+        shapes.append(text(0, y + BAR + 4, pair.workload, "label"))
+        for kind, value in (("decode", pair.ours), ("prefill", pair.theirs)):
+            length = value / longest * (WIDTH - LABEL - NUMBER)
+            size = f'width="{length:.1f}" height="{BAR}"'
+            shapes.append(f'<rect x="{LABEL}" y="{y}" {size} rx="2" class="{kind}"/>')
+            shapes.append(text(LABEL + length + 6, y + BAR - 2, f"{value:.0f}", "label"))
+            y += BAR + 1
+        y += GAP
+    name = _peer(shown[0].group)
+    title = f"Output tokens a second of {PHASE} and of {name}, by workload"
+    keys = (("decode", PHASE), ("prefill", name))
+    legend = " ".join(f'<span class="key {kind}">{label}</span>' for kind, label in keys)
+    legend += " output tokens a second: longer is better"
+    return f"{figure(WIDTH, y - GAP, shapes, title, legend)}\n{conditions(results)}\n"
+
+
+def conditions(results: Path = RESULTS) -> str:
+    """Where and how the bars were measured, and what they leave out."""
+    shown = pairs(results)
+    setup = setup_of(shown[0].group).split(", median")[0]
+    repeats = min(pair.group.repeats for pair in shown)
+    return (
+        f"{setup}; medians of {repeats} runs or more. Both have the same weights, which are random, the same "
+        f"requests and the same KV memory. {_peer(shown[0].group)} is its build for CPUs, with one thread bound to "
+        "each core and prefix caching on. It is made for GPUs first, and no GPU has been measured here."
+    )
+
+
+def peer_bars(results: Path = RESULTS) -> str:
+    """The same bars as text."""
+    shown = pairs(results)
+    longest = max(max(pair.ours, pair.theirs) for pair in shown)
+    name = _peer(shown[0].group)
+    rows = [f"output tokens/s, longer is better:   █ {PHASE}   ░ {name}", ""]
+    for pair in shown:
+        for label, mark, value in ((pair.workload, "█", pair.ours), ("", "░", pair.theirs)):
+            rows.append(f"{label:20} {mark * round(value / longest * TEXT_BAR)} {value:.0f}")
+    return "\n".join(rows) + "\n"
+
+
+def _peer(group: Group) -> str:
+    return next(label for label in group.labels if label.startswith(PEER))
