@@ -1,22 +1,25 @@
 # Everything a fresh machine needs is set up on the way: `make demo`, `make test`.
 #   make demo            a few clients read stories from a server, then every phase gets the same work: one table
-#   make test            the ordinary test suite
+#   make serve           serve phase 9: chat with it in a browser (PHASE=5, ARGS="--model dummy:llama-60m --port 8000")
+#   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
+#   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
 #   make test-slow       the suites that take longer
+#   make test-browser    the server's page and the site in chromium, which must be on the machine
 #   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
-#   make serve PHASE=5   serve one phase, by number or name (ARGS="--model dummy:llama-60m --port 8000" adds options)
 #   make cluster PHASE=8 two replicas behind one address, on Ray (ARGS="--replicas 4" adds options)
 #   make test-cluster    the tests of that
 #   make learn PHASE=6   copy a phase without the bodies that are its idea into learn/, to write them
 #   make check PHASE=6   what holds of the copy, by the phase's own tests
 #   make lint            style, types, and the one-way dependency rule
-#   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make plots           draw every figure of the site from benchmarks/results
-#   make docs            build the site into site/
+#   make docs            build the site into site/ (SITE_URL=https://… if it is published: link previews need it)
+#   make docs-serve      build the site and serve it at http://127.0.0.1:8000
 #   make clean           remove what was built; `make distclean` the environments, too; measurements stay
-# PIP_ARGS goes to pip, for example to name an index that has a CPU build of torch.
+# PIP_ARGS goes to pip. On a machine without an NVIDIA GPU, take the CPU build of torch, about 1 GB installed instead of
+# several: PIP_ARGS="--extra-index-url URL", with the index that pytorch.org names for the CPU build
 
 PYTHON ?= python3
-PHASE ?= 5
+PHASE ?= 9
 ARGS ?=
 PIP_ARGS ?=
 
@@ -26,20 +29,28 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: demo serve cluster learn check test test-slow test-browser test-clients test-cluster lint format bench plots docs docs-serve clean distclean
+.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-cluster lint format bench plots docs docs-serve clean distclean
+
+# Prints the comment at the top of this file.
+help:
+	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
 # Two stamps: serving needs a few packages, testing many.
 .venv/base: pyproject.toml constraints.txt
+	@echo "Installing torch, the server's packages and a C++ build of its kernels into .venv. With a CPU build of torch"
+	@echo "this is about 1 GB on disk, with a CUDA build several GB; it takes minutes, most of them for the download."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
 	$(BIN)/python -m kernels.native
 	touch $@
 
 .venv/full: .venv/base
+	@echo "Installing packages for tests, lint and the site into .venv: about 2 GB more, minutes more."
 	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 .venv/cluster: .venv/base
+	@echo "Installing Ray into .venv: about 300 MB more."
 	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[cluster]'
 	touch $@
 
@@ -54,11 +65,12 @@ cluster: .venv/cluster
 
 # One thread a test worker: two workers that both want two cores wait for each other.
 test: .venv/full
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
+# The second line is for machines without a compiler: what the ordinary suite asks of models, of the torch references.
 test-slow: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
-	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py -m 'not gpu and not checkpoints'
+	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py
 
 # Needs chromium on the machine.
 test-browser: .venv/full
@@ -76,8 +88,9 @@ test-clients: .venv/full
 learn: .venv/full
 	@$(BIN)/python -m tutor learn '$(PHASE)'
 
+# Exit code 1 says that something does not hold yet: the report said so, and make need not call it an error.
 check: .venv/full
-	@$(BIN)/python -m tutor check '$(PHASE)'
+	@$(BIN)/python -m tutor check '$(PHASE)' || test $$? -eq 1
 
 bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import pytest
 import torch
@@ -26,6 +31,60 @@ if os.environ.get("INFER_NATIVE_KERNELS", "true").lower() not in ("false", "0"):
 # A shell that starts tests in the background lets them ignore Ctrl-C, and so would the servers that they interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# `make test` hands its level and its ARGS to every make below it, and the makes that tests run must not see them.
+for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS", "PHASE"):
+    os.environ.pop(variable, None)
+
+
+# ---------------------------------------------------------------------- order
+
+
+class InAModule(Protocol):
+    path: Path
+
+
+OwnPrompt = Callable[[int], list[int]]
+Item = TypeVar("Item", bound=InAModule)
+
+
+def shuffled(items: Sequence[Item], seed: int) -> list[Item]:
+    """Return the tests in the order that `seed` draws: the modules, and the tests of each module."""
+    draw = random.Random(seed)
+    modules = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    draw.shuffle(modules)
+    for tests in modules:
+        draw.shuffle(tests)
+    return [test for tests in modules for test in tests]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order-seed", metavar="SEED", type=int, help="run the tests in the random order of this seed"
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("order_seed")
+    return None if seed is None else f"order of the tests: drawn by --order-seed={seed}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle before pytest groups the tests by their servers, so that no server is started twice.
+
+    Plugins such as `pytest-random-order` shuffle after that: then almost every test starts a server.
+    """
+    seed = config.getoption("order_seed")
+    if seed is not None:
+        items[:] = shuffled(items, seed)
+
+
+@pytest.fixture
+def own_prompt(request: pytest.FixtureRequest) -> OwnPrompt:
+    """Draws a prompt of a number of token ids by the test's name: no other test's blocks are found for it."""
+    draw = random.Random(request.node.nodeid)
+    return lambda tokens: [draw.randrange(50, 750) for _ in range(tokens)]
 
 
 @pytest.fixture

@@ -40,11 +40,11 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize("name", ["7", "chunked", "phase7_chunked"])
 def test_serve_is_the_phases_own_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = help_of(capsys, "serve", name)
-    assert said.startswith(f"usage: infer serve {name} [-h]")
+    assert said.startswith(f"usage: infer serve {name} [options]")
     with pytest.raises(SystemExit):
         cli.main("phase7_chunked", ["--help"])
     own = capsys.readouterr().out
-    assert own.startswith("usage: python -m phase7_chunked [-h]")
+    assert own.startswith("usage: python -m phase7_chunked [options]")
     assert said.split()[4:] == own.split()[4:]
 
 
@@ -77,12 +77,26 @@ def test_phases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert line.split(maxsplit=2) == [str(phase.number), name, phase.idea]
 
 
-@pytest.mark.parametrize("words", ["-h", "--help", "serve --help"])
+@pytest.mark.parametrize("words", ["-h", "--help"])
 def test_help_names_every_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 0
     said = capsys.readouterr().out
     for word in ("serve PHASE", "phases", "compare", "run", "plots", "demo"):
         assert f"infer {word} " in said
+
+
+def test_serve_lists_the_options_without_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    said = help_of(capsys, "serve")
+    assert said.startswith("usage: infer serve PHASE [options]")
+    assert "--pipeline-depth" in said
+    assert "--max-connections" in said
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("infer ")
 
 
 @pytest.mark.parametrize("words", ["", "sevre 7", "phases 7", "--port 0"])
@@ -102,7 +116,7 @@ def test_serving_what_is_no_phase_lists_the_phases(words: str, capsys: pytest.Ca
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ")
-    assert printed.err.endswith(f"there are {', '.join(phase_names())}\n")
+    assert printed.err.endswith(f"there are {', '.join(phase_names())}, by name or number\n")
     assert printed.err.count("\n") == 1
 
 

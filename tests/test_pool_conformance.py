@@ -273,6 +273,18 @@ def test_an_audit_takes_back_what_nobody_answers_for(kind: Kind, pool: KVPool) -
 # ---------------------------------------------------------------------- addresses
 
 
+def test_a_cleared_pool_is_as_a_fresh_one(kind: Kind, pool: KVPool) -> None:
+    fresh = kind.make()
+    for _ in range(2):
+        requests = seat(pool, *lengths(kind))
+        write(pool, [Span.exact(slot_of(each), 0, each.num_prompt_tokens) for each in requests])
+        pool.release(requests[0])  # whose blocks may be kept
+        pool.clear()
+        assert (pool.used_tokens, pool.reserved_tokens) == (fresh.used_tokens, fresh.reserved_tokens)
+        assert (pool.active_seq_count(), pool.free_token_capacity()) == (0, fresh.free_token_capacity())
+        assert (list(pool.kept_blocks()), pool.audit([])) == ([], 0)
+
+
 def test_the_store_has_a_shape_and_starts_at_zero(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     pool.view([Span.exact(slot_of(r), 0, 1) for r in requests])

@@ -100,7 +100,7 @@ HALF_RIGHT = {
         "scheduler.py",
         (
             (
-                "        while self.waiting and self.free_seats > 0:\n            request = self.waiting[0]\n",
+                "        while request := self.next_waiting():\n",
                 "        for request in list(self.waiting)[: self.free_seats]:\n",
             ),
             (
@@ -186,13 +186,13 @@ HALF_RIGHT = {
     "one look": HalfRight(
         "phase8_prefix",
         "scheduler.py",
-        (("if request.state is RequestState.PREFILL and not request.has_begun:", "if False:"),),
+        (("if not request.has_begun:", "if False:"),),
         "Those who come together find nothing",
     ),
     "anything is shared": HalfRight(
         "phase8_prefix",
         "cache.py",
-        (("if blocks and all(layer[blocks].sum(", "if blocks or all(layer[blocks].sum("),),
+        (("if blocks and self._are_finite(blocks):", "if blocks:"),),
         "What is not a number spreads",
     ),
     "one step at a time": HalfRight(
@@ -223,8 +223,8 @@ HALF_RIGHT = {
         "state.py",
         (
             (
-                "                self._release(slot_id)\n        self._queue.clear()",
-                "                self._release(slot_id)",
+                "            self._stages[slot_id] = Stage.FREE\n        self._queue.clear()",
+                "            self._stages[slot_id] = Stage.FREE",
             ),
         ),
         "After a failure nothing is in flight",
