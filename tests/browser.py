@@ -73,7 +73,7 @@ class Tab:
         self._session = {"sessionId": attached["sessionId"]}
         for domain in ("Runtime", "Log", "Page", "Network"):
             self.command(f"{domain}.enable")
-        self.command("Performance.enable", timeDomain="threadTicks")
+        self.command("Performance.enable")
 
     def _address(self) -> tuple[tuple[str, int], str]:
         """Where Chromium says that it listens."""
@@ -193,10 +193,28 @@ class Tab:
             for kind in ("mousePressed", "mouseReleased"):
                 self.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
-    def busy_ms(self) -> float:
-        """Processor time of the page's thread so far: what else the machine does is not in it."""
+    @contextmanager
+    def counted(self) -> Iterator[dict[str, int]]:
+        """Count the work that the page does inside: its layouts, elements, and blocks of JavaScript run."""
+        cost: dict[str, int] = {}
+        self.command("Profiler.enable")
+        self.command("Profiler.startPreciseCoverage", callCount=True, detailed=True)
+        before = self._layouts()
+        yield cost
+        cost["layouts"] = self._layouts() - before
+        cost["elements"] = self.ask("document.querySelectorAll('*').length")
+        scripts = self.command("Profiler.takePreciseCoverage")["result"]
+        cost["blocks"] = sum(
+            block["count"]
+            for script in scripts
+            for function in script["functions"]
+            for block in function["ranges"]
+        )
+        self.command("Profiler.stopPreciseCoverage")
+
+    def _layouts(self) -> int:
         metrics = {each["name"]: each["value"] for each in self.command("Performance.getMetrics")["metrics"]}
-        return float(metrics["TaskDuration"]) * 1000
+        return int(metrics["LayoutCount"])
 
     def violations(self, selector: str) -> list[str]:
         """What axe-core finds fault with below an element: contrast, names, roles."""

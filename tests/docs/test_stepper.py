@@ -15,22 +15,6 @@ from docs.building import stepper
 from simulator import Arrival, Timelines, run, simulate_engine
 from tests.browser import DESKTOP, PHONE, Tab, new_tab
 
-FRAME_MS = 60  # at most, for a picture of a trace of 10,000 steps
-
-#: Draws a picture and has it painted; how long both took.
-PICTURE = """async moment => {
-    const began = performance.now();
-    long.goTo(moment);
-    long.box.getBoundingClientRect(); // laid out, too
-    const laid = performance.now();
-    const [due, painted] = await new Promise(resolve => requestAnimationFrame(() => {
-        const due = performance.now(), { port1, port2 } = new MessageChannel();
-        port1.onmessage = () => resolve([due, performance.now()]); // once the frame is over
-        port2.postMessage(0);
-    }));
-    return laid - began + painted - due;
-}"""
-
 browser = pytest.mark.browser
 
 
@@ -335,25 +319,31 @@ def long_trace(steps: int) -> str:
     return json.dumps(trace.as_json())
 
 
-@browser
-def test_ten_thousand_steps_stay_smooth(tab: Tab, page: str) -> None:
-    opened(tab, page)
+def picture_costs(tab: Tab, steps: int) -> list[dict[str, int]]:
+    """Show a trace of so many steps, play 25 of its moments and jump to 25 others. Returns each picture's cost."""
     tab.ask(
         "globalThis.long = new StepViewer(document.querySelector('.steps-viewer')); "
-        f"long.show([{long_trace(10_000)}]); 0"
+        f"long.show([{long_trace(steps)}]); 0"
     )
-    times = []
+    assert tab.ask("long.moments.length") == steps
+    costs = []
     for i in range(50):
-        moment = 5000 + i if i < 25 else i * 7919 % 10_000  # played, then scrubbed
-        busy_ms = tab.busy_ms()
-        elapsed_ms = tab.ask(f"({PICTURE})({moment})")
-        # Each says too much in its own way: in the one is what else the machine does, in the other what the page's
-        # thread does while it waits for its frame, such as sweeping memory, bit by bit.
-        times.append(min(elapsed_ms, tab.busy_ms() - busy_ms))
-    assert tab.ask("long.moments.length") == 10_000
+        moment = steps // 2 + i if i < 25 else i * 7919 % steps
+        with tab.counted() as cost:
+            tab.ask(
+                f"long.goTo({moment}); new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn)))"
+            )
+        costs.append(cost)
+    return costs
+
+
+@browser
+def test_a_picture_costs_the_same_in_a_long_trace(tab: Tab, page: str) -> None:
+    opened(tab, page)
+    short, long = picture_costs(tab, 1_000), picture_costs(tab, 10_000)
+    assert {cost["layouts"] for cost in short + long} == {1}
+    assert max(cost["elements"] for cost in long) < 1_000
+    assert max(cost["blocks"] for cost in long) < 1.5 * max(cost["blocks"] for cost in short), "of every step"
     texts = "[...document.querySelectorAll('.sv-time text')].map(each => each.textContent)"
     letters = tab.ask(f"{texts}.join('').length")
     assert letters < 300, "each is laid out by itself: long names stand at every fifth step"
-    times.sort()
-    print(f"a picture takes {times[len(times) // 2]:.1f} ms, at most {times[-1]:.1f} ms")
-    assert times[-1] <= FRAME_MS

@@ -19,6 +19,7 @@ from common.server.admission import Lane
 from common.server.app import create_app
 from common.server.bodies import Bodies
 from common.server.errors import ApiError
+from common.server.routes import generation
 from common.server.schemas import parsing
 from common.server.service import Service
 from tests.engine_helpers import build, tiny_model
@@ -427,6 +428,23 @@ def test_the_time_that_a_request_may_take_begins_when_it_has_arrived(
         await until(lambda: not service.admission.busy)
         assert service.worker.queue_room() == engine.scheduler.queue_room()
         assert engine.telemetry.counters.requests_added == 0
+
+    serve(engine, scenario)
+
+
+def test_a_request_whose_answer_cannot_be_begun_leaves_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build("continuous", max_batch_size=1)
+
+    def fail(*_: object) -> None:
+        raise ValueError("cannot be shown")
+
+    async def scenario(app: FastAPI, service: Service) -> None:
+        with monkeypatch.context() as failing:
+            failing.setattr(generation, "show_prompts", fail)
+            failed = await complete(app, [1, 2, 3], max_tokens=60, ignore_eos=True)
+            assert failed.status == 500, failed.body
+        assert (await complete(app, [1, 2, 3])).status == 200
+        assert service.worker.requests.ended["abort"] == 1
 
     serve(engine, scenario)
 
