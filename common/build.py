@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
-from common.engine import Clock, Engine, Phase
+from common.engine import Engine, Phase
 from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.memory import check_memory
@@ -22,7 +22,7 @@ from common.models.registry import Checkpoint, load_model, open_checkpoint, weig
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.sampling import sample
-from common.scheduling import Scheduler
+from common.scheduling import Clock, Scheduler
 from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
@@ -33,23 +33,24 @@ from kernels.paged_attention import MIN_SPLIT_COLUMNS
 logger = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
-RunnerFactory = Callable[[CausalLM, KVPool, Telemetry], Runner]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineBuilder(Generic[ConfigT]):
-    """A phase's `build_engine`: the parts that are its own, and how they become an engine.
+    """A phase's `build_engine`: its parts, and how they become an engine.
 
     Attributes:
-        phase: what the phase says of itself.
-        scheduler: makes the scheduler of a config and a clock.
-        runner: the runner's class, which may depend on the config.
-        pool: makes the KV pool of a config, what a token takes, and a device.
+        phase: the phase's number, name and idea.
+        config: the class of its options.
+        scheduler: the class of its scheduler.
+        runner: the class of its runner.
+        pool: makes the KV pool of a config, the shape of a token's keys and values, and a device.
     """
 
     phase: Phase
+    config: type[ConfigT]
     scheduler: Callable[[ConfigT, Clock], Scheduler]
-    runner: Callable[[ConfigT], RunnerFactory]
+    runner: type[Runner]
     pool: Callable[[ConfigT, KVShape, torch.device], KVPool]
 
     def __call__(
@@ -85,7 +86,7 @@ class EngineBuilder(Generic[ConfigT]):
             check_memory(config, model.config, model.dtype, model.device, weights=0)
         shape = KVShape.of(model.config, model.dtype)
         telemetry = Telemetry()
-        runner = self.runner(config)(model, self.pool(config, shape, model.device), telemetry)
+        runner = self.runner(config, model, self.pool(config, shape, model.device), telemetry)
         return Engine(
             phase=self.phase,
             config=config,

@@ -24,18 +24,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from common.commit import fail, terminal_output
 from common.config import EngineConfig
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, RequestTimeoutError
 from common.grammar import GrammarCompiler, Matcher
 from common.request import Request, RequestState, SamplingParams, StepOutput
-from common.runner import Runner, fail, terminal_output
-from common.scheduling import Scheduler, StepPlan
+from common.runner import Runner
+from common.scheduling import Clock, Scheduler, StepPlan
 from common.telemetry import StepRecord, Telemetry
 from common.text import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
-
-Clock = Callable[[], float]
 
 #: Called after each step, in the thread that steps, with the step's record, plan and outputs. A watcher that raises
 #: is logged and removed.

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from common.commit import commit_token
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput
-from common.runner import commit_token
 from common.sampling import TokenMasks, read_logprobs, sample
 
 

@@ -15,13 +15,15 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from common.errors import EngineDeadError, NaNLogitsError
+from common.commit import commit_token, fail, without_frames
+from common.config import EngineConfig
+from common.errors import EngineDeadError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
-from common.request import FinishReason, Request, RequestState, StepOutput, TokenLogprobs
-from common.sampling import NOT_A_TOKEN, Sampled, TokenMasks, read_logprobs, sample
-from common.scheduling import StepPlan
+from common.request import Request, RequestState, StepOutput
+from common.sampling import Sampled, TokenMasks, read_logprobs, sample
+from common.scheduling import PrefillChunk, StepPlan
 from common.telemetry import Part, Telemetry
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,8 @@ class Runner(ABC):
         "commit": "commit",
     }
 
-    def __init__(self, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
+    def __init__(self, config: EngineConfig, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
+        self.config = config
         self.model = model
         self.pool = pool
         self.telemetry = telemetry
@@ -102,6 +105,30 @@ class Runner(ABC):
     @abstractmethod
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
         """The forward passes of a plan, in the order they run."""
+
+    # ------------------------------------------------------------------ shares of a pass
+
+    def decode_share(self, request: Request) -> PassShare:
+        """The latest token, which is not in the cache yet, goes into the column after the cached ones."""
+        slot = self.slot(request)
+        column = self.pool.get_seq_len(slot)
+        return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], sample_at=0)
+
+    def prefill_share(self, chunk: PrefillChunk) -> PassShare:
+        """A chunk's tokens at their own columns. The logits of a last chunk's last token choose the next token."""
+        return PassShare(
+            request=chunk.request,
+            span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
+            token_ids=chunk.token_ids,
+            sample_at=chunk.end - chunk.start - 1 if chunk.is_last else None,
+        )
+
+    @staticmethod
+    def slot(request: Request) -> int:
+        assert request.slot is not None, f"{request.request_id} was planned without memory"
+        return request.slot
+
+    # ------------------------------------------------------------------ a step
 
     @property
     def in_flight(self) -> bool:
@@ -271,95 +298,6 @@ class Runner(ABC):
         """What this plan has computed of prompts may be shared."""
         for chunk in plan.prefill:
             self.pool.register_prefix(chunk.request, chunk.end)
-
-
-def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
-    """Append a sampled token to its request: the text it lets out, and whether the request ends with it.
-
-    Raises:
-        NaNLogitsError: the row's logits were not numbers.
-        GrammarFailedError: the request's grammar could not take the token in.
-    """
-    if token_id == NOT_A_TOKEN:
-        raise NaNLogitsError("the model's output for this request was not a number")
-    if request.matcher is not None:
-        request.matcher.advance(token_id)
-    request.token_ids.append(token_id)
-    text, reason = _read(request, token_id)
-    if reason is not None:
-        request.finish(reason)
-    elif request.matcher is not None:
-        request.matcher.begin_mask()  # while the other rows are committed, and the next pass computes
-    return StepOutput(
-        request_id=request.request_id,
-        token_id=token_id,
-        text_delta=text,
-        finished=reason is not None,
-        finish_reason=reason,
-        error=None,
-        prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=request.num_generated_tokens,
-        cached_tokens=request.cached_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=_prompt_logprobs(request),
-    )
-
-
-def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
-    if request.params.prompt_logprobs is None or request.num_generated_tokens > 1:
-        return None
-    return tuple(request.prompt_logprobs)
-
-
-def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
-    """The order of checks: EOS (or a stop token), stop string, a complete grammar, length."""
-    detokenizer, matcher = request.detokenizer, request.matcher
-    ending = token_id in request.ending_token_ids
-    text = detokenizer.add(token_id) if detokenizer is not None and not ending else ""
-    reason: FinishReason | None = None
-    if ending:
-        reason = "stop" if token_id in request.params.stop_token_ids else "eos"
-    elif (detokenizer is not None and detokenizer.stopped) or (matcher is not None and matcher.complete):
-        reason = "stop"
-    elif request.num_generated_tokens >= request.params.max_new_tokens:
-        reason = "length"
-    if reason is not None and detokenizer is not None:
-        text += detokenizer.finish()
-    return text, reason
-
-
-def fail(request: Request, error: Exception) -> StepOutput:
-    """Move a request to FAILED and say so: its terminal output."""
-    request.fail(without_frames(error))
-    return terminal_output(request)
-
-
-def without_frames(error: Exception) -> Exception:
-    """The same error, and those that led to it, without their tracebacks: log them first.
-
-    A traceback's frames keep a pass's tensors alive, and requests, outputs and completions keep their error.
-    """
-    chain: list[BaseException] = [error]
-    for link in chain:
-        link.__traceback__ = None
-        earlier = (link.__cause__, link.__context__)
-        chain += [each for each in earlier if each is not None and each not in chain]
-    return error
-
-
-def terminal_output(request: Request) -> StepOutput:
-    """The last output of a request that ended without a token: failed or cancelled."""
-    return StepOutput(
-        request_id=request.request_id,
-        token_id=None,
-        text_delta="",
-        finished=True,
-        finish_reason=request.finish_reason,
-        error=request.error,
-        prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=request.num_generated_tokens,
-        cached_tokens=request.cached_tokens,
-    )
 
 
 def raise_if_fatal(error: Exception) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.config import EngineConfig
 from common.kv import KVPool
 from common.request import Request
+
+Clock = Callable[[], float]  # seconds; only differences matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +57,71 @@ class Scheduler(ABC):
 
     A step calls `retire`, `make_room`, `admit` and `plan`, in that order. The engine releases the memory of the
     requests that `retire` and `make_room` return.
+
+    Requests wait in a queue of `max_waiting_requests`, first come, first served, for one of `max_batch_size` seats.
+    A phase decides when seats are filled (`admit`), when they are cleared (`_clear_seats`), and which tokens of the
+    seated requests a step computes (`plan`).
+
+    Attributes:
+        waiting: requests that are not admitted yet, or preempted; the first in line in front.
+        active: requests that were admitted and not yet retired, in order of admission.
+        preemptions: how many requests were preempted since the start.
     """
 
-    preemptions = 0  # since the start
-    waiting: Sequence[Request]  # not admitted yet, or preempted; the first in line in front
+    def __init__(self, config: EngineConfig, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self.preemptions = 0
 
-    @abstractmethod
+    # ------------------------------------------------------------------ the queue
+
     def add_request(self, request: Request) -> bool:
         """Queue a request. False: the queue is full, nothing has changed."""
+        if self.queue_room() < 1:
+            return False
+        self.waiting.append(request)
+        return True
 
-    @abstractmethod
     def queue_room(self) -> int:
-        """How many more requests `add_request` would take now. Any thread may ask."""
+        """Return how many more requests `add_request` would take now. Any thread may ask."""
+        return self.config.max_waiting_requests - len(self.waiting)
 
-    @abstractmethod
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or active."""
+        return bool(self.waiting or self.active)
+
+    def next_wake(self, now: float) -> float | None:
+        """When a step has something to do: `now` or earlier for at once, later if only time must pass,
+        None if nothing will happen without new requests."""
+        return now if self.has_work else None
+
+    # ------------------------------------------------------------------ a step
+
     def retire(self) -> list[Request]:
         """Remove and return the requests that have ended; the engine releases their memory next."""
+        cancelled = [request for request in self.waiting if request.is_terminal]
+        if cancelled:
+            self.waiting = deque(request for request in self.waiting if not request.is_terminal)
+        return cancelled + self._clear_seats()
 
     @abstractmethod
-    def make_room(self, pool: KVPool) -> list[Request]:
-        """Reserve one more column for every decoding request, oldest first.
+    def _clear_seats(self) -> list[Request]:
+        """Remove the active requests that may leave now from `active`, and return them."""
+
+    def make_room(self, pool: KVPool) -> list[Request]:  # noqa: ARG002 - a seat may come with all it needs
+        """Reserve memory for one more token of every decoding request.
 
         Returns the requests that were preempted for it. The engine releases their memory and calls again, until
-        the list is empty.
+        the list is empty. Here none is: all that a request can need is reserved when it gets its seat.
         """
+        return []
 
     @abstractmethod
     def admit(self, pool: KVPool) -> None:
@@ -84,23 +129,44 @@ class Scheduler(ABC):
 
     @abstractmethod
     def plan(self) -> StepPlan:
-        """What this step computes. Changes nothing."""
+        """Return what this step computes. Changes nothing."""
 
-    @abstractmethod
-    def next_wake(self, now: float) -> float | None:
-        """When a step has something to do: `now` or earlier for at once, later if only time must pass,
-        None if nothing will happen without new requests."""
+    # ------------------------------------------------------------------ the seats
 
     @property
-    @abstractmethod
-    def has_work(self) -> bool:
-        """Whether any request is waiting or active."""
+    def free_seats(self) -> int:
+        return self.config.max_batch_size - len(self.active)
 
-    @property
-    @abstractmethod
-    def num_waiting(self) -> int: ...
+    def _fill_seats(self, pool: KVPool) -> None:
+        """Seat waiting requests. Stops at the first request that finds no seat or no memory."""
+        while (request := self.next_waiting()) and self._seat(request, pool):
+            self.waiting.popleft()
 
-    @property
-    @abstractmethod
-    def active(self) -> list[Request]:
-        """Requests that were admitted and not yet retired, in order of admission."""
+    def next_waiting(self) -> Request | None:
+        """Bring the next request to the front of the queue and return it; None if no seat is free or none waits.
+
+        First come, first served, except that a group which holds its share of the seats lets others go first. So
+        the 32 choices of one answer do not take every seat while other clients wait.
+        """
+        if not self.waiting or self.free_seats < 1:
+            return None
+        first = self.waiting[0]
+        if not first.group or first.preempted:
+            return first
+        held = Counter(request.group for request in self.active)
+        groups = {request.group or request.request_id for request in (*self.active, *self.waiting)}
+        share = max(1, self.config.max_batch_size // len(groups))
+        for place, request in enumerate(self.waiting):
+            if not request.group or held[request.group] < share:
+                del self.waiting[place]
+                self.waiting.appendleft(request)
+                return request
+        return first
+
+    def _seat(self, request: Request, pool: KVPool) -> bool:
+        """Give a request its memory and make it active. False: there is not enough memory."""
+        if not pool.reserve(request, len(request.token_ids)):
+            return False
+        request.start_prefill()
+        self.active.append(request)
+        return True

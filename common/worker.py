@@ -30,10 +30,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from common.commit import fail
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput
-from common.runner import fail
 from common.telemetry import RequestTelemetry, RequestTimes
 
 logger = logging.getLogger(__name__)

@@ -11,16 +11,6 @@ from phase4_static.scheduler import StaticScheduler as Scheduler
 
 __all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
 
-PHASE = Phase(
-    number=4,
-    slug="phase4_static",
-    title="Static batching",
-    idea="fixed batches, padded to a rectangle",
-)
+PHASE = Phase(4, "phase4_static", "Static batching", "fixed batches, padded to a rectangle")
 
-build_engine: EngineBuilder[Config] = EngineBuilder(
-    phase=PHASE,
-    scheduler=Scheduler,
-    runner=lambda _: Runner,
-    pool=StaticKVCache,
-)
+build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, StaticKVCache)

@@ -44,20 +44,9 @@ class StaticRunner(Runner):
         shares = tuple(self.idle_share(r) if r.is_terminal else self.decode_share(r) for r in requests)
         return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
-    def decode_share(self, request: Request) -> PassShare:
-        """The latest token, which is not in the cache yet, goes into the column after those that are."""
-        slot = self.slot(request)
-        column = self.pool.get_seq_len(slot)
-        return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], sample_at=0)
-
     def idle_share(self, request: Request) -> PassShare:
         """A dummy token into the row's own last column, again and again: it stands still and harms nobody."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)
         return PassShare(request, Span(slot, column, column + 1, length), [PAD_TOKEN], sample_at=None)
-
-    @staticmethod
-    def slot(request: Request) -> int:
-        assert request.slot is not None, f"{request.request_id} was planned without memory"
-        return request.slot

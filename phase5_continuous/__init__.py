@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-from common.build import EngineBuilder, RunnerFactory
+from common.build import EngineBuilder
 from common.engine import Phase
 from phase5_continuous.cache import SlottedKVCache
 from phase5_continuous.config import Config
@@ -14,20 +12,10 @@ from phase5_continuous.scheduler import ContinuousScheduler as Scheduler
 __all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
 
 PHASE = Phase(
-    number=5,
-    slug="phase5_continuous",
-    title="Continuous batching",
-    idea="admit and retire on every step, one cache slot per sequence",
+    5,
+    "phase5_continuous",
+    "Continuous batching",
+    "admit and retire on every step, one cache slot per sequence",
 )
 
-
-def make_runner(config: Config) -> RunnerFactory:
-    return functools.partial(Runner, max_prefill_pass_tokens=config.max_prefill_pass_tokens)
-
-
-build_engine: EngineBuilder[Config] = EngineBuilder(
-    phase=PHASE,
-    scheduler=Scheduler,
-    runner=make_runner,
-    pool=SlottedKVCache,
-)
+build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, SlottedKVCache)

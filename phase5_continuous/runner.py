@@ -14,58 +14,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from common.kv import KVPool, Span
-from common.models.layers import CausalLM
-from common.request import Request
-from common.runner import ForwardPass, PassShare
+from common.runner import ForwardPass, Runner
 from common.scheduling import PrefillChunk, StepPlan
-from common.telemetry import Telemetry
-from phase4_static.runner import StaticRunner
+from phase5_continuous.config import Config
 
 
-class ContinuousRunner(StaticRunner):
+class ContinuousRunner(Runner):
     """The flat pass takes any subset of slots and any lengths as they are."""
 
-    def __init__(
-        self, model: CausalLM, pool: KVPool, telemetry: Telemetry, *, max_prefill_pass_tokens: int
-    ) -> None:
-        super().__init__(model, pool, telemetry)
-        self.max_prefill_pass_tokens = max_prefill_pass_tokens
+    config: Config
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
         if plan.decode:
-            yield self.decode_pass(plan.decode)
+            yield ForwardPass(tuple(map(self.decode_share, plan.decode)))
         for chunks in self.share_out(plan.prefill):
-            yield self.prefill_pass(chunks)
+            yield ForwardPass(tuple(map(self.prefill_share, chunks)))
 
     def share_out(self, prefill: Sequence[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
-        """Chunks for one pass after the other, in order: as many as `max_prefill_pass_tokens` hold, one at least.
+        """Divide chunks among passes, in order: a pass takes `max_prefill_pass_tokens` tokens, or one longer chunk.
 
-        What a pass needs beside the weights and the KV memory grows with its tokens: this bounds it.
+        The memory that a pass needs beside the weights and the KV memory grows with its tokens: this bounds it.
         """
         chunks: list[PrefillChunk] = []
         tokens = 0
         for chunk in prefill:
             size = chunk.end - chunk.start
-            if chunks and tokens + size > self.max_prefill_pass_tokens:
+            if chunks and tokens + size > self.config.max_prefill_pass_tokens:
                 yield chunks
                 chunks, tokens = [], 0
             chunks.append(chunk)
             tokens += size
         if chunks:
             yield chunks
-
-    def decode_pass(self, requests: Sequence[Request]) -> ForwardPass:
-        return ForwardPass(tuple(self.decode_share(request) for request in requests))
-
-    def prefill_pass(self, chunks: Sequence[PrefillChunk]) -> ForwardPass:
-        return ForwardPass(tuple(self.prefill_share(chunk) for chunk in chunks))
-
-    def prefill_share(self, chunk: PrefillChunk) -> PassShare:
-        """A chunk's tokens at their own columns; the last one's logits choose the next token."""
-        return PassShare(
-            request=chunk.request,
-            span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
-            token_ids=chunk.token_ids,
-            sample_at=chunk.end - chunk.start - 1 if chunk.is_last else None,
-        )

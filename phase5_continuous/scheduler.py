@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from common.kv import KVPool
 from common.request import Request, RequestState
-from common.scheduling import PrefillChunk, StepPlan
-from phase4_static.scheduler import SeatingScheduler
+from common.scheduling import PrefillChunk, Scheduler, StepPlan
 
 
-class ContinuousScheduler(SeatingScheduler):
+class ContinuousScheduler(Scheduler):
     """Retire whoever is done, admit whoever waits, first come first served, in every step."""
 
     def queue_room(self) -> int:
@@ -27,9 +26,9 @@ class ContinuousScheduler(SeatingScheduler):
         """
         return super().queue_room() + self.free_seats
 
-    def _take_out_done(self) -> list[Request]:
-        done = [request for request in self._active if request.is_done]
-        self._active = [request for request in self._active if not request.is_done]
+    def _clear_seats(self) -> list[Request]:
+        done = [request for request in self.active if request.is_done]
+        self.active = [request for request in self.active if not request.is_done]
         return done
 
     def admit(self, pool: KVPool) -> None:
@@ -38,9 +37,6 @@ class ContinuousScheduler(SeatingScheduler):
     def plan(self) -> StepPlan:
         """A token for everyone who decodes, and the newcomers' prompts."""
         return StepPlan(
-            decode=tuple(r for r in self._active if r.wants_token),
-            prefill=tuple(PrefillChunk.rest(r) for r in self._active if r.state is RequestState.PREFILL),
+            decode=tuple(r for r in self.active if r.wants_token),
+            prefill=tuple(PrefillChunk.rest(r) for r in self.active if r.state is RequestState.PREFILL),
         )
-
-    def next_wake(self, now: float) -> float | None:
-        return now if self.has_work else None

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from common.kv import KVPool, KVShape
 from common.request import Request
+from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.allocator import BlockAllocator
 from phase6_paged.config import Config
 
@@ -194,3 +195,9 @@ class PagedKVCachePool(KVPool):
 
     def audit(self, holders: Iterable[Request]) -> int:
         return super().audit(holders) + self.reclaim_leaked_blocks()
+
+
+def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
+    """Return the pool that `kv_cache_backend` names. Neither engine nor runner asks which one it is."""
+    pools = {"paged": PagedKVCachePool, "contiguous": SlottedKVCache}
+    return pools[config.kv_cache_backend](config, shape, device)

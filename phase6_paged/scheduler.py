@@ -22,18 +22,18 @@ class PagedScheduler(ContinuousScheduler):
 
     def make_room(self, pool: KVPool) -> list[Request]:
         """Reserve oldest first, so that the oldest request always goes on: it preempts later arrivals only."""
-        for request in sorted(self._active, key=lambda r: r.arrival):
+        for request in sorted(self.active, key=lambda r: r.arrival):
             if request.wants_token and not pool.reserve(request, request.num_tokens):
                 return self._make_way()
         return []
 
     def _make_way(self) -> list[Request]:
         """Preempt the latest arrival and return it."""
-        return [self._preempt(max(self._active, key=lambda r: r.arrival))]
+        return [self._preempt(max(self.active, key=lambda r: r.arrival))]
 
     def _preempt(self, request: Request) -> Request:
         """Send a request back to the queue with the tokens it has generated; its client sees only a pause."""
-        self._active.remove(request)
+        self.active.remove(request)
         request.preempt()
         self.waiting.appendleft(request)
         self.preemptions += 1
@@ -46,7 +46,7 @@ class PagedScheduler(ContinuousScheduler):
         while request := self.next_waiting():
             cost = pool.cost(request, len(request.token_ids))
             # With nobody active nobody grows: a prompt that fits the pool must not wait forever.
-            if (cost > budget and self._active) or not self._seat(request, pool):
+            if (cost > budget and self.active) or not self._seat(request, pool):
                 return
             self.waiting.popleft()
             budget -= cost

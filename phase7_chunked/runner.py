@@ -15,17 +15,23 @@ from collections.abc import Iterable
 
 from common.runner import ForwardPass
 from common.scheduling import StepPlan
-from phase6_paged.runner import PagedRunner
+from phase5_continuous.runner import ContinuousRunner
+from phase7_chunked.config import Config
 
 
-class ChunkedRunner(PagedRunner):
-    """Phase 6's work, in one pass instead of two: decode goes along with the first chunks."""
+class ChunkedRunner(ContinuousRunner):
+    """Phase 5's work, in one pass instead of two: decode goes along with the first chunks."""
+
+    config: Config
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
+        if not (self.config.use_chunked_prefill and self.config.mixed_batches):
+            yield from super().passes(plan)
+            return
         # Decode first: sequences with one query are computed together (see `AttentionLayout`).
-        shares = tuple(self.decode_share(request) for request in plan.decode)
+        shares = tuple(map(self.decode_share, plan.decode))
         for chunks in self.share_out(plan.prefill):
-            yield ForwardPass((*shares, *(self.prefill_share(chunk) for chunk in chunks)))
+            yield ForwardPass((*shares, *map(self.prefill_share, chunks)))
             shares = ()
         if shares:
             yield ForwardPass(shares)

@@ -20,10 +20,8 @@ a prompt of 1000 tokens arrives while A and B decode                            
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 
-from common.engine import Clock
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk, StepPlan
 from phase6_paged.scheduler import PagedScheduler
@@ -33,37 +31,36 @@ from phase7_chunked.config import Config
 class ChunkedScheduler(PagedScheduler):
     """Phase 6's admission, which reserves a whole prompt's blocks; then the prompt advances chunk by chunk."""
 
-    def __init__(self, config: Config, clock: Clock) -> None:
-        super().__init__(config, clock)
-        self.chunk_size = config.prefill_chunk_size
-        self.max_chunks = config.max_prefill_chunks_per_step
-        self.token_budget = config.prefill_token_budget
+    config: Config
 
     def plan(self) -> StepPlan:
         """A token for everyone who decodes, and a chunk of each prompt that a step has room for."""
+        if not self.config.use_chunked_prefill:
+            return super().plan()
         return StepPlan(
-            decode=tuple(r for r in self._active if r.wants_token),
-            prefill=tuple(self.chunks(self.prefill_requests(self.max_chunks))),
+            decode=tuple(r for r in self.active if r.wants_token),
+            prefill=tuple(self.chunks(self.prefill_requests())),
         )
 
-    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
-        """Whose prompts advance, in this order: those that have begun, oldest first, then newcomers.
+    def prefill_requests(self) -> list[Request]:
+        """Return the requests whose prompts may advance in this step, in the order of `prefill_priority`."""
+        prefilling = [r for r in self.active if r.state is RequestState.PREFILL]
+        return sorted(prefilling, key=self.prefill_priority)[: self.config.max_prefill_chunks_per_step]
 
-        Args:
-            max_chunks: how many of them at the most; None: all.
-        """
-        prefilling = [r for r in self._active if r.state is RequestState.PREFILL]
-        return sorted(prefilling, key=lambda r: (not r.has_begun, r.arrival))[:max_chunks]
+    def prefill_priority(self, request: Request) -> tuple[int, int]:
+        """Return a sort key: prompts that have begun go first, and among equals the oldest."""
+        return not request.has_begun, request.arrival
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
         """The next chunk of each, until the tokens of the budget are dealt out.
 
         The last one to get some is cut to what is left: fewer steps then carry the same prompts.
         """
-        left = sys.maxsize if self.token_budget is None else self.token_budget
+        size = self.config.prefill_chunk_size
+        left = self.config.prefill_token_budget or size * self.config.max_batch_size  # a chunk for every seat
         for request in requests:
             start = request.prefill_progress
-            tokens = min(self.chunk_size, left, len(request.token_ids) - start)
+            tokens = min(size, left, len(request.token_ids) - start)
             yield PrefillChunk(request, start, start + tokens)
             left -= tokens
             if left == 0:

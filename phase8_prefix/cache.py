@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from common.kv import KVShape
+from common.kv import KVPool, KVShape
 from common.request import Request
 from phase6_paged.allocator import BlockAllocator
 from phase6_paged.cache import PagedKVCachePool
+from phase6_paged.cache import open_pool as open_paged_pool
 from phase8_prefix.config import Config
 from phase8_prefix.tree import Node, PrefixTree
 
@@ -156,3 +157,9 @@ class PrefixCachingPool(PagedKVCachePool):
 
     def audit_blocks(self) -> set[int]:
         return super().audit_blocks() - {node.block for _, node in self.tree.walk()}
+
+
+def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
+    """Return a pool that shares blocks, or phase 6's."""
+    pool = PrefixCachingPool if config.enable_prefix_caching else open_paged_pool
+    return pool(config, shape, device)

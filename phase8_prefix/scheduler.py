@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from common.kv import KVPool
 from common.request import Request
 from phase7_chunked.scheduler import ChunkedScheduler
+from phase8_prefix.config import Config
 
 
 class PrefixScheduler(ChunkedScheduler):
@@ -23,15 +24,19 @@ class PrefixScheduler(ChunkedScheduler):
     Requests that arrive together miss the cache at admission, because none of them has been computed yet.
     """
 
+    config: Config
+
     def admit(self, pool: KVPool) -> None:
         super().admit(pool)
-        # The step's chunks are dealt out as `plan` will do it, for a hit leaves tokens to the requests behind.
-        for _ in self.chunks(self._looked_up(pool)):
-            pass
+        # Without chunks, the step that admits a prompt computes all of it: there is no second look to take.
+        if self.config.enable_prefix_caching and self.config.use_chunked_prefill:
+            # The step's chunks are dealt out as `plan` will do it, for a hit leaves tokens to the requests behind.
+            for _ in self.chunks(self._looked_up(pool)):
+                pass
 
     def _looked_up(self, pool: KVPool) -> Iterator[Request]:
         """The requests whose prompts advance next. Those that have not begun look for hits first."""
-        for request in self.prefill_requests(self.max_chunks):
+        for request in self.prefill_requests():
             if not request.has_begun:
                 pool.match_prefix(request)
             yield request

@@ -44,8 +44,8 @@ from common.sampling import Sampled, SamplingInputs, choose
 from common.scheduling import StepPlan
 from common.streams import CudaStream, Done, Pending, TapeStream, open_stream
 from common.telemetry import Part, Telemetry
-from phase6_paged import Runner as PagedRunner
-from phase7_chunked import Runner as ChunkedRunner
+from phase7_chunked.runner import ChunkedRunner
+from phase9_pipelined.config import Config
 from phase9_pipelined.forward import Forwards
 from phase9_pipelined.slots import DecodeSlot, LaunchedPass
 from phase9_pipelined.state import SLOTS, PipelineState
@@ -55,14 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class PipelinedRunner(ChunkedRunner):
-    """Phase 7's passes, up to two steps of them on their way.
-
-    Args:
-        depth: 2; or 1, which always reads a step's tokens before it chooses the next; or 0, one step at a time.
-        mixed: whether chunks and decode tokens share a pass.
-        captured: whether passes may be played from a recording, or launched as a graph.
-        threads: how many threads share a recorded pass; None: all there are, or one less where that is better.
-    """
+    """Phase 7's passes, up to two steps of them in flight."""
 
     PARTS: ClassVar[Mapping[str, str]] = {
         **ChunkedRunner.PARTS,  # of what is computed while the host waits: scored prompts, and steps that failed
@@ -72,23 +65,11 @@ class PipelinedRunner(ChunkedRunner):
         "_read": "wait",
     }
 
-    def __init__(
-        self,
-        model: CausalLM,
-        pool: KVPool,
-        telemetry: Telemetry,
-        *,
-        max_prefill_pass_tokens: int,
-        depth: int = SLOTS,
-        mixed: bool = True,
-        captured: bool = True,
-        threads: int | None = None,
-    ) -> None:
-        super().__init__(model, pool, telemetry, max_prefill_pass_tokens=max_prefill_pass_tokens)
-        self.depth = depth
-        self.mixed = mixed
-        self.threads = threads
-        recorded = captured and (model.is_packed or model.device.type == "cuda")
+    config: Config
+
+    def __init__(self, config: Config, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
+        super().__init__(config, model, pool, telemetry)
+        recorded = config.captured_steps and (model.is_packed or model.device.type == "cuda")
         self.stream = open_stream(model.device, recorded=recorded)
         self.state = PipelineState()
         self.slots = [DecodeSlot() for _ in range(SLOTS)]
@@ -117,12 +98,12 @@ class PipelinedRunner(ChunkedRunner):
         if slot_id is None:  # what this step has read already is not to wait for what comes next
             return self.commit_step() if self.in_flight and not self._has_read else []
         outputs = self._attempt(self.launch_forward, plan, slot_id)
-        if self.depth < SLOTS or self.slots[slot_id].waits_for_tokens:
+        if self.config.pipeline_depth < SLOTS or self.slots[slot_id].waits_for_tokens:
             while self.state.oldest is not None:
                 outputs += self.commit_step()
         if self.state.launched == slot_id:  # unless a step failed, and this one with it
             outputs += self._attempt(self.finalize_sampling, slot_id)
-        return outputs if self.depth > 0 else outputs + self.drain()
+        return outputs if self.config.pipeline_depth > 0 else outputs + self.drain()
 
     def schedule_decode_step(self, plan: StepPlan) -> int | None:
         """The slot in which `plan` is to run; None if there is nothing to launch. Changes nothing."""
@@ -137,7 +118,7 @@ class PipelinedRunner(ChunkedRunner):
 
     def warm_up(self) -> None:
         if isinstance(self.stream, TapeStream):
-            warm_up(self, self.stream, self.threads)
+            warm_up(self, self.stream, self.config.pass_threads)
         elif isinstance(self.stream, CudaStream) and self.stream.captures:
             capture(self)
 
@@ -153,7 +134,7 @@ class PipelinedRunner(ChunkedRunner):
                 slot.launched.append(self._launch_one(forward_pass))
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        passes = super().passes(plan) if self.mixed else PagedRunner.passes(self, plan)
+        passes = super().passes(plan)
         if all(chunk.request.params.prompt_logprobs is None for chunk in plan.prefill):
             return passes
         return itertools.chain.from_iterable(map(_apart, passes))

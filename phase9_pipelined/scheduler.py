@@ -13,12 +13,9 @@ A request's own counts say so (`wants_token`, `num_tokens`, `is_done`); what is 
 
 from __future__ import annotations
 
-import sys
-
-from common.engine import Clock
 from common.kv import KVPool
 from common.request import Request
-from common.scheduling import StepPlan
+from common.scheduling import Clock, StepPlan
 from phase8_prefix.scheduler import PrefixScheduler
 from phase9_pipelined.config import Config
 
@@ -26,17 +23,16 @@ from phase9_pipelined.config import Config
 class PipelinedScheduler(PrefixScheduler):
     """Plans nothing while something must end first: whoever is to be preempted, or the steps before a prefill."""
 
+    config: Config
+
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
-        self.drains_for_prefill = config.prefill_mode == "drained"
         self._out_of_room = False
-        if not config.use_chunked_prefill:
-            self.chunk_size, self.token_budget, self.max_chunks = sys.maxsize, None, None
 
     @property
     def in_flight(self) -> bool:
         """Whether a step computes for anybody."""
-        return any(request.inflight_refs for request in self._active)
+        return any(request.inflight_refs for request in self.active)
 
     def make_room(self, pool: KVPool) -> list[Request]:
         self._out_of_room = False
@@ -56,5 +52,5 @@ class PipelinedScheduler(PrefixScheduler):
         if self._out_of_room:
             return StepPlan()
         plan = super().plan()
-        waits = self.drains_for_prefill and plan.prefill and self.in_flight
+        waits = self.config.prefill_mode == "drained" and plan.prefill and self.in_flight
         return StepPlan() if waits else plan

@@ -81,7 +81,7 @@ def simulate_engine(
         phase=package.PHASE,
         config=config,
         scheduler=builder.scheduler(config, clock),
-        runner=make_runner(builder.runner(config), model, pool, telemetry, clock=clock, cost=cost),
+        runner=make_runner(builder.runner, config, model, pool, telemetry, clock=clock, cost=cost),
         tokenizer=tokenizer,
         telemetry=telemetry,
         clock=clock,

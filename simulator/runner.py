@@ -18,10 +18,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from common.commit import commit_token
+from common.config import EngineConfig
 from common.kv import KVPool
 from common.models.layers import CausalLM
 from common.request import Request, StepOutput
-from common.runner import ForwardPass, Launched, Runner, SampledPass, commit_token
+from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
 from common.scheduling import StepPlan
 from common.streams import Pending
@@ -117,22 +119,17 @@ def simulated(runner: type[Runner]) -> type[Runner]:
 
 
 def make_runner(
-    factory: object, model: CausalLM, pool: KVPool, telemetry: Telemetry, *, clock: VirtualClock, cost: Cost
+    runner: type[Runner],
+    config: EngineConfig,
+    model: CausalLM,
+    pool: KVPool,
+    telemetry: Telemetry,
+    *,
+    clock: VirtualClock,
+    cost: Cost,
 ) -> Runner:
-    """The simulated form of what a phase's `build_engine.runner` makes.
-
-    Args:
-        factory: a runner's class, or a partial call of one.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    made, options = (
-        (factory.func, factory.keywords) if isinstance(factory, functools.partial) else (factory, {})
-    )
-    if not (isinstance(made, type) and issubclass(made, Runner)):
-        raise TypeError(f"{made!r} is no runner's class: its passes cannot be replaced")
-    runner = simulated(made)(model, pool, telemetry, **options)
-    assert isinstance(runner, SimulatedRunner)
-    runner.clock, runner.cost = clock, cost
-    return runner
+    """Return a phase's runner whose passes take the time that `cost` says, and compute nothing."""
+    made = simulated(runner)(config, model, pool, telemetry)
+    assert isinstance(made, SimulatedRunner)
+    made.clock, made.cost = clock, cost
+    return made

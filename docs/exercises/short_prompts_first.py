@@ -12,5 +12,5 @@ class ShortPromptsFirst(Scheduler):
     `request.token_ids` is what has to be in the cache, `request.prefill_progress` how much of it is.
     """
 
-    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
-        return super().prefill_requests(max_chunks)  # all of them in another order, and then so many
+    def prefill_priority(self, request: Request) -> tuple[int, int]:
+        return super().prefill_priority(request)  # the request with the lowest key advances first

@@ -27,7 +27,7 @@ def test_every_way_is_what_it_says(way: str) -> None:
     if way == "phase 8":
         return
     runner = runner_of(pipeline._engine)
-    assert f"depth {runner.depth}" in way
+    assert f"depth {runner.config.pipeline_depth}" in way
     played = "played" in way and native.is_loaded()
     assert isinstance(runner.stream, TapeStream if played else ThreadStream)
 

@@ -50,8 +50,8 @@ def test_a_step_is_assembled_of_the_bodies_that_it_calls() -> None:
     assert ("PrefixScheduler.admit", "this phase") in bodies
     assert ("PagedScheduler.admit", "phase 6") in bodies  # through super()
     assert ("PrefixCachingPool.register_prefix", "this phase") in bodies  # through the runner that all share
-    assert ("ContinuousScheduler.plan", "phase 5") not in bodies  # overridden, and never called
-    assert step.index("SeatingScheduler.retire") < step.index("PrefixScheduler.admit")
+    assert ("ContinuousScheduler.admit", "phase 5") not in bodies  # overridden, and never called
+    assert step.index("ContinuousScheduler._clear_seats") < step.index("PrefixScheduler.admit")
 
 
 def test_every_criterion_names_tests_that_there_are() -> None:

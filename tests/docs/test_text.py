@@ -139,7 +139,7 @@ def test_the_flat_pass_on_its_page_is_one_that_a_runner_makes() -> None:
             pool.advance([Span.exact(request.slot, 0, held)])
         requests.append(request)
     plan = StepPlan(decode=tuple(requests[:2]), prefill=(PrefillChunk(requests[2], 0, 3),))
-    [forward_pass] = phase7_chunked.Runner(None, pool, Telemetry(), max_prefill_pass_tokens=8192).passes(plan)
+    [forward_pass] = phase7_chunked.Runner(config, None, pool, Telemetry()).passes(plan)
     shares = forward_pass.shares
     assert shown["token_ids"] == [token for share in shares for token in share.token_ids]
     assert shown["positions"] == pool.view([share.span for share in shares]).positions.tolist()

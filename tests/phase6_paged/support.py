@@ -15,10 +15,10 @@ from pydantic_core import ErrorDetails
 
 from common.engine import Engine
 from common.kv import KVPool, KVShape
-from common.request import Request, RequestState, StepOutput
+from common.request import Request, RequestState, SamplingParams, StepOutput
 from phase6_paged.cache import PagedKVCachePool
 from phase6_paged.config import Config
-from tests.engine_helpers import CPU, greedy
+from tests.engine_helpers import CPU, RememberingModel, greedy
 from tests.traffic import Traffic
 
 SMALLEST = KVShape(1, 1, 1, torch.float32)
@@ -124,3 +124,23 @@ def assert_asks_no_pool(module: ModuleType) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
     ]
     assert not [call for call in asked if "pool" in call.lower() or "cache" in call.lower()], asked
+
+
+def trace(engine: Engine, seed: int) -> tuple[list[Any], list[list[StepOutput]]]:
+    """Run random traffic with cancellations. Returns the model's calls, and the outputs of each step."""
+    rng = random.Random(seed)
+    told: list[list[StepOutput]] = []
+    for _ in range(120):
+        if rng.random() < 0.5:
+            new = rng.randint(1, 12)
+            params: SamplingParams = greedy(new)
+            request = engine.create_request([rng.randrange(250)] * rng.randint(1, 40), params)
+            engine.add_request(request)
+        if rng.random() < 0.1:
+            engine.cancel(f"request-{rng.randrange(60)}")
+        told.append(engine.step())
+    while engine.has_work:
+        told.append(engine.step())
+    model = engine.runner.model
+    assert isinstance(model, RememberingModel)
+    return model.calls, told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import tests.phase5_continuous.test_continuous_cache as phase5_cache
 import tests.phase5_continuous.test_continuous_runner as phase5_runner
 import tests.phase5_continuous.test_continuous_scheduler as phase5_scheduler
 from common.engine import Engine
-from common.request import SamplingParams, StepOutput
-from tests.engine_helpers import RememberingModel, build, greedy
-from tests.phase6_paged.support import collect
+from tests.engine_helpers import build
+from tests.phase6_paged.support import collect, trace
 
 # Each test keeps its marks and fixtures, and finds phase 6's parts where its module had imported phase 5's.
 globals().update(collect(phase5_cache, phase5_runner, phase5_scheduler))
@@ -42,26 +40,6 @@ def contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_suite_is_here() -> None:
     collected = [name for name in globals() if name.startswith("test_continuous_")]
     assert len(collected) > 25
-
-
-def trace(engine: Engine, seed: int) -> tuple[list[Any], list[list[StepOutput]]]:
-    """Random traffic, cancellations among it: what the model saw, and what each step said."""
-    rng = random.Random(seed)
-    told: list[list[StepOutput]] = []
-    for _ in range(120):
-        if rng.random() < 0.5:
-            new = rng.randint(1, 12)
-            params: SamplingParams = greedy(new)
-            request = engine.create_request([rng.randrange(250)] * rng.randint(1, 40), params)
-            engine.add_request(request)
-        if rng.random() < 0.1:
-            engine.cancel(f"request-{rng.randrange(60)}")
-        told.append(engine.step())
-    while engine.has_work:
-        told.append(engine.step())
-    model = engine.runner.model
-    assert isinstance(model, RememberingModel)
-    return model.calls, told
 
 
 @pytest.mark.parametrize("seed", range(5))

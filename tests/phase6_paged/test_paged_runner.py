@@ -14,7 +14,6 @@ import common.engine
 import common.runner
 import kernels.attention
 import phase5_continuous.runner
-import phase6_paged.runner
 import phase6_paged.scheduler
 from common.engine import Engine
 from common.errors import NaNLogitsError
@@ -188,7 +187,6 @@ MODULES = [
     common.engine,
     common.runner,
     phase5_continuous.runner,
-    phase6_paged.runner,
     phase6_paged.scheduler,
 ]
 

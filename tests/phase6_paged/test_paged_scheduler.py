@@ -53,7 +53,7 @@ class Bench:
         (holder,) = self.add(tokens)
         assert self.pool.reserve(holder, tokens)
         self.scheduler.waiting.remove(holder)
-        self.scheduler._active.append(holder)
+        self.scheduler.active.append(holder)
         holder.start_prefill()
         holder.start_decode()
         return holder
@@ -256,7 +256,7 @@ def test_the_oldest_grows_first() -> None:
     """One block is free and two need it: the older gets it, whatever their places in the batch."""
     bench = Bench(num_blocks=5)
     older, younger = bench.hold(2), bench.hold(2)
-    bench.scheduler._active.reverse()
+    bench.scheduler.active.reverse()
     for each in (older, younger):
         each.token_ids.append(1)
     make_room(bench.scheduler, bench.pool)

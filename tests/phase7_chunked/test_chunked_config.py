@@ -11,13 +11,10 @@ from pydantic import ValidationError
 import phase7_chunked.runner
 import phase7_chunked.scheduler
 from phase5_continuous.cache import SlottedKVCache
-from phase5_continuous.runner import ContinuousRunner
 from phase6_paged.cache import PagedKVCachePool
-from phase6_paged.runner import PagedRunner
-from phase6_paged.scheduler import PagedScheduler
-from phase7_chunked import Config, Runner, Scheduler
+from phase7_chunked import Config
 from tests.engine_helpers import build
-from tests.phase6_paged.support import assert_asks_no_pool, the_refusal
+from tests.phase6_paged.support import assert_asks_no_pool, the_refusal, trace
 
 
 def test_defaults() -> None:
@@ -94,24 +91,19 @@ def test_what_goes_together_starts(options: dict[str, Any]) -> None:
     Config(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "scheduler", "runner", "pool"),
-    [
-        ({}, Scheduler, Runner, PagedKVCachePool),
-        ({"mixed_batches": False}, Scheduler, PagedRunner, PagedKVCachePool),
-        ({"kv_cache_backend": "contiguous"}, Scheduler, Runner, SlottedKVCache),
-        ({"use_chunked_prefill": False}, PagedScheduler, PagedRunner, PagedKVCachePool),
-    ],
-)
-def test_the_parts_that_options_choose(
-    options: dict[str, Any], scheduler: type, runner: type, pool: type
-) -> None:
-    engine = build("phase7_chunked", max_prefill_pass_tokens=77, **options)
-    assert type(engine.scheduler) is scheduler
-    assert isinstance(engine.runner, ContinuousRunner)
-    assert type(engine.runner) is runner
-    assert engine.runner.max_prefill_pass_tokens == 77
-    assert type(engine.runner.pool) is pool
+@pytest.mark.parametrize(("backend", "pool"), [("paged", PagedKVCachePool), ("contiguous", SlottedKVCache)])
+def test_the_pool_that_an_option_chooses(backend: str, pool: type) -> None:
+    assert type(build("phase7_chunked", kv_cache_backend=backend).runner.pool) is pool
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("pass_tokens", [8192, 20])
+def test_without_chunks_it_computes_what_phase_6_computes(seed: int, pass_tokens: int) -> None:
+    options: dict[str, Any] = {"max_prefill_pass_tokens": pass_tokens, "num_blocks": 12, "block_size": 8}
+    calls, told = trace(build("phase6_paged", **options), seed)
+    same_calls, same_told = trace(build("phase7_chunked", use_chunked_prefill=False, **options), seed)
+    assert same_calls == calls
+    assert same_told == told
 
 
 @pytest.mark.parametrize(

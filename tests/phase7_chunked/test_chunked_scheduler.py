@@ -193,8 +193,10 @@ def test_those_who_have_begun_go_on_oldest_first(most: int | None) -> None:
     bench = Bench(budget=None)
     requests = bench.add(12, 12, 12)
     bench.step()
-    bench.scheduler._active.reverse()
-    assert bench.scheduler.prefill_requests(most) == requests[:most]
+    bench.scheduler.active.reverse()
+    capped = Bench(budget=None, chunks=most).scheduler
+    capped.active = bench.scheduler.active
+    assert capped.prefill_requests() == requests[:most]
     bounded = Bench(budget=None if most is None else most * CHUNK).scheduler
     assert [(c.request, c.start, c.end) for c in bounded.chunks(requests)] == [
         (each, 4, 8) for each in requests[:most]

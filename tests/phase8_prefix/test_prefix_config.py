@@ -11,12 +11,10 @@ from pydantic import ValidationError
 import phase8_prefix.scheduler
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
-from phase6_paged.scheduler import PagedScheduler
-from phase7_chunked.scheduler import ChunkedScheduler
-from phase8_prefix import Config, Scheduler
+from phase8_prefix import Config
 from phase8_prefix.cache import PrefixCachingPool
 from tests.engine_helpers import add, build, greedy, run
-from tests.phase6_paged.support import assert_asks_no_pool
+from tests.phase6_paged.support import assert_asks_no_pool, trace
 
 
 def test_sharing_is_the_default() -> None:
@@ -39,24 +37,28 @@ def test_phase_7s_contradictions_are_still_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "scheduler", "pool"),
+    ("options", "pool"),
     [
-        ({}, Scheduler, PrefixCachingPool),
-        ({"mixed_batches": False}, Scheduler, PrefixCachingPool),
-        ({"use_chunked_prefill": False}, PagedScheduler, PrefixCachingPool),
-        ({"enable_prefix_caching": False}, ChunkedScheduler, PagedKVCachePool),
-        ({"enable_prefix_caching": False, "use_chunked_prefill": False}, PagedScheduler, PagedKVCachePool),
-        (
-            {"enable_prefix_caching": False, "kv_cache_backend": "contiguous"},
-            ChunkedScheduler,
-            SlottedKVCache,
-        ),
+        ({}, PrefixCachingPool),
+        ({"mixed_batches": False}, PrefixCachingPool),
+        ({"use_chunked_prefill": False}, PrefixCachingPool),
+        ({"enable_prefix_caching": False}, PagedKVCachePool),
+        ({"enable_prefix_caching": False, "use_chunked_prefill": False}, PagedKVCachePool),
+        ({"enable_prefix_caching": False, "kv_cache_backend": "contiguous"}, SlottedKVCache),
     ],
 )
-def test_the_parts_that_options_choose(options: dict[str, Any], scheduler: type, pool: type) -> None:
-    engine = build("phase8_prefix", **options)
-    assert type(engine.scheduler) is scheduler
-    assert type(engine.runner.pool) is pool
+def test_the_pool_that_options_choose(options: dict[str, Any], pool: type) -> None:
+    assert type(build("phase8_prefix", **options).runner.pool) is pool
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("chunked", [True, False])
+def test_without_caching_it_computes_what_phase_7_computes(seed: int, chunked: bool) -> None:
+    options: dict[str, Any] = {"use_chunked_prefill": chunked, "num_blocks": 12, "block_size": 8}
+    calls, told = trace(build("phase7_chunked", **options), seed)
+    same_calls, same_told = trace(build("phase8_prefix", enable_prefix_caching=False, **options), seed)
+    assert same_calls == calls
+    assert same_told == told
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_batches": False}, {"use_chunked_prefill": False}], ids=str)

@@ -41,10 +41,10 @@ HALF_RIGHT = {
         "scheduler.py",
         (
             (
-                "        if not all(request.is_terminal for request in self._active):\n            return []\n",
+                "        if not all(request.is_terminal for request in self.active):\n            return []\n",
                 "",
             ),
-            ("        done, self._active = self._active, []\n        return done", "        return []"),
+            ("        done, self.active = self.active, []\n        return done", "        return []"),
         ),
         "A batch leaves whole",
     ),
@@ -92,7 +92,7 @@ HALF_RIGHT = {
     "a reserve for nobody": HalfRight(
         "phase6_paged",
         "scheduler.py",
-        (("(cost > budget and self._active)", "cost > budget"),),
+        (("(cost > budget and self.active)", "cost > budget"),),
         "With nobody active nobody grows",
     ),
     "some overtake": HalfRight(
@@ -122,7 +122,7 @@ HALF_RIGHT = {
         (
             (
                 "        self._fill_seats(pool)\n",
-                "        if not self._active:\n            self._fill_seats(pool)\n",
+                "        if not self.active:\n            self._fill_seats(pool)\n",
             ),
         ),
         "A batch is made anew in every step",
@@ -138,8 +138,8 @@ HALF_RIGHT = {
         "scheduler.py",
         (
             (
-                "decode=tuple(r for r in self._active if r.wants_token)",
-                "decode=() if self.prefill_requests(1) else tuple(r for r in self._active if r.wants_token)",
+                "decode=tuple(r for r in self.active if r.wants_token)",
+                "decode=() if self.prefill_requests() else tuple(r for r in self.active if r.wants_token)",
             ),
         ),
         "Who decodes is in every plan",
@@ -147,14 +147,14 @@ HALF_RIGHT = {
     "newcomers first": HalfRight(
         "phase7_chunked",
         "scheduler.py",
-        (("(not r.has_begun, r.arrival)", "(r.has_begun, r.arrival)"),),
+        (("return not request.has_begun,", "return request.has_begun,"),),
         "Who has begun goes on before newcomers",
     ),
     "a budget for each prompt": HalfRight(
         "phase7_chunked",
         "scheduler.py",
         (
-            ("min(self.chunk_size, left, len(", "min(self.chunk_size, len("),
+            ("min(size, left, len(", "min(size, len("),
             ("            if left == 0:\n", "            if left <= 0:\n"),
         ),
         "The budget is the step's",
@@ -164,9 +164,8 @@ HALF_RIGHT = {
         "runner.py",
         (
             (
-                "            yield ForwardPass((*shares, *(self.prefill_share(chunk) for chunk in chunks)))\n"
-                "            shares = ()\n",
-                "            yield ForwardPass(tuple(self.prefill_share(chunk) for chunk in chunks))\n",
+                "            yield ForwardPass((*shares, *map(self.prefill_share, chunks)))\n            shares = ()\n",
+                "            yield ForwardPass(tuple(map(self.prefill_share, chunks)))\n",
             ),
         ),
         "One pass for all",
@@ -209,7 +208,7 @@ HALF_RIGHT = {
     "nobody waits for its token": HalfRight(
         "phase9_pipelined",
         "runner.py",
-        (("if self.depth < SLOTS or self.slots[slot_id].waits_for_tokens:", "if self.depth < SLOTS:"),),
+        (("or self.slots[slot_id].waits_for_tokens:", "or False:"),),
         "Grammars and penalties choose by the token before",
     ),
     "memory taken in flight": HalfRight(

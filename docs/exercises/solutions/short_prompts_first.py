@@ -7,7 +7,5 @@ from phase7_chunked import Scheduler
 
 
 class ShortPromptsFirst(Scheduler):
-    def prefill_requests(self, max_chunks: int | None) -> list[Request]:
-        everybody = super().prefill_requests(None)
-        left_first = sorted(everybody, key=lambda r: (len(r.token_ids) - r.prefill_progress, r.arrival))
-        return left_first[:max_chunks]
+    def prefill_priority(self, request: Request) -> tuple[int, int]:
+        return len(request.token_ids) - request.prefill_progress, request.arrival
