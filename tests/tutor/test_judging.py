@@ -164,7 +164,8 @@ HALF_RIGHT = {
         "runner.py",
         (
             (
-                "            yield ForwardPass((*shares, *map(self.prefill_share, chunks)))\n            shares = ()\n",
+                "            yield ForwardPass((*shares, *map(self.prefill_share, chunks)))\n"
+                "            shares = ()\n",
                 "            yield ForwardPass(tuple(map(self.prefill_share, chunks)))\n",
             ),
         ),
