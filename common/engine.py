@@ -20,9 +20,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from common.commit import fail, terminal_output
 from common.config import EngineConfig
@@ -63,10 +62,8 @@ class Engine:
         max_seq_len: prompt and new tokens of one request at the most.
         paused: whether steps plan nothing, until `resume`.
         watchers: functions that are called after each step; usually none.
+        arrival_watchers: functions that are called with each request that was added; usually none.
     """
-
-    #: Methods that a step's time goes into beside its runner's, and what a trace calls them.
-    PARTS: ClassVar[Mapping[str, str]] = {"_plan": "plan"}
 
     def __init__(
         self,
@@ -92,6 +89,7 @@ class Engine:
         self.dead: EngineDeadError | None = None
         self.paused = False
         self.watchers: list[StepWatcher] = []
+        self.arrival_watchers: list[Callable[[Request], None]] = []
         self._requests: dict[str, Request] = {}  # all that have not had their terminal output
         # A heap: when each request is given up, on the engine's clock, and its order of arrival.
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -229,6 +227,8 @@ class Engine:
             deadline_s = request.arrived_s + self.config.request_timeout
             heapq.heappush(self._deadlines, (deadline_s, request.arrival, request))
         self.telemetry.counters.requests_added += 1
+        for watch in self.arrival_watchers:
+            watch(request)
         return True
 
     def cancel(self, request_id: str) -> None:
@@ -352,7 +352,8 @@ class Engine:
         try:
             self._give_up_late()
             self._undelivered += runner.settle()
-            plan = self._plan(record)
+            with telemetry.part("plan"):
+                plan = self._plan(record)
             self._undelivered += runner.execute(plan)
         except EngineDeadError as error:
             self.dead = error

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -88,14 +88,6 @@ class Launched:
 class Runner(ABC):
     """Owns the model and the KV pool; runs what the scheduler planned."""
 
-    #: Methods that a step's time goes into, and what a trace calls them.
-    PARTS: ClassVar[Mapping[str, str]] = {
-        "forward": "pass",
-        "_sample": "sample",
-        "_fill_masks": "mask",
-        "commit": "commit",
-    }
-
     def __init__(self, config: EngineConfig, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
         self.config = config
         self.model = model
@@ -142,7 +134,9 @@ class Runner(ABC):
             EngineDeadError: the device failed so that its state is unknown.
         """
         try:
-            return self.commit(self.launch(plan))
+            launched = self.launch(plan)
+            with self.telemetry.part("commit"):
+                return self.commit(launched)
         except torch.AcceleratorError as error:  # a failed pass may show only when its results are read
             raise EngineDeadError(DEVICE_FAILED) from error
 
@@ -196,7 +190,8 @@ class Runner(ABC):
                 return
             logger.warning("a pass of %d sequences failed, trying its halves", len(forward_pass.shares))
         else:
-            self._sample(requests, logits, launched)
+            with self.telemetry.part("sample"):
+                self._sample(requests, logits, launched)
             return
         # Outside the `except`, where the error's frames hold the failed pass's tensors: room that this needs.
         for half in forward_pass.halves():
@@ -221,12 +216,10 @@ class Runner(ABC):
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
         """Return what grammars allow of the tokens that come next; None if no request has a grammar."""
-        has_grammar = any(request.matcher is not None for request in requests)
-        return self._fill_masks(requests) if has_grammar else None
-
-    def _fill_masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        # Apart, so that a trace has no part of this name where no mask is waited for.
-        return TokenMasks.of(requests)
+        if all(request.matcher is None for request in requests):
+            return None
+        with self.telemetry.part("mask"):
+            return TokenMasks.of(requests)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
         """One trip through the model: addresses, logits, then the new lengths.
@@ -234,13 +227,14 @@ class Runner(ABC):
         Returns:
             The requests that a token is to be sampled for, and their logits [S, vocab].
         """
-        requests, batch, view = self.prepare(forward_pass)
-        scores = PromptScores.of((share.request, share.span) for share in forward_pass.shares)
-        logits = scores.forward(self.model, batch, view) if scores.asked else self.model(batch, view)
-        self.telemetry.current.passes += 1
-        view.advance()
-        self.count_as_computed(forward_pass)
-        return requests, logits[: len(requests)]
+        with self.telemetry.part("pass"):
+            requests, batch, view = self.prepare(forward_pass)
+            scores = PromptScores.of((share.request, share.span) for share in forward_pass.shares)
+            logits = scores.forward(self.model, batch, view) if scores.asked else self.model(batch, view)
+            self.telemetry.current.passes += 1
+            view.advance()
+            self.count_as_computed(forward_pass)
+            return requests, logits[: len(requests)]
 
     @staticmethod
     def count_as_computed(forward_pass: ForwardPass) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -47,6 +49,30 @@ class Part(NamedTuple):
     ended_s: float
 
 
+class PartTimer:
+    """Times the parts of steps, on the engine's clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended: list[Part] = []
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._ended.append(Part("host", what, began_s, self._clock()))
+
+    def take(self) -> list[Part]:
+        """Return the parts that have ended since the last call, in order; an outer part before its inner parts."""
+        ended, self._ended = self._ended, []
+        return sorted(ended, key=lambda part: (part.began_s, -part.ended_s))
+
+
+_UNTIMED = nullcontext()
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the engine started."""
@@ -72,9 +98,14 @@ class Counters:
 
 @dataclass(slots=True)
 class Telemetry:
-    """The latest `capacity` steps and the totals. Written by the engine's thread only."""
+    """The latest `capacity` steps and the totals. Written by the engine's thread only.
+
+    Attributes:
+        timer: times the parts of each step; None: nobody watches.
+    """
 
     capacity: int = 4096
+    timer: PartTimer | None = None
     counters: Counters = field(default_factory=Counters)
     records: deque[StepRecord] = field(init=False)
     current: StepRecord = field(init=False)
@@ -86,6 +117,10 @@ class Telemetry:
     def begin_step(self, now: float) -> StepRecord:
         self.current = StepRecord(step=self.counters.steps, started_s=now)
         return self.current
+
+    def part(self, what: str) -> AbstractContextManager[None]:
+        """Return a context manager whose inside is one part of the step: `plan`, `pass`, `commit` and so on."""
+        return _UNTIMED if self.timer is None else self.timer.part(what)
 
     def end_step(self, now: float) -> None:
         record, counters = self.current, self.counters

@@ -29,7 +29,7 @@ from common.engine import Engine, Phase
 from common.errors import StartupError
 from common.request import Request, RequestState, StepOutput
 from common.scheduling import PrefillChunk, StepPlan
-from common.step_parts import StepParts, stand_in
+from common.step_parts import StepParts
 from common.telemetry import Part, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -287,49 +287,39 @@ class Tracer:
         self._engine = engine
         self._parts = StepParts(engine)
         self._recordings: dict[Sink, Recording] = {}
-        self._leave: Callable[[], None] | None = None  # None: nobody watches
 
     def start(self, sink: Sink) -> None:
         """Record into a sink from now on, requests that live already included."""
         engine = self._engine
-        if self._leave is None:
-            self._leave = self._watch()
+        if not self._recordings:
+            self._watch()
         recording = self._recordings[sink] = Recording(sink, engine.phase)
         self._tell([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
 
     def stop(self, sink: Sink) -> None:
         """Complete what is recorded into a sink, if anything is; what has ended early is left as it is."""
         recording = self._recordings.pop(sink, None)
-        if recording is not None:
-            now_s = self._engine.clock()
-            self._tell([recording], lambda one: one.end(now_s))
-        if not self._recordings and self._leave is not None:
-            self._leave()
-            self._leave = None
+        if recording is None:
+            return
+        now_s = self._engine.clock()
+        self._tell([recording], lambda one: one.end(now_s))
+        if not self._recordings:
+            self._unwatch()
 
-    def _watch(self) -> Callable[[], None]:
-        """What undoes it."""
+    def _watch(self) -> None:
         engine = self._engine
         self._parts.start()
-        put_back = stand_in(engine, "add_request", self._announced)
+        engine.arrival_watchers.append(self._arrived)
         engine.watchers.append(self._stepped)
 
-        def leave() -> None:
-            engine.unwatch(self._stepped)
-            put_back()
-            self._parts.stop()
+    def _unwatch(self) -> None:
+        self._engine.unwatch(self._stepped)
+        self._engine.arrival_watchers.remove(self._arrived)
+        self._parts.stop()
 
-        return leave
-
-    def _announced(self, add_request: Callable[[Request], bool]) -> Callable[[Request], bool]:
-        def announced(request: Request) -> bool:
-            taken = add_request(request)
-            if taken:
-                now_s = self._engine.clock()
-                self._tell(self._recordings.values(), lambda one: one.arrived(now_s, request))
-            return taken
-
-        return announced
+    def _arrived(self, request: Request) -> None:
+        now_s = self._engine.clock()
+        self._tell(self._recordings.values(), lambda one: one.arrived(now_s, request))
 
     def _stepped(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         parts = self._parts.take()

@@ -28,9 +28,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,14 +57,6 @@ logger = logging.getLogger(__name__)
 class PipelinedRunner(ChunkedRunner):
     """Phase 7's passes, up to two steps of them in flight."""
 
-    PARTS: ClassVar[Mapping[str, str]] = {
-        **ChunkedRunner.PARTS,  # of what is computed while the host waits: scored prompts, and steps that failed
-        "launch_forward": "launch",
-        "finalize_sampling": "launch",
-        "wait": "wait",
-        "_read": "wait",
-    }
-
     config: Config
 
     def __init__(self, config: Config, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
@@ -86,7 +78,8 @@ class PipelinedRunner(ChunkedRunner):
 
     def wait(self) -> None:
         if self.state.free_slot_id() is None and self.state.oldest is not None:
-            self.slots[self.state.oldest].wait()
+            with self.telemetry.part("wait"):
+                self.slots[self.state.oldest].wait()
 
     def settle(self) -> list[StepOutput]:
         """Commit the oldest step if both slots are taken: the next one needs a slot."""
@@ -192,7 +185,8 @@ class PipelinedRunner(ChunkedRunner):
         slot_id = self.state.pop_oldest()
         slot = self.slots[slot_id]
         try:
-            results = self._read(slot)
+            with self.telemetry.part("wait"):
+                results = self._read(slot)
         except Exception as error:
             return self._recover(error)
         launched = Launched(slot.plan)
@@ -201,7 +195,8 @@ class PipelinedRunner(ChunkedRunner):
                 launched.sampled.append(SampledPass(each.requests, Sampled(*result)))
         for share in slot.shares:
             share.request.pending_tokens -= share.sample_at is not None
-        outputs = self.commit(launched)
+        with self.telemetry.part("commit"):
+            outputs = self.commit(launched)
         self.state.on_step_completed(slot_id)
         slot.clear()
         return outputs
@@ -236,7 +231,8 @@ class PipelinedRunner(ChunkedRunner):
     def _attempt(self, stage: Callable[..., None], *arguments: Any) -> list[StepOutput]:
         """Run a stage of a launch. If it raises, return the outputs of the recovery."""
         try:
-            stage(*arguments)
+            with self.telemetry.part("launch"):
+                stage(*arguments)
         except Exception as error:
             return self._recover(error)
         return []
@@ -260,7 +256,8 @@ class PipelinedRunner(ChunkedRunner):
                 again = ForwardPass(tuple(share for share in shares if not share.request.is_terminal))
                 if again.shares:
                     self.stream.call(functools.partial(self._launch_pass, again, launched))
-            outputs += self.commit(launched)
+            with self.telemetry.part("commit"):
+                outputs += self.commit(launched)
         recovered = [share for _, passes in steps for each in passes for share in each.shares]
         self.stream.call(functools.partial(self._put_back_latest, recovered))
         return outputs
