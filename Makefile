@@ -68,13 +68,13 @@ test: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 # The second line is for machines without a compiler: what the ordinary suite asks of models, of the torch references.
-test-slow: .venv/full
+test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py
 
 # Needs chromium on the machine.
-test-browser: .venv/full
-	$(BIN)/pytest -m browser
+test-browser: .venv/full plots
+	$(BIN)/pytest -n 2 --dist loadfile -m browser
 
 # One after the other: each starts a cluster. The first are asked of one that stands all the while, the others not beside it.
 test-cluster: .venv/full .venv/cluster
