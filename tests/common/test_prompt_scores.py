@@ -111,13 +111,8 @@ def test_what_is_cached_is_computed_again(phase: str) -> None:
 
 def test_no_more_than_a_few_rows_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("phase6_paged")
-    head, rows = CausalLM.head, []
-
-    def counted(self: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return head(self, hidden)
-
-    monkeypatch.setattr(CausalLM, "head", counted)
+    rows: list[int] = []
+    engine.runner.model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     request = add(engine, PROMPTS[0], asking(top=2, tokens=1))
     run(engine)
     assert len(request.prompt_logprobs) == 149
