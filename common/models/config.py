@@ -124,6 +124,12 @@ class ConfigReader:
     def number(self, key: str, default: float | None = None) -> float:
         return _number(self.get(key, default), key)
 
+    def window(self) -> int | None:
+        """Return how many tokens sliding attention sees: 4096 if the file does not say, None if it says null."""
+        if self.raw.get("sliding_window", 4096) is None:
+            return None
+        return self.positive_int("sliding_window", 4096)
+
     def dtype(self) -> torch.dtype:
         name = self.get("dtype", self.get("torch_dtype", "float32"))
         if not isinstance(name, str) or name not in _DTYPES:

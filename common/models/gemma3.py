@@ -71,7 +71,7 @@ class Gemma3(CausalLM):
         reader.refuse("final_logit_softcapping", (None,), "Gemma 3 has none")
         reader.refuse("use_bidirectional_attention", (None, False), "this is a causal language model")
         full = LayerConfig(None, reader.rope("full_attention", theta=1_000_000.0))
-        if "rope_parameters" in reader.raw:
+        if isinstance(reader.raw.get("rope_parameters"), Mapping):
             local = reader.rope("sliding_attention")
         else:  # transformers 4.x, where `rope_scaling` is for layers that see everything
             local = RopeConfig(reader.number("rope_local_base_freq", 10_000.0))

@@ -34,9 +34,10 @@ class Llama(CausalLM):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> ModelConfig:
+        layer = LayerConfig(None, reader.rope())
         bias = reader.flag("attention_bias")
         return reader.model(
-            layers=(LayerConfig(None, reader.rope()),) * reader.positive_int("num_hidden_layers"),
+            layers=(layer,) * reader.positive_int("num_hidden_layers"),
             max_position_embeddings=2048,
             qkv_bias=bias,
             o_bias=bias,

@@ -9,7 +9,7 @@ from common.models.llama import Llama
 class Mistral(Llama):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> ModelConfig:
-        no_window = reader.raw.get("sliding_window", 4096) is None
-        layer = LayerConfig(None if no_window else reader.positive_int("sliding_window", 4096), reader.rope())
-        layers = (layer,) * reader.positive_int("num_hidden_layers")
-        return reader.model(layers=layers, max_position_embeddings=131_072)
+        layer = LayerConfig(reader.window(), reader.rope())
+        return reader.model(
+            layers=(layer,) * reader.positive_int("num_hidden_layers"), max_position_embeddings=131_072
+        )

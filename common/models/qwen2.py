@@ -9,7 +9,7 @@ from common.models.llama import Llama
 def read_layers(reader: ConfigReader) -> tuple[LayerConfig, ...]:
     """Read the layers of a Qwen. If it uses windows, the layers from `max_window_layers` on have one."""
     rope = reader.rope()
-    window = reader.positive_int("sliding_window", 4096) if reader.flag("use_sliding_window") else None
+    window = reader.window() if reader.flag("use_sliding_window") else None
     first = reader.positive_int("max_window_layers", 28, or_zero=True)
     return reader.layers(LayerConfig(None, rope), LayerConfig(window, rope), lambda index: index >= first)
 

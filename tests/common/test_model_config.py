@@ -230,6 +230,10 @@ def test_a_qwens_windows_begin_at_a_layer_if_they_are_in_use(family: dict[str, A
     assert [layer.window for layer in parse_config(raw).layers] == [None] * 4
     raw["use_sliding_window"] = True
     assert [layer.window for layer in parse_config(raw).layers] == [None, None, None, 512]
+    assert (
+        parse_config(raw | {"sliding_window": None}).layers
+        == parse_config(raw | {"max_window_layers": 4}).layers
+    )
     raw["layer_types"] = ["sliding_attention", "full_attention"] * 2
     assert [layer.window for layer in parse_config(raw).layers] == [512, None, 512, None]
 
