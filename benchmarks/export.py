@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from common.config import resolve_dtype
 from common.errors import StartupError
-from common.models.loader import SINGLE_FILE, read_json
+from common.models.loader import SINGLE_FILE, checkpoint_tensors, read_json
 from common.models.registry import Checkpoint, load_model, open_checkpoint
 from common.zoo.presets import PRESETS
 
@@ -42,7 +42,7 @@ def export_dummy(name: str, folder: Path, dtype: str = "auto") -> None:
     model = load_model(checkpoint, device=CPU, dtype=resolved, max_positions=1)
     folder.mkdir(parents=True, exist_ok=True)
     # A copy of each: several of ours may be rows of one parameter, which safetensors does not take.
-    tensors = {h.name: h.parameter.data[h.row : h.row + h.rows].clone() for h in model.held_tensors()}
+    tensors = {name: rows.clone() for name, rows in checkpoint_tensors(model).items()}
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
     for path in checkpoint.tokenizer_folder.iterdir():
         if path.name.startswith("tokenizer") or path.name == "chat_template.jinja":

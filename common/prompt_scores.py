@@ -65,7 +65,8 @@ class PromptScores(NamedTuple):
                 model, states[begin:end], targets, request.params.prompt_logprobs or 0
             )
             begin = end
-        return model.head(states[:own])
+        logits: Tensor = model.lm_head(states[:own])
+        return logits
 
 
 @torch.inference_mode()
@@ -79,7 +80,7 @@ def score(model: CausalLM, states: Tensor, targets: Sequence[int], top: int) -> 
     """
     scored: list[TokenLogprobs] = []
     for begin in range(0, len(targets), ROWS):
-        logprobs = model.head(states[begin : begin + ROWS]).float().log_softmax(dim=-1)
+        logprobs = model.lm_head(states[begin : begin + ROWS]).float().log_softmax(dim=-1)
         wanted = torch.tensor(targets[begin : begin + ROWS], device=logprobs.device).unsqueeze(1)
         picked = logprobs.gather(1, wanted)
         ranks = (logprobs >= picked).sum(dim=1)  # of tokens equally likely, the last place, as in vLLM

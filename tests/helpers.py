@@ -19,7 +19,7 @@ from common.models.registry import ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
-ARCHITECTURES = ("llama", "qwen3", "gemma3_text")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 ZOO_NAMES = ("llama-tiny", "qwen3-tiny", "gemma3-tiny")
 
 # Shapes that catch mix-ups: no two sizes are equal, heads are grouped, head_dim is not hidden_size / heads.
@@ -38,6 +38,8 @@ _SHAPE = {
 }
 _OWN = {
     "llama": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
+    "mistral": {"sliding_window": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}},
     "qwen3": {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}},
     "gemma3_text": {
         "num_hidden_layers": 4,

@@ -1,12 +1,13 @@
-"""A checkpoint's `config.json`, read into the one form that our models understand.
+"""The shape of a model, and the entries of a checkpoint's `config.json` that it is read from.
 
-Both styles in use are read: that of transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`,
-`sliding_window_pattern`) and that of 5.x (`rope_parameters`, `dtype`, `layer_types`).
+Each architecture's file reads its own configs with a `ConfigReader`, in both styles in use: that of transformers
+4.x (`rope_theta`, `rope_scaling`, `torch_dtype`, `sliding_window_pattern`) and that of 5.x (`rope_parameters`,
+`dtype`, `layer_types`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ import torch
 
 from common.errors import StartupError
 
-Architecture = Literal["llama", "qwen3", "gemma3_text"]
 Activation = Literal["silu", "gelu_tanh"]
 JsonObject = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class LayerConfig:
 class ModelConfig:
     """The shape of a decoder-only transformer."""
 
-    architecture: Architecture
+    architecture: str  # its `model_type`, as `common.models.registry` lists them
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -75,8 +75,11 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     activation: Activation
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    qk_norm: bool  # each head's query and key are normalised
+    norm_offset: float  # norms multiply by weight + offset
     tie_word_embeddings: bool
     attention_scale: float
     dtype: torch.dtype
@@ -86,20 +89,16 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @classmethod
-    def from_json(cls, raw: JsonObject) -> ModelConfig:
-        """Read a `config.json` object.
 
-        Raises:
-            StartupError: an architecture we do not implement, a missing or contradictory entry. It names the
-                entry; whoever read the file adds its name.
-        """
-        model_type = raw.get("model_type")
-        reader = _READERS.get(str(model_type))
-        if reader is None:
-            raise StartupError(
-                f"model_type {model_type!r} is not implemented; this server runs {', '.join(_READERS)}"
-            )
+class ConfigReader:
+    """Named access to a `config.json` object, with errors that say which entry is at fault.
+
+    Raises:
+        StartupError: the checkpoint's weights are quantized.
+    """
+
+    def __init__(self, raw: JsonObject) -> None:
+        self.raw = raw
         quantization = raw.get("quantization_config")
         if quantization is not None:
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
@@ -107,28 +106,29 @@ class ModelConfig:
                 f"quantization_config: the weights are quantized ({method or 'by a method it does not name'}), "
                 f"and only {', '.join(_DTYPES)} weights are run: take the checkpoint that this one was made from"
             )
-        return reader(_Reader(raw))
-
-
-class _Reader:
-    """Named access to a `config.json` object, with errors that say which entry is at fault."""
-
-    def __init__(self, raw: JsonObject) -> None:
-        self.raw = raw
 
     def get(self, key: str, default: Any) -> Any:
         """The entry, or `default` where it is absent or null."""
         value = self.raw.get(key)
         return default if value is None else value
 
-    def positive_int(self, key: str, default: int | None = None) -> int:
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, default))
+
+    def positive_int(self, key: str, default: int | None = None, *, or_zero: bool = False) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise StartupError(f"{key} must be a positive integer, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < (0 if or_zero else 1):
+            raise StartupError(f"{key} must be a positive integer{' or 0' * or_zero}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         return _number(self.get(key, default), key)
+
+    def window(self) -> int | None:
+        """Return how many tokens sliding attention sees: 4096 if the file does not say, None if it says null."""
+        if self.raw.get("sliding_window", 4096) is None:
+            return None
+        return self.positive_int("sliding_window", 4096)
 
     def dtype(self) -> torch.dtype:
         name = self.get("dtype", self.get("torch_dtype", "float32"))
@@ -139,32 +139,62 @@ class _Reader:
     def eos_token_ids(self) -> frozenset[int]:
         return token_id_set(self.raw.get("eos_token_id"))
 
-    def rope(self, layer_type: str | None = None) -> RopeConfig:
-        """The rotary embedding, of one layer type where the file holds one per type."""
+    def rope(self, layer_type: str | None = None, theta: float = 10_000.0) -> RopeConfig:
+        """Return the rotary embedding, of one layer type where the file holds one per type.
+
+        `theta` is the base where the file names none.
+        """
         parameters = self.raw.get("rope_parameters")
         if isinstance(parameters, Mapping):
             if isinstance(parameters.get(layer_type), Mapping):
                 parameters = parameters[layer_type]
-            theta = parameters.get("rope_theta", self.get("rope_theta", 10_000.0))
-            return RopeConfig(_number(theta, "rope_theta"), _scaling(parameters))
-        return RopeConfig(self.number("rope_theta", 10_000.0), _scaling(self.raw.get("rope_scaling")))
+            base = parameters.get("rope_theta", self.get("rope_theta", theta))
+            return RopeConfig(_number(base, "rope_theta"), _scaling(parameters))
+        return RopeConfig(self.number("rope_theta", theta), _scaling(self.raw.get("rope_scaling")))
 
     def refuse(self, key: str, neutral: tuple[Any, ...], why: str) -> None:
         if self.raw.get(key) not in neutral:
             raise StartupError(f"{key} = {self.raw[key]!r} is not implemented: {why}")
 
-    def decoder(
+    def layers(
+        self, full: LayerConfig, sliding: LayerConfig, is_sliding: Callable[[int], bool]
+    ) -> tuple[LayerConfig, ...]:
+        """Return the layers from first to last, each one of two kinds.
+
+        Args:
+            full: a layer whose attention sees every earlier token.
+            sliding: a layer whose attention sees a window.
+            is_sliding: tells by a layer's index which of the two it is, if the file has no `layer_types`.
+        """
+        count = self.positive_int("num_hidden_layers")
+        types = self.raw.get("layer_types")
+        if types is None:
+            types = ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(count)]
+        if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
+            raise StartupError(
+                f"layer_types must name full_attention or sliding_attention for each of {count} layers"
+            )
+        return tuple(full if kind == "full_attention" else sliding for kind in types)
+
+    def model(
         self,
         *,
-        architecture: Architecture,
         layers: tuple[LayerConfig, ...],
-        activation: str,
-        tie_word_embeddings: bool,
         max_position_embeddings: int,
         head_dim: int | None = None,
+        activation: str = "silu",
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        norm_offset: float = 0.0,
+        tie_word_embeddings: bool = False,
         attention_scale: float | None = None,
     ) -> ModelConfig:
-        """The entries that all architectures name alike; the arguments are what an architecture settles itself."""
+        """Read the entries that all architectures name alike.
+
+        The arguments are what an architecture settles itself, and its defaults for entries that are absent.
+        """
         heads = self.positive_int("num_attention_heads")
         kv_heads = self.positive_int("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -177,7 +207,7 @@ class _Reader:
         if name not in _ACTIVATIONS:
             raise StartupError(f"hidden_act {name!r} is not one of {', '.join(_ACTIVATIONS)}")
         return ModelConfig(
-            architecture=architecture,
+            architecture=self.raw["model_type"],
             vocab_size=self.positive_int("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self.positive_int("intermediate_size"),
@@ -188,9 +218,12 @@ class _Reader:
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
             max_position_embeddings=self.positive_int("max_position_embeddings", max_position_embeddings),
             activation=_ACTIVATIONS[name],
-            attention_bias=bool(self.get("attention_bias", False)),
-            mlp_bias=bool(self.get("mlp_bias", False)),
-            tie_word_embeddings=bool(self.get("tie_word_embeddings", tie_word_embeddings)),
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            norm_offset=norm_offset,
+            tie_word_embeddings=self.flag("tie_word_embeddings", tie_word_embeddings),
             attention_scale=attention_scale or head_dim**-0.5,
             dtype=self.dtype(),
             eos_token_ids=self.eos_token_ids(),
@@ -240,86 +273,3 @@ def _scaling(parameters: Any) -> LinearScaling | Llama3Scaling | None:
                 f"rope_type {kind!r} is not one of default, linear, llama3: where it was added to stretch the "
                 "context, take it out and serve sequences no longer than the model was trained on"
             )
-
-
-def _read_llama(reader: _Reader) -> ModelConfig:
-    layer = LayerConfig(window=None, rope=reader.rope())
-    return reader.decoder(
-        architecture="llama",
-        layers=(layer,) * reader.positive_int("num_hidden_layers"),
-        activation="silu",
-        tie_word_embeddings=False,
-        max_position_embeddings=2048,
-    )
-
-
-def _read_qwen3(reader: _Reader) -> ModelConfig:
-    reader.refuse("use_sliding_window", (None, False), "Qwen 3 checkpoints use full attention")
-    layer = LayerConfig(window=None, rope=reader.rope())
-    return reader.decoder(
-        architecture="qwen3",
-        layers=(layer,) * reader.positive_int("num_hidden_layers"),
-        activation="silu",
-        tie_word_embeddings=False,
-        max_position_embeddings=32_768,
-        head_dim=128,
-    )
-
-
-def _read_gemma3(reader: _Reader) -> ModelConfig:
-    reader.refuse("attn_logit_softcapping", (None,), "Gemma 3 has none")
-    reader.refuse("final_logit_softcapping", (None,), "Gemma 3 has none")
-    reader.refuse("use_bidirectional_attention", (None, False), "this is a causal language model")
-    count = reader.positive_int("num_hidden_layers")
-    window = reader.positive_int("sliding_window", 4096)
-    types = reader.raw.get("layer_types")
-    if types is None:  # 4.x: every n-th layer is global
-        pattern = reader.positive_int("sliding_window_pattern", 6)
-        types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
-    if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise StartupError(
-            f"layer_types must name full_attention or sliding_attention for each of {count} layers"
-        )
-    if isinstance(reader.raw.get("rope_parameters"), Mapping):
-        local, full = reader.rope("sliding_attention"), reader.rope("full_attention")
-    else:  # 4.x: rope_scaling is the global layers' alone
-        local = RopeConfig(reader.number("rope_local_base_freq", 10_000.0))
-        full = RopeConfig(reader.number("rope_theta", 1_000_000.0), _scaling(reader.raw.get("rope_scaling")))
-    by_type = {
-        "sliding_attention": LayerConfig(window=window, rope=local),
-        "full_attention": LayerConfig(window=None, rope=full),
-    }
-    return reader.decoder(
-        architecture="gemma3_text",
-        layers=tuple(by_type[kind] for kind in types),
-        activation="gelu_pytorch_tanh",
-        tie_word_embeddings=True,
-        max_position_embeddings=131_072,
-        head_dim=256,
-        attention_scale=reader.number("query_pre_attn_scalar", 256) ** -0.5,
-    )
-
-
-# Published multimodal checkpoints leave these out of `text_config` where they equal transformers' defaults.
-_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
-
-
-def _read_multimodal_gemma3(reader: _Reader) -> ModelConfig:
-    """The language model of a `Gemma3ForConditionalGeneration`. Some of its entries stand outside `text_config`."""
-    text = reader.raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise StartupError(f"text_config must be the language model's own config, not {text!r}")
-    shared = {
-        key: reader.raw[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
-        if reader.raw.get(key) is not None
-    }
-    return ModelConfig.from_json({**_GEMMA3_DEFAULTS, **text, **shared, "model_type": "gemma3_text"})
-
-
-_READERS = {
-    "llama": _read_llama,
-    "qwen3": _read_qwen3,
-    "gemma3_text": _read_gemma3,
-    "gemma3": _read_multimodal_gemma3,
-}

@@ -8,54 +8,48 @@ Multimodal checkpoints (`Gemma3ForConditionalGeneration`) hold this model and on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from common.errors import StartupError
 from common.kv import KVView
-from common.models.config import LayerConfig, ModelConfig
-from common.models.layers import CausalLM, DecoderLayer, GatedMLP, HeldTensor, QKNormAttention, RMSNorm
+from common.models.config import ConfigReader, LayerConfig, ModelConfig, RopeConfig
+from common.models.layers import Attention, CausalLM, GatedMLP, RMSNorm
 
-OFFSET = 1.0
+# Published multimodal checkpoints leave these out of `text_config` where they equal transformers' defaults.
+_TEXT_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-class Gemma3Layer(DecoderLayer):
+class Gemma3Layer(nn.Module):
     """norm, attention, norm, add; norm, MLP, norm, add."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, OFFSET)
+            return RMSNorm(config.hidden_size, config, dtype)
 
-        self.input_norm = norm()
-        self.attention = QKNormAttention(config, layer, index, dtype, OFFSET)
-        self.post_attention_norm = norm()
-        self.pre_mlp_norm = norm()
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, layer, index, dtype)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
         self.mlp = GatedMLP(config, dtype)
-        self.post_mlp_norm = norm()
+        self.post_feedforward_layernorm = norm()
 
     def forward(
         self, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.input_norm.add_and_norm(hidden, residual)
-        hidden = self.post_attention_norm(self.attention(hidden, cos, sin, view))
-        hidden, residual = self.pre_mlp_norm.add_and_norm(hidden, residual)
-        return self.post_mlp_norm(self.mlp(hidden)), residual
-
-    def held_tensors(self, prefix: str) -> Iterator[HeldTensor]:
-        yield from self.input_norm.held_tensors(f"{prefix}input_layernorm")
-        yield from self.attention.held_tensors(f"{prefix}self_attn.")
-        yield from self.post_attention_norm.held_tensors(f"{prefix}post_attention_layernorm")
-        yield from self.pre_mlp_norm.held_tensors(f"{prefix}pre_feedforward_layernorm")
-        yield from self.mlp.held_tensors(f"{prefix}mlp.")
-        yield from self.post_mlp_norm.held_tensors(f"{prefix}post_feedforward_layernorm")
+        hidden, residual = self.input_layernorm.add_and_norm(hidden, residual)
+        hidden = self.post_attention_layernorm(self.self_attn(hidden, cos, sin, view))
+        hidden, residual = self.pre_feedforward_layernorm.add_and_norm(hidden, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden)), residual
 
 
 class Gemma3(CausalLM):
-    norm_offset = OFFSET
+    layer_type = Gemma3Layer
     # Multimodal checkpoints are written in two ways, with `language_model` outside or inside `model`.
     renamed_prefixes: ClassVar[Mapping[str, str]] = {
         "language_model.model.": "model.",
@@ -69,10 +63,48 @@ class Gemma3(CausalLM):
         "model.multi_modal_projector.",
     )
 
-    def make_layer(self, layer: LayerConfig, index: int) -> DecoderLayer:
-        return Gemma3Layer(self.config, layer, index, self.dtype)
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> ModelConfig:
+        if reader.raw["model_type"] == "gemma3":
+            reader = _text_of(reader)
+        reader.refuse("attn_logit_softcapping", (None,), "Gemma 3 has none")
+        reader.refuse("final_logit_softcapping", (None,), "Gemma 3 has none")
+        reader.refuse("use_bidirectional_attention", (None, False), "this is a causal language model")
+        full = LayerConfig(None, reader.rope("full_attention", theta=1_000_000.0))
+        if isinstance(reader.raw.get("rope_parameters"), Mapping):
+            local = reader.rope("sliding_attention")
+        else:  # transformers 4.x, where `rope_scaling` is for layers that see everything
+            local = RopeConfig(reader.number("rope_local_base_freq", 10_000.0))
+        sliding = LayerConfig(reader.positive_int("sliding_window", 4096), local)
+        pattern = reader.positive_int("sliding_window_pattern", 6)
+        bias = reader.flag("attention_bias")
+        return reader.model(
+            layers=reader.layers(full, sliding, lambda index: (index + 1) % pattern != 0),
+            max_position_embeddings=131_072,
+            head_dim=256,
+            activation="gelu_pytorch_tanh",
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=True,
+            norm_offset=1.0,
+            tie_word_embeddings=True,
+            attention_scale=reader.number("query_pre_attn_scalar", 256) ** -0.5,
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         # The factor is rounded to the weights' type, as it was in training.
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype)
         return super().embed(token_ids) * scale
+
+
+def _text_of(reader: ConfigReader) -> ConfigReader:
+    """Return the entries of a multimodal checkpoint's language model. Some stand outside `text_config`."""
+    text = reader.raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise StartupError(f"text_config must be the language model's own config, not {text!r}")
+    outside = {
+        key: reader.raw[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+        if reader.raw.get(key) is not None
+    }
+    return ConfigReader({**_TEXT_DEFAULTS, **text, **outside, "model_type": "gemma3_text"})

@@ -20,10 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import StartupError
-from common.models.layers import CausalLM, HeldTensor
+from common.models.layers import CausalLM, Linear
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+#: Our matrices that hold several of a checkpoint's, one below the other, and the checkpoint's names in that order.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _DTYPES = {
     "F64": torch.float64,
@@ -110,6 +113,24 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
+    """Return the tensors that a model's checkpoint holds, by name: each is the rows of the parameter that takes it.
+
+    Modules are named as in checkpoints, so a module's path is the tensor's name but for the fused matrices.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = path.rpartition(".")[2]
+        prefix = ("" if module is model.lm_head else "model.") + path.removesuffix(own)
+        for kind, parameter in module.named_parameters(recurse=False):
+            sizes = module.sizes if isinstance(module, Linear) else (len(parameter),)
+            for name, rows in zip(FUSED.get(own, (own,)), parameter.data.split(sizes), strict=True):
+                tensors[f"{prefix}{name}.{kind}"] = rows
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
 def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
     """Fill a model that was built on the meta device from the checkpoint in `folder`.
 
@@ -128,11 +149,11 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
     files: dict[Path, BinaryIO] = {}
     try:
         # In file order, so that a disk reads forward.
-        for held in sorted(model.held_tensors(), key=lambda held: _place(stored[held.name])):
-            tensor = stored[held.name]
+        for name, rows in sorted(checkpoint_tensors(model).items(), key=lambda item: _place(stored[item[0]])):
+            tensor = stored[name]
             if tensor.file not in files:
                 files[tensor.file] = tensor.file.open("rb", buffering=0)
-            _read_into(held.parameter.data[held.row : held.row + held.rows], tensor, files[tensor.file])
+            _read_into(rows, tensor, files[tensor.file])
     finally:
         for file in files.values():
             file.close()
@@ -150,7 +171,7 @@ def _place(tensor: StoredTensor) -> tuple[str, int]:
 
 
 def _check(model: CausalLM, stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    held = {tensor.name: tensor for tensor in model.held_tensors()}
+    held = checkpoint_tensors(model)
     missing = sorted(set(held) - set(stored))
     # A tied model's file may repeat the embedding as its head, and old files hold the rotary frequencies.
     unexpected = sorted(
@@ -160,9 +181,9 @@ def _check(model: CausalLM, stored: Mapping[str, StoredTensor], folder: Path) ->
         and not (name == "lm_head.weight" and model.config.tie_word_embeddings)
     )
     misshaped = [
-        f"{name} is {list(stored[name].shape)}, config.json makes it {list(_shape(tensor))}"
-        for name, tensor in held.items()
-        if name in stored and stored[name].shape != _shape(tensor)
+        f"{name} is {list(stored[name].shape)}, config.json makes it {list(rows.shape)}"
+        for name, rows in held.items()
+        if name in stored and stored[name].shape != rows.shape
     ]
     problems = [
         f"{what}: {_some(names)}"
@@ -171,10 +192,6 @@ def _check(model: CausalLM, stored: Mapping[str, StoredTensor], folder: Path) ->
     ]
     if problems:
         raise StartupError(f"{folder}: the tensors do not fit its config.json. {'; '.join(problems)}")
-
-
-def _shape(held: HeldTensor) -> tuple[int, ...]:
-    return (held.rows, *held.parameter.shape[1:])
 
 
 def _some(names: list[str], limit: int = 5) -> str:
@@ -204,6 +221,6 @@ def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0 - model.norm_offset)
+            parameter.data.fill_(1.0 - model.config.norm_offset)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
-from common.models.config import ModelConfig, token_id_set
+from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id_set
 from common.models.gemma3 import Gemma3
 from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.loader import fill_randomly, load_weights, read_json
+from common.models.mistral import Mistral
+from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
 from common.text import Tokenizer
 from common.zoo.presets import PRESETS, TOKENIZER_OF
 
-ARCHITECTURES: dict[str, type[CausalLM]] = {"llama": Llama, "qwen3": Qwen3, "gemma3_text": Gemma3}
+T = TypeVar("T")
+
+#: Every architecture, by the `model_type` of a checkpoint's `config.json`.
+ARCHITECTURES: dict[str, type[CausalLM]] = {
+    "llama": Llama,
+    "mistral": Mistral,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "gemma3_text": Gemma3,
+    "gemma3": Gemma3,
+}
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
 DUMMY_SEED = 0  # every phase measures the same weights
@@ -56,6 +68,22 @@ class Checkpoint:
         )
 
 
+def parse_config(raw: JsonObject) -> ModelConfig:
+    """Read a `config.json` object.
+
+    Raises:
+        StartupError: an architecture we do not implement, a missing or contradictory entry. The message names the
+            entry; the caller adds the file's name.
+    """
+    model_type = raw.get("model_type")
+    architecture = ARCHITECTURES.get(str(model_type))
+    if architecture is None:
+        raise StartupError(
+            f"model_type {model_type!r} is not implemented; this server runs {', '.join(ARCHITECTURES)}"
+        )
+    return architecture.read_config(ConfigReader(raw))
+
+
 def open_checkpoint(name: str) -> Checkpoint:
     """Find a model and read its config; downloads a hub id's files.
 
@@ -65,25 +93,20 @@ def open_checkpoint(name: str) -> Checkpoint:
     if name.startswith("dummy:"):
         return _open_dummy(name)
     folder = _find_folder(name)
-    path = folder / "config.json"
-    raw = read_json(path)
-    with _naming(path):
-        config = ModelConfig.from_json(raw)
+    config = _read(folder / "config.json", parse_config)
     # The generation config is where chat models keep the ids that end a turn.
     path = folder / "generation_config.json"
     if path.is_file():
-        raw = read_json(path)
-        with _naming(path):
-            more = token_id_set(raw.get("eos_token_id"))
+        more = _read(path, lambda raw: token_id_set(raw.get("eos_token_id")))
         config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
     return Checkpoint(name, config, weights=folder, tokenizer_folder=folder)
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """What is refused within is refused with the name of the file it stands in."""
+def _read(path: Path, parse: Callable[[JsonObject], T]) -> T:
+    """Parse a JSON file. If it is refused, the message begins with its path."""
+    raw = read_json(path)
     try:
-        yield
+        return parse(raw)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
 
@@ -131,7 +154,7 @@ def _open_dummy(name: str) -> Checkpoint:
     preset = name.removeprefix("dummy:")
     if preset not in PRESETS:
         raise StartupError(f"no preset {preset!r}; there are {', '.join(f'dummy:{key}' for key in PRESETS)}")
-    config = ModelConfig.from_json(PRESETS[preset])
+    config = parse_config(PRESETS[preset])
     tokenizer_folder = ZOO / TOKENIZER_OF[config.architecture]
     lender = open_checkpoint(str(tokenizer_folder)).config
     config = dataclasses.replace(config, eos_token_ids=lender.eos_token_ids)

@@ -47,16 +47,38 @@ class Line:
 LINES = (
     Line("embed", "a row of the embedding for each token", ("T H",), "V H", "embed", each=False),
     Line("rotary", "cos and sin of each token's position", ("T D/2", "T D/2"), key="rotary", each=False),
-    Line("input_norm.add_and_norm", "what the layer before added, and its norm", ("T H", "T H"), "H", "norm"),
-    Line("attention.qkv", "queries, keys and values in one product", ("T Q*D+2*K*D",), "Q*D+2*K*D H", "qkv"),
+    Line(
+        "input_layernorm.add_and_norm",
+        "what the layer before added, and its norm",
+        ("T H", "T H"),
+        "H",
+        "norm",
+    ),
+    Line(
+        "self_attn.qkv_proj",
+        "queries, keys and values in one product",
+        ("T Q*D+2*K*D",),
+        "Q*D+2*K*D H",
+        "qkv",
+    ),
     Line("rope", "queries and keys turned by their positions", ("T Q D", "T K D"), key="rope"),
     Line("view.attend", "keys and values stored; every query meets those it sees", ("T Q D",), key="attend"),
-    Line("attention.out", "heads mixed, back to the stream's width", ("T H",), "H Q*D", "out"),
+    Line("self_attn.o_proj", "heads mixed, back to the stream's width", ("T H",), "H Q*D", "out"),
     Line(
-        "post_attention_norm.add_and_norm", "added to the stream, and its norm", ("T H", "T H"), "H", "norm2"
+        "post_attention_layernorm.add_and_norm",
+        "added to the stream, and its norm",
+        ("T H", "T H"),
+        "H",
+        "norm2",
     ),
-    Line("mlp.gate_up", "gates and ups in one product, then `silu(gate) * up`", ("T F",), "2*F H", "gate_up"),
-    Line("mlp.down", "back to the stream's width", ("T H",), "H F", "down"),
+    Line(
+        "mlp.gate_up_proj",
+        "gates and ups in one product, then `silu(gate) * up`",
+        ("T F",),
+        "2*F H",
+        "gate_up",
+    ),
+    Line("mlp.down_proj", "back to the stream's width", ("T H",), "H F", "down"),
     Line(
         "norm.add_and_norm",
         "of the rows that need logits, and no others",
@@ -65,7 +87,7 @@ LINES = (
         "last",
         each=False,
     ),
-    Line("head", "a score for every token there is", ("S V",), "V H", "head", each=False),
+    Line("lm_head", "a score for every token there is", ("S V",), "V H", "head", each=False),
 )
 
 
@@ -91,21 +113,21 @@ def noted_shapes() -> dict[str, tuple[tuple[int, ...], ...]]:
     watched: list[tuple[Any, str, str]] = [
         (model, "embed", "embed"),
         (RotaryTable, "forward", "rotary"),
-        (layer.input_norm, "add_and_norm", "norm"),
-        (layer.attention.qkv, "forward", "qkv"),
+        (layer.input_layernorm, "add_and_norm", "norm"),
+        (layer.self_attn.qkv_proj, "forward", "qkv"),
         (KVView, "attend", "attend"),
-        (layer.attention.out, "forward", "out"),
-        (layer.post_attention_norm, "add_and_norm", "norm2"),
-        (layer.mlp.gate_up, "forward", "gate_up"),
-        (layer.mlp.down, "forward", "down"),
+        (layer.self_attn.o_proj, "forward", "out"),
+        (layer.post_attention_layernorm, "add_and_norm", "norm2"),
+        (layer.mlp.gate_up_proj, "forward", "gate_up"),
+        (layer.mlp.down_proj, "forward", "down"),
         (model.norm, "add_and_norm", "last"),
-        (model, "head", "head"),
+        (model.lm_head, "forward", "head"),
     ]
     with ExitStack() as stack:
         for owner, name, key in watched:
             stack.enter_context(patch.object(owner, name, noted(key, getattr(owner, name))))
         rope = "common.models.layers.rope"
-        stack.enter_context(patch(rope, noted("rope", layer.attention.forward.__globals__["rope"])))
+        stack.enter_context(patch(rope, noted("rope", layer.self_attn.forward.__globals__["rope"])))
         model(batch, view)
     return found
 

@@ -78,8 +78,8 @@ def test_weights_are_written_in_the_type_they_are_drawn_in(tmp_path: Path) -> No
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("b", "f")]
     assert sizes[0] < 0.6 * sizes[1]
     assert torch.equal(
-        load(tmp_path / "b", dtype=torch.bfloat16).embedding,
-        load("dummy:tiny-llama", dtype=torch.bfloat16).embedding,
+        load(tmp_path / "b", dtype=torch.bfloat16).embed_tokens.weight,
+        load("dummy:tiny-llama", dtype=torch.bfloat16).embed_tokens.weight,
     )
 
 
@@ -113,7 +113,7 @@ def test_a_peers_weights_are_exported_once_for_each_type(tmp_path: Path) -> None
     assert (again.folder / "model.safetensors").stat().st_mtime_ns == written
     assert weights_of("dummy:tiny-llama", "bfloat16", tmp_path).folder != first.folder
     assert weights_of("dummy:tiny-qwen3", "float32", tmp_path).folder != first.folder
-    assert torch.equal(load(first.folder).embedding, load("dummy:tiny-llama").embedding)
+    assert torch.equal(load(first.folder).embed_tokens.weight, load("dummy:tiny-llama").embed_tokens.weight)
 
 
 def test_a_preset_that_changes_is_exported_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -569,7 +569,7 @@ def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
     """Token 299's embedding is NaN, so its prompt's keys and values are: neither the neighbours in the pass nor
     those who get the memory next may see them."""
     model = tiny_model()
-    model.embedding.data[299] = math.nan
+    model.embed_tokens.weight.data[299] = math.nan
     params = SamplingParams(max_new_tokens=8, seed=2)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
     expected = [solo(model, prompt, params) for prompt in prompts]
@@ -587,7 +587,7 @@ def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model()
-    model.embedding.data[299] = math.nan
+    model.embed_tokens.weight.data[299] = math.nan
     engine = build(phase, model, max_batch_size=2)
     poisoned = add(engine, [299] * 30, greedy(4))
 

@@ -95,7 +95,7 @@ def test_generate_refuses_what_is_beyond_the_models_positions() -> None:
 
 def test_generate_raises_where_the_model_gives_no_number() -> None:
     broken = tiny_model()
-    broken.embedding.data[1] = torch.nan
+    broken.embed_tokens.weight.data[1] = torch.nan
     with pytest.raises(NaNLogitsError):
         solo(broken, [1], greedy(4))
 

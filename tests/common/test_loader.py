@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import StartupError
-from common.models.config import ModelConfig
 from common.models.layers import CausalLM
 from common.models.llama import Llama
-from common.models.loader import find_tensors
-from common.models.registry import open_checkpoint
+from common.models.loader import checkpoint_tensors, find_tensors
+from common.models.registry import open_checkpoint, parse_config
 from tests.helpers import ARCHITECTURES, draw_ids, load, read_config, save_tiny, solo_logits, write_config
 
 WEIGHTS = "model.safetensors"
@@ -30,6 +29,8 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {},  # has its biases anyway
     "qwen3": {"attention_bias": True},
     "gemma3_text": {"attention_bias": True},
 }
@@ -79,28 +80,33 @@ def assert_holds(model: CausalLM, stored: dict[str, Tensor]) -> None:
     """Check a model of ours against a checkpoint's tensors, with the layout spelled out by hand."""
     gemma = model.config.architecture == "gemma3_text"
     expected: list[tuple[Tensor, list[str]]] = [
-        (model.embedding, ["model.embed_tokens.weight"]),
+        (model.embed_tokens.weight, ["model.embed_tokens.weight"]),
         (model.norm.weight, ["model.norm.weight"]),
     ]
-    if model.untied_head is not None:
-        expected.append((model.untied_head, ["lm_head.weight"]))
+    if model.config.tie_word_embeddings:
+        assert model.lm_head.weight is model.embed_tokens.weight
+    else:
+        expected.append((model.lm_head.weight, ["lm_head.weight"]))
     for index, layer in enumerate(model.layers):
-        attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
+        attention, mlp, prefix = layer.self_attn, layer.mlp, f"model.layers.{index}"
         matrices = [
-            (attention.qkv, [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]),
-            (attention.out, [f"{prefix}.self_attn.o_proj"]),
-            (mlp.gate_up, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]),
-            (mlp.down, [f"{prefix}.mlp.down_proj"]),
+            (attention.qkv_proj, [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]),
+            (attention.o_proj, [f"{prefix}.self_attn.o_proj"]),
+            (mlp.gate_up_proj, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]),
+            (mlp.down_proj, [f"{prefix}.mlp.down_proj"]),
         ]
         for linear, names in matrices:
             expected.append((linear.weight, [f"{name}.weight" for name in names]))
             if linear.bias is not None:
                 expected.append((linear.bias, [f"{name}.bias" for name in names]))
-        norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_attention_norm}
+        norms = {
+            "input_layernorm": layer.input_layernorm,
+            "post_attention_layernorm": layer.post_attention_layernorm,
+        }
         if gemma:
-            norms["pre_feedforward_layernorm"] = layer.pre_mlp_norm
-            norms["post_feedforward_layernorm"] = layer.post_mlp_norm
-        if model.config.architecture != "llama":
+            norms["pre_feedforward_layernorm"] = layer.pre_feedforward_layernorm
+            norms["post_feedforward_layernorm"] = layer.post_feedforward_layernorm
+        if model.config.architecture in ("qwen3", "gemma3_text"):
             norms |= {"self_attn.q_norm": attention.q_norm, "self_attn.k_norm": attention.k_norm}
         expected += [(norm.weight, [f"{prefix}.{name}.weight"]) for name, norm in norms.items()]
     for parameter, names in expected:
@@ -153,8 +159,8 @@ def test_bfloat16_is_kept_bit_for_bit(llama: Path) -> None:
     write_config(llama, read_config(llama) | {"vocab_size": rows})
     for dtype in (torch.bfloat16, torch.float32):
         model = load(llama, dtype=dtype)
-        assert torch.equal(model.embedding, table.to(dtype))
-        assert torch.equal(model.embedding.bfloat16().view(torch.int16), table.view(torch.int16))
+        assert torch.equal(model.embed_tokens.weight, table.to(dtype))
+        assert torch.equal(model.embed_tokens.weight.bfloat16().view(torch.int16), table.view(torch.int16))
 
 
 @EVERY_ARCHITECTURE
@@ -376,7 +382,9 @@ def test_a_config_that_is_no_json_object(content: bytes, llama: Path) -> None:
 
 def test_unknown_architecture(llama: Path) -> None:
     write_config(llama, read_config(llama) | {"model_type": "mamba"})
-    with pytest.raises(StartupError, match=r"'mamba' is not implemented.* llama, qwen3, gemma3_text"):
+    with pytest.raises(
+        StartupError, match=r"'mamba' is not implemented.* llama, mistral, qwen2, qwen3, gemma3_text"
+    ):
         load(llama)
 
 
@@ -439,11 +447,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     write_config(folder, config)
     with torch.device("meta"):
-        shapes = {
-            held.name: (held.rows, *held.parameter.shape[1:])
-            for held in Llama(ModelConfig.from_json(config), torch.bfloat16, 8).held_tensors()
-        }
-    save_file({name: torch.rand(shape).bfloat16() for name, shape in shapes.items()}, folder / WEIGHTS)
+        tensors = checkpoint_tensors(Llama(parse_config(config), torch.bfloat16, 8))
+    save_file({name: torch.rand(rows.shape).bfloat16() for name, rows in tensors.items()}, folder / WEIGHTS)
     return folder
 
 

@@ -20,10 +20,11 @@ from common.models.config import (
     RopeConfig,
     token_id_set,
 )
+from common.models.registry import parse_config
 from common.zoo.presets import PRESETS
 from tests.helpers import ARCHITECTURES, as_transformers_4
 
-# What the three families publish, written by transformers 4, entries that say nothing of the shape left out.
+# What the families publish, written by transformers 4, entries that say nothing of the shape left out.
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -53,6 +54,48 @@ LLAMA_32_1B = {
     "torch_dtype": "bfloat16",
     "transformers_version": "4.45.0.dev0",
     "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "vocab_size": 32000,
+}
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -113,13 +156,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_06B,
     "gemma-3-1b": GEMMA_3_1B,
 }
-OF_ARCHITECTURE: dict[str, dict[str, Any]] = dict(zip(ARCHITECTURES, PUBLISHED.values(), strict=True))
+OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_32_1B,
+    "mistral": MISTRAL_7B,
+    "qwen2": QWEN25_05B,
+    "qwen3": QWEN3_06B,
+    "gemma3_text": GEMMA_3_1B,
+}
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
 def refusal(raw: Mapping[str, Any]) -> str:
     with pytest.raises(StartupError) as caught:
-        ModelConfig.from_json(raw)
+        parse_config(raw)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -144,12 +193,12 @@ def gemma(**entries: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_has_the_published_shape(preset: str) -> None:
-    published = ModelConfig.from_json(PUBLISHED[preset] | {"eos_token_id": None})
-    assert ModelConfig.from_json(PRESETS[preset]) == published
+    published = parse_config(PUBLISHED[preset] | {"eos_token_id": None})
+    assert parse_config(PRESETS[preset]) == published
 
 
 def test_llama_is_read_entry_by_entry() -> None:
-    config = ModelConfig.from_json(LLAMA_32_1B)
+    config = parse_config(LLAMA_32_1B)
     rope = RopeConfig(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
     assert config == ModelConfig(
         architecture="llama",
@@ -163,8 +212,11 @@ def test_llama_is_read_entry_by_entry() -> None:
         rms_norm_eps=1e-5,
         max_position_embeddings=131_072,
         activation="silu",
-        attention_bias=False,
+        qkv_bias=False,
+        o_bias=False,
         mlp_bias=False,
+        qk_norm=False,
+        norm_offset=0.0,
         tie_word_embeddings=True,
         attention_scale=0.125,
         dtype=torch.bfloat16,
@@ -172,8 +224,37 @@ def test_llama_is_read_entry_by_entry() -> None:
     )
 
 
+@pytest.mark.parametrize("family", [QWEN25_05B, QWEN3_06B], ids=["qwen2", "qwen3"])
+def test_a_qwens_windows_begin_at_a_layer_if_they_are_in_use(family: dict[str, Any]) -> None:
+    raw = family | {"num_hidden_layers": 4, "sliding_window": 512, "max_window_layers": 3}
+    assert [layer.window for layer in parse_config(raw).layers] == [None] * 4
+    raw["use_sliding_window"] = True
+    assert [layer.window for layer in parse_config(raw).layers] == [None, None, None, 512]
+    assert (
+        parse_config(raw | {"sliding_window": None}).layers
+        == parse_config(raw | {"max_window_layers": 4}).layers
+    )
+    raw["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    assert [layer.window for layer in parse_config(raw).layers] == [512, None, 512, None]
+
+
+def test_mistrals_window_is_for_every_layer_or_for_none() -> None:
+    assert {layer.window for layer in parse_config(MISTRAL_7B).layers} == {4096}
+    assert {layer.window for layer in parse_config(MISTRAL_7B | {"sliding_window": None}).layers} == {None}
+
+
+@EVERY_ARCHITECTURE
+def test_biases_of_queries_keys_and_values_and_of_the_output(architecture: str) -> None:
+    for asked in (False, True):
+        config = parse_config(OF_ARCHITECTURE[architecture] | {"attention_bias": asked})
+        if architecture in ("mistral", "qwen2"):  # the entry is not theirs
+            assert (config.qkv_bias, config.o_bias) == (architecture == "qwen2", False)
+        else:
+            assert (config.qkv_bias, config.o_bias) == (asked, asked)
+
+
 def test_gemma_alternates_windows_and_bases() -> None:
-    config = ModelConfig.from_json(gemma(query_pre_attn_scalar=100))
+    config = parse_config(gemma(query_pre_attn_scalar=100))
     local = LayerConfig(window=512, rope=RopeConfig(10_000.0))
     everything = LayerConfig(window=None, rope=RopeConfig(1_000_000.0))
     assert config.layers == (((local,) * 5 + (everything,)) * 5)[:26]
@@ -184,7 +265,7 @@ def test_gemma_alternates_windows_and_bases() -> None:
 def test_gemma_scaling_is_for_global_layers_only() -> None:
     old = gemma(rope_scaling={"rope_type": "linear", "factor": 8.0})
     for raw in (old, resolved(old)):
-        ropes = {layer.window: layer.rope for layer in ModelConfig.from_json(raw).layers}
+        ropes = {layer.window: layer.rope for layer in parse_config(raw).layers}
         assert ropes == {512: RopeConfig(10_000.0), None: RopeConfig(1_000_000.0, LinearScaling(8.0))}
 
 
@@ -210,7 +291,7 @@ GEMMA_3_4B = {
 
 
 def test_of_a_multimodal_gemma_the_language_model_is_read() -> None:
-    config = ModelConfig.from_json(GEMMA_3_4B)
+    config = parse_config(GEMMA_3_4B)
     assert config.architecture == "gemma3_text"
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (34, 8, 4, 256)
     assert (config.hidden_size, config.vocab_size, config.tie_word_embeddings) == (2560, 262_208, True)
@@ -220,16 +301,16 @@ def test_of_a_multimodal_gemma_the_language_model_is_read() -> None:
         None: RopeConfig(1_000_000.0, LinearScaling(8.0)),
     }
     theirs = AutoConfig.for_model(**copy.deepcopy(GEMMA_3_4B)).to_dict()
-    assert ModelConfig.from_json(theirs | {"dtype": "bfloat16"}) == config
+    assert parse_config(theirs | {"dtype": "bfloat16"}) == config
     text = theirs["text_config"] | {"dtype": "bfloat16", "eos_token_id": [1, 106]}
-    assert ModelConfig.from_json(text) == config
+    assert parse_config(text) == config
 
 
 def test_entries_outside_the_text_config_hold_for_it() -> None:
     text = GEMMA_3_1B | {"eos_token_id": None, "torch_dtype": None}
     outside = {"eos_token_id": 7, "torch_dtype": "float16", "tie_word_embeddings": False}
-    config = ModelConfig.from_json({"model_type": "gemma3", "text_config": text, **outside})
-    assert config == ModelConfig.from_json(gemma(**outside))
+    config = parse_config({"model_type": "gemma3", "text_config": text, **outside})
+    assert config == parse_config(gemma(**outside))
 
 
 @EVERY_ARCHITECTURE
@@ -238,8 +319,8 @@ def test_both_styles_are_one_config(architecture: str) -> None:
     new = resolved(old)
     assert "rope_parameters" in new
     assert "rope_theta" not in new
-    assert ModelConfig.from_json(new) == ModelConfig.from_json(old)
-    assert ModelConfig.from_json(as_transformers_4(new)) == ModelConfig.from_json(old)
+    assert parse_config(new) == parse_config(old)
+    assert parse_config(as_transformers_4(new)) == parse_config(old)
 
 
 REQUIRED = {
@@ -270,16 +351,16 @@ def test_an_entry_left_out_means_what_it_means_to_transformers(
     full = OF_ARCHITECTURE[architecture] if style == 4 else resolved(OF_ARCHITECTURE[architecture])
     raw = {key: value for key, value in full.items() if key != entry}
     if entry in DEFAULTS_NOBODY_MEANS:
-        ModelConfig.from_json(raw)
+        parse_config(raw)
     elif entry in REQUIRED:
         assert entry in refusal(raw)
     else:
-        assert ModelConfig.from_json(raw) == ModelConfig.from_json(resolved(raw))
+        assert parse_config(raw) == parse_config(resolved(raw))
 
 
 def test_the_old_name_of_a_rope_type() -> None:
     raw = llama(rope_scaling={"type": "linear", "factor": 2.0})
-    assert ModelConfig.from_json(raw).layers[0].rope == RopeConfig(500_000.0, LinearScaling(2.0))
+    assert parse_config(raw).layers[0].rope == RopeConfig(500_000.0, LinearScaling(2.0))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +368,7 @@ def test_the_old_name_of_a_rope_type() -> None:
 )
 def test_eos_ids_are_null_one_or_many(written: Any, ids: set[int]) -> None:
     assert token_id_set(written) == ids
-    assert ModelConfig.from_json(llama(eos_token_id=written)).eos_token_ids == ids
+    assert parse_config(llama(eos_token_id=written)).eos_token_ids == ids
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -296,9 +377,11 @@ def test_eos_ids_are_null_one_or_many(written: Any, ids: set[int]) -> None:
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        pytest.param({}, ["model_type", "llama, qwen3, gemma3_text"], id="nothing"),
+        pytest.param({}, ["model_type", "llama, mistral, qwen2, qwen3, gemma3_text"], id="nothing"),
         pytest.param(
-            llama(model_type="mixtral"), ["'mixtral'", "llama, qwen3, gemma3_text"], id="unknown model"
+            llama(model_type="mixtral"),
+            ["'mixtral'", "llama, mistral, qwen2, qwen3, gemma3_text"],
+            id="unknown model",
         ),
         pytest.param(llama(model_type=["llama"]), ["model_type"], id="model_type is a list"),
         pytest.param(llama(hidden_size=None), ["hidden_size"], id="no hidden_size"),
@@ -342,7 +425,14 @@ def test_eos_ids_are_null_one_or_many(written: Any, ids: set[int]) -> None:
             id="llama3 without ramp",
         ),
         pytest.param(llama(eos_token_id="</s>"), ["eos_token_id", "'</s>'"], id="EOS as text"),
-        pytest.param(QWEN3_06B | {"use_sliding_window": True}, ["use_sliding_window"], id="Qwen's window"),
+        pytest.param(
+            QWEN25_05B | {"max_window_layers": -1},
+            ["max_window_layers", "-1", "or 0"],
+            id="windows from nowhere",
+        ),
+        pytest.param(
+            MISTRAL_7B | {"sliding_window": 0}, ["sliding_window", "0"], id="Mistral's window of none"
+        ),
         pytest.param(
             gemma(final_logit_softcapping=30.0), ["final_logit_softcapping", "30.0"], id="final soft cap"
         ),
@@ -377,6 +467,6 @@ def test_a_config_we_cannot_run_is_refused_by_name(raw: dict[str, Any], named: l
     ],
 )
 def test_kv_memory_of_eight_sequences_of_4096(preset: str, gigabytes: float) -> None:
-    config = ModelConfig.from_json(PRESETS[preset])
+    config = parse_config(PRESETS[preset])
     assert kv_bytes(config, 8 * 4096, torch.bfloat16) == gigabytes * 2**30
     assert kv_bytes(config, 8 * 4096, torch.float32) == 2 * gigabytes * 2**30

@@ -57,6 +57,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 4.0}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
 PLAIN = {"rope_type": "default", "rope_theta": 3_000.0}
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -69,6 +70,16 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "MLP bias", {"mlp_bias": True}),
     ("llama", "llama3 RoPE past the original length", {"rope_parameters": LLAMA3}),
     ("llama", "linear RoPE", {"rope_parameters": LINEAR}),
+    ("mistral", "prompt past the window", {}),
+    ("mistral", "no window", {"sliding_window": None}),
+    ("mistral", "tied", {"tie_word_embeddings": True}),
+    ("mistral", "head_dim is hidden_size / heads", {"hidden_size": 60, "head_dim": None}),
+    ("qwen2", "grouped queries, untied", {}),
+    ("qwen2", "tied", {"tie_word_embeddings": True}),
+    ("qwen2", "a window, unused", {"sliding_window": 8, "max_window_layers": 1}),
+    ("qwen2", "windows from a layer on", WINDOWS | {"max_window_layers": 1}),
+    ("qwen2", "windows in every layer", WINDOWS | {"max_window_layers": 0}),
+    ("qwen3", "windows from a layer on", WINDOWS | {"max_window_layers": 1}),
     ("qwen3", "grouped queries, untied", {}),
     ("qwen3", "tied", {"tie_word_embeddings": True}),
     ("qwen3", "one KV head", {"num_key_value_heads": 1}),
@@ -105,7 +116,7 @@ STORY = "Once upon a time there was a fox who lived by the river. Every morning 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """A tiny random model of each architecture; Gemma's window is 8."""
+    """A tiny random model of each architecture; Gemma's window is 8, Mistral's 32."""
     return load(save_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
@@ -563,11 +574,10 @@ def test_packed_weights_are_held_once_and_compute_the_same(tied: bool) -> None:
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert linears
     assert all(linear.packed is not None and linear.weight.numel() == 0 for linear in linears)
-    assert model.packed_head is not None
     kept = sum(parameter.nbytes for parameter in model.parameters())
     assert kept < before
-    assert (model.untied_head is None) is tied
-    assert model.untied_head is None or model.untied_head.numel() == 0
+    assert model.lm_head in linears
+    assert model.embed_tokens.weight.numel() > 0
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
 
 

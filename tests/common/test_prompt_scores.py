@@ -111,13 +111,14 @@ def test_what_is_cached_is_computed_again(phase: str) -> None:
 
 def test_no_more_than_a_few_rows_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("phase6_paged")
-    head, rows = CausalLM.head, []
+    head, rows = engine.runner.model.lm_head, []
+    forward = head.forward
 
-    def counted(self: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
-        return head(self, hidden)
+        return forward(hidden)
 
-    monkeypatch.setattr(CausalLM, "head", counted)
+    monkeypatch.setattr(head, "forward", counted)
     request = add(engine, PROMPTS[0], asking(top=2, tokens=1))
     run(engine)
     assert len(request.prompt_logprobs) == 149

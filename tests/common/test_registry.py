@@ -134,7 +134,7 @@ def test_weight_bytes_are_known_before_the_weights(name: str, dtype: torch.dtype
     expected = sum(weight.nbytes for weight in model.parameters())
     config = open_checkpoint(f"zoo:{name}").config
     assert weight_bytes(config, dtype) == expected
-    head = 0 if model.untied_head is not None else model.embedding.nbytes
+    head = model.embed_tokens.weight.nbytes if config.tie_word_embeddings else 0
     assert weight_bytes(config, dtype, packed=True) == expected + head
 
 

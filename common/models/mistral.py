@@ -1,0 +1,15 @@
+"""Mistral: Llama. In its first version, every layer sees a window of the latest tokens."""
+
+from __future__ import annotations
+
+from common.models.config import ConfigReader, LayerConfig, ModelConfig
+from common.models.llama import Llama
+
+
+class Mistral(Llama):
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> ModelConfig:
+        layer = LayerConfig(reader.window(), reader.rope())
+        return reader.model(
+            layers=(layer,) * reader.positive_int("num_hidden_layers"), max_position_embeddings=131_072
+        )
