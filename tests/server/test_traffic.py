@@ -88,11 +88,16 @@ def test_sixteen_at_once_all_complete_and_one_more_is_refused(busy: ServerProces
 
 def test_everyone_completes_where_blocks_run_out(busy: ServerProcess, phase: str) -> None:
     orders = [{"prompt": f"The fox number {number}", **LONG} for number in range(4)]
+    batch = hold_a_full_batch(busy)
+    room = busy.queue_room()
     crowd = in_background(4, lambda number: post(busy, **orders[number]))
+    eventually(lambda: busy.queue_room() == room - 4)  # so they will be computed together
+    busy.order("open")
+    assert batch.result(HANG_S).status_code == 200
     texts = [text_of(each.result(HANG_S)) for each in crowd]
     counters = busy.counters()
     assert (counters["preemptions"] > 0) == (phase in PAGED)
-    assert (counters["requests_finished"], counters["requests_failed"]) == (4, 0)
+    assert (counters["requests_finished"], counters["requests_failed"]) == (8, 0)
     assert texts == [text_of(busy.post(**order)) for order in orders], "the same as each alone"
     eventually(lambda: busy.client.get("/telemetry").json()["steps"][-1]["kv_reserved_tokens"] == 0)
 
