@@ -16,14 +16,13 @@ from typing import Any
 import httpx
 
 from common.errors import StartupError
-from common.phases import phase_names, phases_in_words
+from common.phases import phase_names, phase_number, phases_in_words
 
 START_TIMEOUT_S = 600.0  # a large checkpoint from a slow disk takes minutes
 STOP_TIMEOUT_S = 45.0  # longer than a server's own --shutdown-timeout
 LOG_LINES = 200
 
 _URL = re.compile(r"http://[\w.\-]+:[1-9]\d*")
-_PHASE_NUMBER = re.compile(r"phase(\d+)_")
 
 Options = dict[str, str]  # long options without their dashes; a flag's value is empty
 
@@ -122,17 +121,12 @@ def find_phase_module(name: str) -> str:
     matches = [
         module
         for module in names
-        if (name == _phase_number(module) if name.isdigit() else name in module.partition("_")[2])
+        if (int(name) == phase_number(module) if name.isdecimal() else name in module.partition("_")[2])
     ]
     if len(matches) != 1:
         what = f"could be {', '.join(matches)}" if matches else f"is no phase; there are {phases_in_words()}"
         raise StartupError(f"--phases: {name!r} {what}")
     return matches[0]
-
-
-def _phase_number(module: str) -> str:
-    match = _PHASE_NUMBER.match(module)
-    return match[1] if match else ""
 
 
 VARIANT_STEP = 0.001  # between the columns of one phase's variants
@@ -151,7 +145,7 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
         StartupError: there is no such phase.
     """
     module = find_phase_module(name)
-    number = int(_phase_number(module))
+    number = phase_number(module)
     options = {
         "model": setup.model,
         "device": setup.device,

@@ -1,10 +1,15 @@
-"""Finding a phase by name. `common` names none: they register under an entry point group, or are named in full."""
+"""Finding a phase by name. `common` names no phase.
+
+A phase is registered by its package's place and name, `phaseN_idea` beside `common`. A package of another project
+registers itself by an entry point of the group `infer.phases`.
+"""
 
 from __future__ import annotations
 
 import importlib
-import itertools
+import re
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Protocol
 
 from common.build import EngineBuilder
@@ -13,6 +18,9 @@ from common.engine import Phase
 from common.errors import StartupError
 
 GROUP = "infer.phases"
+
+_ROOT = Path(__file__).resolve().parents[1]
+_NAME = re.compile(r"phase(\d+)_\w+")
 
 
 class PhasePackage(Protocol):
@@ -24,8 +32,10 @@ class PhasePackage(Protocol):
 
 
 def phase_names() -> list[str]:
-    """The registered phases' module names, lowest number first."""
-    return sorted((entry.value for entry in entry_points(group=GROUP)), key=_phase_number)
+    """Return the registered phases' module names, lowest number first."""
+    beside = {path.parent.name for path in _ROOT.glob("phase*_*/__init__.py")}
+    elsewhere = {entry.value for entry in entry_points(group=GROUP)}
+    return sorted((name for name in beside | elsewhere if _NAME.fullmatch(name)), key=phase_number)
 
 
 def phases_in_words() -> str:
@@ -33,8 +43,11 @@ def phases_in_words() -> str:
     return f"{', '.join(phase_names())}, by name or number"
 
 
-def _phase_number(module: str) -> int:
-    return int("".join(itertools.takewhile(str.isdigit, module.removeprefix("phase"))) or 0)
+def phase_number(module: str) -> int:
+    """Return the number in a phase's module name."""
+    match = _NAME.fullmatch(module)
+    assert match is not None, module
+    return int(match[1])
 
 
 def find_phase(name: int | str) -> PhasePackage:
@@ -46,7 +59,7 @@ def find_phase(name: int | str) -> PhasePackage:
     name = str(name)
     names = phase_names()
     if name.isdecimal():
-        matches = [module for module in names if _phase_number(module) == int(name)]
+        matches = [module for module in names if phase_number(module) == int(name)]
     else:
         matches = [module for module in names if module == name] or [m for m in names if name in m]
     if len(matches) == 1:
@@ -57,7 +70,7 @@ def find_phase(name: int | str) -> PhasePackage:
 
 
 def _import_unregistered(name: str) -> PhasePackage:
-    """A phase that is named in full because no entry point names it."""
+    """Import a phase that is named in full because it is not registered."""
     unknown = StartupError(f"no phase {name!r}; there are {phases_in_words()}")
     if not all(part.isidentifier() for part in name.split(".")):
         raise unknown

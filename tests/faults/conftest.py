@@ -12,7 +12,7 @@ import pytest
 from common.server.backlogs import Backlogs
 from common.server.connections import ConnectionLimits
 from tests.faults.neighbours import Neighbours
-from tests.server.conftest import PHASES
+from tests.server.conftest import PHASES, with_option
 from tests.server.support import LocalServer
 
 #: What runs in the ordinary suite; the rest is slow, for there are many of them.
@@ -50,8 +50,8 @@ def options_of(phase: str) -> dict[str, Any]:
         "max_batch_size": BATCH,
         "max_waiting_requests": QUEUE,
         "max_seq_len": MAX_SEQ_LEN,
-        **({"prefill_chunk_size": 64} if phase >= "phase7" else {}),
-        **({"captured_steps": False} if phase >= "phase9" else {}),
+        **({"prefill_chunk_size": 64} if phase in with_option("prefill_chunk_size") else {}),
+        **({"captured_steps": False} if phase in with_option("captured_steps") else {}),
     }
 
 

@@ -23,7 +23,7 @@ from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly
 from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
-from common.phases import find_phase
+from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.sampling import Sampled, TokenMasks
 from common.streams import Done, Pending
@@ -81,6 +81,7 @@ VARIANTS = [
     Variant("phase9_pipelined", {"prefill_mode": "drained", "captured_steps": False}),
     Variant("phase9_pipelined", {"use_chunked_prefill": False, "enable_prefix_caching": False}),
 ]
+VARIANTS += [Variant(name) for name in phase_names() if name not in {variant.phase for variant in VARIANTS}]
 
 MODELS = [
     "zoo:llama-tiny",

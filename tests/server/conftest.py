@@ -1,4 +1,4 @@
-"""Every test of the API runs against every phase: a new phase joins by one line."""
+"""Every test of the API runs against every registered phase."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from common.phases import find_phase, phase_names
 from tests.server.support import ServerProcess
 
-PHASES = [
-    "phase4_static",
-    "phase5_continuous",
-    "phase6_paged",
-    "phase7_chunked",
-    "phase8_prefix",
-    "phase9_pipelined",
-]
+PHASES = phase_names()
+
+
+def with_option(name: str) -> set[str]:
+    """Return the phases that have an option of this name."""
+    return {phase for phase in PHASES if name in find_phase(phase).Config.model_fields}
+
 
 #: Phases that find again what they have computed.
-CACHING = {"phase8_prefix", "phase9_pipelined"}
+CACHING = with_option("enable_prefix_caching")
 
 
 def called_from_python(phase: str) -> tuple[str, ...]:
     """Options for a server whose passes a test is to hold and break: none of them may be a recording."""
-    return ("--no-captured-steps",) if phase == "phase9_pipelined" else ()
+    return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
 
 
 #: What later phases run in the ordinary suite; the rest of theirs is slow, for there are many of them.

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import called_from_python
+from tests.server.conftest import called_from_python, with_option
 from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import hold_a_full_batch, in_background, post
 
 QUEUE = 16
-PAGED = {"phase6_paged", "phase7_chunked", "phase8_prefix", "phase9_pipelined"}
+PAGED = with_option("block_size")
 LONG = {"max_tokens": 100, "ignore_eos": True}  # seven blocks of 16 tokens
 
 

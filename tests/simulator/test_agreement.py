@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.engine import Engine
+from common.phases import phase_names, phase_number
 from common.request import Request, StepOutput
 from common.scheduling import StepPlan
 from common.telemetry import StepRecord
@@ -16,8 +17,7 @@ from simulator import ONE_SECOND_A_PASS, simulate_engine
 from simulator.loop import params
 from tests.engine_helpers import Clock, assert_all_free, build
 
-PHASES = (4, 5, 6, 7, 8, 9)
-NAMES = {4: "static", 5: "continuous", 6: "paged", 7: "chunked", 8: "prefix", 9: "pipelined"}
+NAMES = {phase_number(name): name for name in phase_names()}
 SHARED = list(range(1, 25))  # six blocks that half of the prompts begin with
 
 Coming = list[tuple[int, list[int], int]]  # before which step, the prompt, how many tokens it asks for
@@ -83,8 +83,8 @@ def both(phase: int, **options: Any) -> tuple[Engine, Engine]:
 TIGHT = {"block_size": 4, "num_blocks": 24}  # less than two of the longest: somebody is preempted
 
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
-    *((phase, {}) for phase in PHASES),
-    *((phase, TIGHT) for phase in PHASES if phase >= 6),
+    *((phase, {}) for phase in NAMES),
+    *((phase, TIGHT) for phase in NAMES if phase >= 6),
     (5, {"max_prefill_pass_tokens": 16}),
     (6, {"kv_cache_backend": "contiguous"}),
     (7, TIGHT | {"prefill_chunk_size": 5, "prefill_token_budget": 9}),

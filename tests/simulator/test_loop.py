@@ -11,6 +11,7 @@ import pytest
 from benchmarks.metrics import summarize
 from benchmarks.workloads import WORKLOADS, planned_requests
 from common.engine import Engine
+from common.phases import phase_names, phase_number
 from simulator import (
     Arrival,
     LinearCost,
@@ -24,7 +25,7 @@ from simulator import (
 from simulator.observers import Summary
 from tests.engine_helpers import assert_all_free
 
-PHASES = (4, 5, 6, 7, 8, 9)
+PHASES = [phase_number(name) for name in phase_names()]
 COST = LinearCost(
     pass_base_s=0.01,
     column_s=1e-6,
