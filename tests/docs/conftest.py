@@ -72,7 +72,9 @@ def read_page(path: Path) -> Page:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. A warning fails the build, and with it every test that wants the site."""
+    """Build the site, unless BUILT_SITE names a folder with it. A warning fails the build, and so every test."""
+    if built := os.environ.get("BUILT_SITE"):
+        return Path(built)
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1"}
