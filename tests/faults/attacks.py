@@ -42,11 +42,16 @@ def target_of(server: ServerProcess) -> Target:
 
 
 def memory_bytes(server: ServerProcess) -> int:
-    """Resident memory of the server and of the processes that it has started."""
+    """Return the resident memory of the server and of the processes that it has started.
+
+    Shared memory does not count: each process that maps Ray's object store would count it again, and the store
+    keeps its pages.
+    """
     process, total = psutil.Process(server.process.pid), 0
     for each in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += each.memory_info().rss
+            held = each.memory_info()
+            total += held.rss - getattr(held, "shared", 0)
     return total
 
 
