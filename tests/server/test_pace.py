@@ -50,7 +50,10 @@ def test_a_flood_of_refusals_waits_and_every_one_is_sent(monkeypatch: pytest.Mon
 
     async def flood() -> None:
         for _ in range(PaceRefusals.BURST + 8):
-            assert [message["type"] for message in await ask()] == ["http.response.start", "http.response.body"]
+            assert [message["type"] for message in await ask()] == [
+                "http.response.start",
+                "http.response.body",
+            ]
 
     asyncio.run(flood())
     assert sleeper.slept == pytest.approx([(i + 1) / PaceRefusals.PER_S for i in range(8)])
@@ -92,7 +95,7 @@ def test_other_answers_do_not_wait(
 
 def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that waits may hold a body of two megabytes."""
-    ask, sleeper = paced(422, monkeypatch)
+    ask, _sleeper = paced(422, monkeypatch)
     begun: list[float] = []
 
     async def flood() -> None:
