@@ -7,8 +7,11 @@ import inspect
 import pkgutil
 from pathlib import Path
 
+from docs.building.folding import folded
+
 ROOT = Path(__file__).resolve().parents[2]
 EXERCISES = ROOT / "docs" / "exercises"
+SOLUTION = "- one way to solve it\n"  # the heading of an exercise's last section
 
 
 def source(name: str) -> str:
@@ -26,19 +29,19 @@ def source(name: str) -> str:
 
 
 def solution(name: str) -> str:
-    """The reference solution of an exercise, folded away."""
-    code = (EXERCISES / "solutions" / f"{name}.py").read_text().strip()
-    body = "\n".join(f"    {line}".rstrip() for line in ["```python", *code.splitlines(), "```"])
-    return f'??? tip "One way to solve it"\n\n{body}\n'
+    """Return the solution at the end of an exercise's file, folded away."""
+    code = (EXERCISES / f"{name}.py").read_text(encoding="utf-8").partition(SOLUTION)[2].strip()
+    assert code, f"{name} has no solution"
+    return folded("One way to solve it", f"```python\n{code}\n```", "tip")
 
 
 def exercise_command(name: str) -> str:
-    """What to edit and what to run, for one exercise."""
-    for path in (EXERCISES / f"{name}.py", EXERCISES / f"check_{name}.py"):
-        assert path.is_file(), path
+    """Return what to edit and what to run, for one exercise."""
+    path = f"docs/exercises/{name}.py"
+    assert (ROOT / path).is_file(), path
     return (
-        f"Edit `docs/exercises/{name}.py`, then let the check judge it:\n\n"
-        f"```sh\n.venv/bin/pytest docs/exercises/check_{name}.py\n```\n"
+        f"Edit the beginning of `{path}` (its end gives a solution away), then let its tests judge it:\n\n"
+        f"```sh\n.venv/bin/pytest {path}\n```\n"
     )
 
 
