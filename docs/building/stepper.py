@@ -23,7 +23,6 @@ from typing import Any
 from common.phases import find_phase, phase_names
 from common.server import live_view
 from common.step_trace import StepTrace
-from docs.building import pictures
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 
 MAX_SEQ_LEN, BLOCK_SIZE = 128, 8
@@ -153,7 +152,7 @@ def stepper(
     chunk: int = 16,
     root: str = "",
 ) -> str:
-    """The stepper on a page, opened at these settings. Who has no JavaScript sees the phases' plain pictures.
+    """Return the stepper for a page, opened at these settings.
 
     Args:
         root: from the page to the site's root.
@@ -171,9 +170,10 @@ def stepper(
     }
     opened = {"left": left, "right": right, "story": story, "seats": seats, "blocks": blocks, "chunk": chunk}
     data = json.dumps({"choices": choices, "opened": opened}).replace("<", "\\u003c")
-    still = "".join(
-        f"<p><strong>Phase {phase.number}: {phase.title.lower()}</strong></p>{pictures.timeline(phase.slug)}"
-        for phase in (find_phase(number).PHASE for number in (left, right))
+    still = (
+        "<p>This picture moves and needs JavaScript. Pictures that do not move are on the pages of "
+        f'<a href="{root}phases/static.html#a-picture">phase 4</a> and '
+        f'<a href="{root}phases/continuous.html#a-picture">phase 5</a>.</p>'
     )
     return (
         f'<div class="stepper"><script type="application/json">{data}</script>{still}</div>\n'

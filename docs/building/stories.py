@@ -1,12 +1,13 @@
-"""A measured section as it is read: the picture that tells the story, and all else folded; a tab for each model."""
+"""Measured sections of pages: the main picture open, the rest folded, a tab for each model; and single ratios."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import columns_of, median_of
 from docs.building.folding import folded, indented
 from docs.building.results import (
     HEADLINES,
@@ -15,6 +16,7 @@ from docs.building.results import (
     RESULTS,
     Group,
     chosen,
+    complete_groups,
     group_table,
     measured_table,
     missing,
@@ -23,6 +25,7 @@ from docs.building.results import (
 )
 
 Entry = dict[str, Any]
+REPEATS = 3  # of each server: fewer say little about chance
 
 
 def measured_section(
@@ -49,6 +52,43 @@ def measured_section(
         f'=== "{_tab_title(group)}"\n\n{indented(part)}\n' for group, part in zip(found, parts, strict=True)
     ]
     return "\n".join(tabs)
+
+
+def ratio(
+    workload: str,
+    before: str,
+    after: str,
+    line: str,
+    model: str = "dummy:llama-60m",
+    results: Path = RESULTS,
+) -> str:
+    """Return one line of the newest comparison of two servers, such as `×0.45`, for a sentence."""
+    found = dict(model_ratios(workload, before, after, line, results))
+    return f"×{found[model]:.2f}" if model in found else "(not measured yet)"
+
+
+def ratios(workload: str, before: str, after: str, line: str, results: Path = RESULTS) -> str:
+    """Return the same line for each model that was measured, such as `×0.45 (dummy:a), ×0.50 (dummy:b)`."""
+    found = model_ratios(workload, before, after, line, results)
+    return ", ".join(f"×{value:.2f} (`{model}`)" for model, value in found) or "(not measured yet)"
+
+
+def model_ratios(
+    workload: str, before: str, after: str, line: str, results: Path = RESULTS
+) -> Iterator[tuple[str, float]]:
+    """Yield each model and the ratio in its newest comparison of two servers with enough repeats."""
+    asked = next(each for each in LINES if each.title == line)
+    newest: dict[str, Group] = {}
+    for group in complete_groups(results):
+        run = group.first
+        fits = run.workload.name == workload and {before, after} <= set(group.labels)
+        if fits and not run.workload.quick and not group.local and group.repeats >= REPEATS:
+            newest.setdefault(run.server.model, group)
+    for model, group in newest.items():
+        columns = {runs[0].server.label: runs for runs in columns_of(group.runs)}
+        old, new = median_of(columns[before], asked), median_of(columns[after], asked)
+        if old and new is not None:
+            yield model, new / old
 
 
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
