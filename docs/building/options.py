@@ -8,7 +8,6 @@ import typing
 from collections.abc import Mapping, Set
 from typing import Any
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from benchmarks.calibrate import LOADS
@@ -21,6 +20,8 @@ from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest
 from common.server.schemas.unimplemented import TABLES, lines_of
 
+#: Attributes of a field's metadata (`annotated_types`), and how a page writes them.
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "max_length": "at most"}
 PLURALS = {
     "integer": "integers",
     "text": "texts",
@@ -150,23 +151,16 @@ def _json(value: Any) -> str:
 
 def _values(field: FieldInfo) -> str:
     """The values a field takes, as people write them."""
-    bounds = []
-    for each in field.metadata:
-        match each:
-            case annotated_types.Ge():
-                bounds.append(f"≥ {_bound(each.ge)}")
-            case annotated_types.Gt():
-                bounds.append(f"> {_bound(each.gt)}")
-            case annotated_types.Le():
-                bounds.append(f"≤ {_bound(each.le)}")
-            case annotated_types.Lt():
-                bounds.append(f"< {_bound(each.lt)}")
-            case annotated_types.MaxLen():
-                bounds.append(f"at most {each.max_length}")
+    bounds = [
+        f"{sign} {_bound(getattr(each, name))}"
+        for each in field.metadata
+        for name, sign in SIGNS.items()
+        if getattr(each, name, None) is not None
+    ]
     return _escape(", ".join([_type(field.annotation), *bounds]))
 
 
-def _bound(value: Any) -> str:
+def _bound(value: float) -> str:
     if isinstance(value, int) and abs(value) >= 2**31:
         return f"{'-' if value < 0 else ''}2^{abs(value).bit_length() - 1}"
     return f"{value:g}"

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.phases import find_phase, phase_names
-from common.server import live_view
 from common.step_trace import StepTrace
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 
@@ -129,17 +128,6 @@ def trace(setting: Setting) -> dict[str, Any]:
 def script(setting: Setting) -> str:
     """A trace as a file that a page loads."""
     return f"stepTraces[{setting.name!r}]={json.dumps(trace(setting), separators=(',', ':'))};\n"
-
-
-def stepper_cost(name: str) -> str:
-    """A price of `COST`, in milliseconds."""
-    return f"{getattr(COST, name) * 1000:g}"
-
-
-def live_view_limit(name: str) -> str:
-    """One of the live view's; a share as a percentage."""
-    value = getattr(live_view, name)
-    return f"{value * 100:g}" if isinstance(value, float) else str(value)
 
 
 def stepper(

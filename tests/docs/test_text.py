@@ -30,6 +30,7 @@ from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
+from common.server import live_view
 from common.telemetry import Telemetry
 from docs.building import code, ledger, options, results, stories
 from tests.docs.conftest import ROOT
@@ -324,6 +325,16 @@ def test_source_is_cut_out_whole() -> None:
     ast.parse(shown.split("\n", 1)[1].rsplit("```", 1)[0])
     with pytest.raises((AttributeError, ModuleNotFoundError)):
         code.source("phase4_static.scheduler.StaticScheduler.no_such_method")
+
+
+def test_limits_of_the_live_view_are_the_codes() -> None:
+    text = " ".join((ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"at most (\d+) frames a second, .*? at most ([\d.]+) % .*? At most (\d+) may look", text
+    )
+    assert said is not None
+    limits = (live_view.MAX_FRAMES_PER_S, live_view.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
+    assert tuple(float(each) for each in said.groups()) == pytest.approx(limits)
 
 
 # ---------------------------------------------------------------------- results
