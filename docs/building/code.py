@@ -1,4 +1,4 @@
-"""Code shown on pages: cut out of the tree when the site is built, so that a page cannot show yesterday's."""
+"""Code on pages, cut out of the tree when the site is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOLUTION = "- one way to solve it\n"  # the heading of an exercise's last sectio
 
 
 def source(name: str) -> str:
-    """An object's source as a code block, titled with its file and line, and a link to its reference entry.
+    """Return an object's source as a code block, titled with its file and line.
 
     Args:
         name: in full, such as `common.kv.KVPool.view`. A name that has moved fails the build.
@@ -46,20 +46,20 @@ def exercise_command(name: str) -> str:
 
 
 def reference(*packages: str) -> str:
-    """Reference entries of all modules of some packages; one that ends in `.` is meant without its subpackages."""
+    """Return the reference of all modules of packages. A name that ends in `.` leaves out subpackages."""
     names = [name for package in packages for name in modules_of(package)]
     return "\n\n".join(f"::: {name}{_without_reexports(name)}" for name in names) + "\n"
 
 
 def _without_reexports(name: str) -> str:
-    """A phase's package exports its parts under common names; they have their own entries, where they are."""
+    """Return options that leave out what a package only imports: it has an entry where it is defined."""
     if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
         return ""
     return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'
 
 
 def modules_of(package: str) -> list[str]:
-    """A package's modules by name, the package itself first if it holds more than a docstring."""
+    """Return a package's modules, the package itself first if it holds more than a docstring."""
     alone = package.endswith(".")
     folder = ROOT.joinpath(*package.rstrip(".").split("."))
     found = []
@@ -73,7 +73,7 @@ def modules_of(package: str) -> list[str]:
 
 
 def _with_colon(name: str) -> str:
-    """`package.module.Class.method` as `package.module:Class.method`, which is how `resolve_name` is sure."""
+    """Turn `package.module.Class.method` into `package.module:Class.method`, for `resolve_name`."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:cut])

@@ -31,7 +31,7 @@ PLURALS = {
 
 
 def phases_table() -> str:
-    """Every registered phase."""
+    """Return a row for every registered phase."""
     rows = ["| phase | package | the one idea | port |", "| ---: | --- | --- | ---: |"]
     for name in phase_names():
         phase = find_phase(name).PHASE
@@ -40,7 +40,7 @@ def phases_table() -> str:
 
 
 def options_table(*, phase: str | None = None) -> str:
-    """Options of a phase that the phase before does not have alike; without a phase, those all share.
+    """Return the options that a phase adds or changes; without a phase, the options that all phases share.
 
     Args:
         phase: its module's name.
@@ -57,7 +57,7 @@ def options_table(*, phase: str | None = None) -> str:
 
 
 def fields_table(fields: Mapping[str, FieldInfo]) -> str:
-    """A line for each option."""
+    """Return a row for each option."""
     rows = ["| option | default | meaning | values |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{flag_of(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
@@ -121,12 +121,12 @@ def workloads_table() -> str:
 
 
 def offered_load(workload: str) -> str:
-    """Requests a workload sends for each that could be served, see `benchmarks.calibrate`."""
+    """Return how many requests a workload sends for each that could be served (`benchmarks.calibrate`)."""
     return f"{LOADS[workload]:g}"
 
 
 def _shows(workload: Workload, numbers: Set[int]) -> str:
-    """What to look at, and in which phases, where there are both."""
+    """Return what a workload shows, and the phases that it compares if both are registered."""
     pair = workload.phase, workload.phase - 1
     return f"{workload.shows}: {pair[0]} against {pair[1]}" if numbers >= set(pair) else workload.shows
 
@@ -150,7 +150,7 @@ def _json(value: Any) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """The values a field takes, as people write them."""
+    """Return the type and the bounds of a field, in words."""
     bounds = [
         f"{sign} {_bound(getattr(each, name))}"
         for each in field.metadata

@@ -35,12 +35,12 @@ PHASES_WITH_BLOCKS, PHASES_WITH_CHUNKS = 6, 7
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Who comes when.
+    """The requests of a trace.
 
     Attributes:
-        title: for the page.
-        clients: for each the second of its arrival, prompt tokens of its own, and tokens it asks for.
-        shared: tokens that all prompts begin with.
+        title: as the page says it.
+        clients: each request's arrival in seconds, its own prompt tokens, and the tokens it asks for.
+        shared: the number of tokens that all prompts begin with.
     """
 
     title: str
@@ -83,7 +83,7 @@ STORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the sliders say. A phase takes no notice of what it has not: see `name`."""
+    """A position of the sliders. `name` leaves out what the phase does not have."""
 
     phase: int
     seats: int
@@ -93,7 +93,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its file, and what `stepper.js` asks for."""
+        """The name of the trace's file, by which `stepper.js` loads it."""
         parts = [f"p{self.phase}", f"s{self.seats}"]
         if self.phase >= PHASES_WITH_BLOCKS:
             parts.append(f"b{self.blocks}")
@@ -111,14 +111,14 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Every point of the grid, each name once."""
+    """Return every position of the sliders, each name once."""
     numbers = [find_phase(name).PHASE.number for name in phase_names()]
     grid = itertools.product(numbers, SEATS, BLOCKS, CHUNKS, STORIES)
     return list({setting.name: setting for setting in itertools.starmap(Setting, grid)}.values())
 
 
 def trace(setting: Setting) -> dict[str, Any]:
-    """What a phase does with a story."""
+    """Run a phase over a story and return its steps."""
     engine = simulate_engine(setting.phase, COST, **setting.options())
     steps = StepTrace(engine)
     run(engine, STORIES[setting.story].arrivals(), Timelines())
@@ -126,7 +126,7 @@ def trace(setting: Setting) -> dict[str, Any]:
 
 
 def script(setting: Setting) -> str:
-    """A trace as a file that a page loads."""
+    """Return a trace as a script that a page loads."""
     return f"stepTraces[{setting.name!r}]={json.dumps(trace(setting), separators=(',', ':'))};\n"
 
 

@@ -36,10 +36,10 @@ def measured_section(
     results: Path = RESULTS,
     folder: Path = PLOTS,
 ) -> str:
-    """A workload's newest comparisons that have these servers, a tab for each model where there are several.
+    """Return a workload's newest comparisons that have these servers, with a tab for each model.
 
     Args:
-        first: the figure that stands open.
+        first: the name of the figure that is not folded.
         root: from the page to the site's root.
     """
     found = chosen(workload, labels, results)
@@ -92,26 +92,26 @@ def model_ratios(
 
 
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
-    """A measured table, folded."""
+    """Return a measured table, folded."""
     return folded(title, measured_table(name, results))
 
 
 def folded_sweep(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """A sweep's tables, folded."""
+    """Return a sweep's tables, folded."""
     return folded("Each setting", sweep_table(workload, *options, results=results))
 
 
 def story_picture(
     workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
 ) -> str:
-    """One figure of a workload's newest comparison of these servers, and nothing else."""
+    """Return one figure of a workload's newest comparison of these servers."""
     found = chosen(workload, labels, results)[:1]
     entries = [entry for group in found for entry in _drawn(group, labels, folder)]
     return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
 
 
 def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
-    """All figures that were drawn of a comparison, folded; nothing where none were."""
+    """Return all figures that were drawn of a comparison, folded; "" if there are none."""
     run = group.first
     same = [
         entry
@@ -124,12 +124,12 @@ def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
 
 
 def figures(name: str, root: str = "", folder: Path = PLOTS) -> str:
-    """What was drawn under this name; nothing where it was not."""
+    """Return the figures that were drawn under this name; "" if there are none."""
     return "\n".join(picture(entry, root) for entry in _entries(folder) if entry["workload"] == name)
 
 
 def picture(entry: Entry, root: str) -> str:
-    """A figure, light and dark, and its caption."""
+    """Return a figure, light and dark, and its caption."""
     width, height = entry["size"]
     # With its size the page keeps a figure's place free while the figure loads.
     shape = f"loading=lazy width={width} height={height}"
@@ -156,7 +156,7 @@ def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: P
 
 
 def _drawn(group: Group, labels: Sequence[str], folder: Path) -> list[Entry]:
-    """Figures of this comparison; where another one was drawn for the same model and servers, of that."""
+    """Return the figures of this comparison, or those of another one with the same model and servers."""
     run = group.first
     fitting = [
         entry
