@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -56,11 +56,13 @@ def options_table(*, phase: str | None = None) -> str:
     return fields_table(fields)
 
 
-def fields_table(fields: Mapping[str, FieldInfo]) -> str:
-    """Return a row for each option."""
-    rows = ["| option | default | meaning | values |", "| --- | --- | --- | --- |"]
+def fields_table(
+    fields: Mapping[str, FieldInfo], head: str = "option", written: Callable[[str], str] = flag_of
+) -> str:
+    """Return a row for each field, whose name is shown as `written` returns it."""
+    rows = [f"| {head} | default | meaning | values |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| `{flag_of(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
+        f"| `{written(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
         for name, field in fields.items()
     ]
     return "\n".join(rows) + "\n"
@@ -76,12 +78,8 @@ def request_fields_table(route: str) -> str:
     if route == "chat":
         shared = GenerationRequest.model_fields.keys()
         fields = {name: field for name, field in fields.items() if name not in shared}
-    rows = ["| field | default | meaning | values |", "| --- | --- | --- | --- |"]
-    rows += [
-        f"| `{name}` | {_default('', field)} | {_escape(field.description)} | {_values(field)} |"
-        for name, field in sorted(fields.items(), key=lambda item: not item[1].is_required())
-    ]
-    return "\n".join(rows) + "\n"
+    required_first = sorted(fields.items(), key=lambda item: not item[1].is_required())
+    return fields_table(dict(required_first), "field", str)
 
 
 def unimplemented_fields_table() -> str:
