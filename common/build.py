@@ -1,4 +1,4 @@
-"""Putting an engine together: from options to a model, its KV pool, a scheduler and a runner."""
+"""Builds an engine from options: loads the model and makes its KV pool, scheduler and runner."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 @dataclass(frozen=True, slots=True)
 class EngineBuilder(Generic[ConfigT]):
-    """A phase's `build_engine`: its parts, and how they become an engine.
+    """A phase's `build_engine`: the classes of its parts. Calling it builds an engine from them.
 
     Attributes:
         phase: the phase's number, name and idea.
-        config: the class of its options.
-        scheduler: the class of its scheduler.
-        runner: the class of its runner.
-        pool: makes the KV pool of a config, the shape of a token's keys and values, and a device.
+        config: the class of the phase's options.
+        scheduler: the class of the phase's scheduler.
+        runner: the class of the phase's runner.
+        pool: makes the KV pool from a config, the shape of a token's keys and values, and a device.
     """
 
     phase: Phase
@@ -61,12 +61,12 @@ class EngineBuilder(Generic[ConfigT]):
         tokenizer: Tokenizer | None = None,
         clock: Clock = time.monotonic,
     ) -> Engine:
-        """An engine around a ready model and its tokenizer, or the ones that `config.model` names.
+        """Build an engine around a loaded model and its tokenizer, or around the model that `config.model` names.
 
-        Made in a thread that ends: whoever asked for it has computed nothing, and keeps no workers for that.
+        The engine is built in a thread that ends, so the calling thread gets no pool of libgomp workers.
 
         Raises:
-            StartupError: the model cannot be loaded, an option asks for more than it has, or memory is short.
+            StartupError: the model cannot be loaded, an option exceeds the model's limits, or memory is short.
         """
         engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
         engine.runner.warm_up()
@@ -77,12 +77,12 @@ class EngineBuilder(Generic[ConfigT]):
     ) -> Engine:
         if model is None:
             checkpoint = open_checkpoint(config.model)
-            config = _settle(config, checkpoint.config.max_position_embeddings)
+            config = _resolve(config, checkpoint.config.max_position_embeddings)
             model, tokenizer = _load(checkpoint, config)
         elif tokenizer is None:
             raise ValueError("a ready model needs its tokenizer")
         else:
-            config = _settle(config, model.max_positions)
+            config = _resolve(config, model.max_positions)
             check_memory(config, model.config, model.dtype, model.device, weights=0)
         shape = KVShape.of(model.config, model.dtype)
         telemetry = Telemetry()
@@ -98,15 +98,15 @@ class EngineBuilder(Generic[ConfigT]):
         )
 
 
-def _settle(config: ConfigT, model_limit: int) -> ConfigT:
-    """The options with the longest sequence resolved."""
+def _resolve(config: ConfigT, model_limit: int) -> ConfigT:
+    """Return the options with `max_seq_len` resolved."""
     return config.model_copy(update={"max_seq_len": config.resolve_max_seq_len(model_limit)})
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
-    """A checkpoint's model and tokenizer. Its rotary tables end at the longest sequence served.
+    """Load a checkpoint's model and tokenizer. The rotary tables end at the longest sequence served.
 
-    That everything fits into memory is seen to first: weights take a while to read.
+    Memory is checked before the weights are read, which takes a while.
     """
     assert config.max_seq_len is not None
     device = resolve_device(config.device)
@@ -136,10 +136,10 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
 
 
 def _warm_up(model: CausalLM) -> None:
-    """A pass of each kind there is, so that no client pays for what is compiled or probed on first use.
+    """Run a pass of each kind, so that no request waits for kernels to be compiled or probed on first use.
 
-    On a GPU every kernel is compiled when it is first launched. Which ones a pass launches depends on whether its
-    sequences have one query or several, and on whether one that decodes is so long that its columns are split.
+    On a GPU a kernel is compiled when it is first launched. The kernels of a pass depend on whether its sequences
+    have one query or several, and on whether a decoding sequence is so long that its columns are split.
     """
     columns = min(model.max_positions, MIN_SPLIT_COLUMNS + 16)
     prompt = min(8, columns - 1)
@@ -154,7 +154,7 @@ def _warm_up(model: CausalLM) -> None:
     decode = Span.exact(0, prompt, prompt + 1), Span.exact(1, prompt, prompt + 1)
     mixed = Span.exact(0, columns - 1, columns), Span.exact(1, 0, prompt)
     for spans in (prefill, decode, mixed):
-        # What the pass finds in earlier columns need not be computed: zeros do as well.
+        # Earlier columns need not be computed: the pass may read zeros there.
         cache.advance(Span.exact(span.slot, 0, span.start) for span in spans)
         view = cache.view(spans)
         ends = list(itertools.accumulate(span.end - span.start for span in spans))
@@ -165,4 +165,4 @@ def _warm_up(model: CausalLM) -> None:
         )
         with torch.inference_mode():
             sampled = sample(model(batch, view), requests)
-        sampled.token_ids.tolist()  # waits for the device, so that what failed there is raised here
+        sampled.token_ids.tolist()  # waits for the device, so that its errors are raised here

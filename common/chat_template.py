@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: messages to the one text that the model was trained to answer.
+"""A checkpoint's chat template: turns messages into the text format that the model was trained on.
 
 A template is a Jinja program that comes with the weights. It is rendered as `transformers` renders it, in a sandbox
-that lets it change nothing and reach nothing but what it is given.
+where it can read its variables only, and change nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from common.errors import InvalidRequestError, StartupError
 
 Message = Mapping[str, Any]
 
-#: What a template finds under a name of its own: chat_template_kwargs cannot stand in for it.
+#: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-#: Marks where a message ends that is to be continued. The space tells whether the template strips what it is given.
+#: Marks the end of a message that the model continues. If the space is missing, the template strips its messages.
 _END = "\ue000the end of the last message\ue000 "
 
 
 class ChatTemplate:
-    """One template, compiled.
+    """A compiled chat template.
 
     Args:
         source: the Jinja program.
-        special_tokens: what it may call by name, such as `bos_token`.
+        special_tokens: variables such as `bos_token`, by name.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is none.
+        jinja2.TemplateSyntaxError: `source` is no valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -83,16 +83,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation. It has all special tokens that belong to it.
+        """Return a conversation as text, with all its special tokens.
 
         Args:
             messages: each with its `role`, and a text as its `content`.
-            add_generation_prompt: end with what an answer begins after.
-            continue_final_message: end within the last message instead, which the model then continues.
-            variables: what else the template may look at.
+            add_generation_prompt: end with the tokens that precede an answer.
+            continue_final_message: end within the last message, so that the model continues it.
+            variables: further variables of the template.
 
         Raises:
-            InvalidRequestError: the template takes no such messages, or does not show the one to continue.
+            InvalidRequestError: the template rejects the messages, or changes the message to continue.
         """
         messages = list(messages)
         last = messages[-1]["content"]
@@ -109,7 +109,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the model's chat template says: {error}", param="messages") from None
-        except Exception as error:  # the program's: what it does with values that it did not expect
+        except Exception as error:  # a template may raise anything on values that it did not expect
             raise InvalidRequestError(
                 f"the model's chat template fails on these messages ({type(error).__name__})",
                 param="messages",
@@ -118,7 +118,7 @@ class ChatTemplate:
 
 
 def _cut(text: str, last: str) -> str:
-    """A text up to where its last message ends."""
+    """Cut a rendered conversation at the end of its last message. InvalidRequestError: the end is not found."""
     end = text.rfind(_END.strip())
     if end < 0 or last.strip() not in text:
         raise InvalidRequestError(
@@ -131,7 +131,7 @@ def _cut(text: str, last: str) -> str:
 
 
 def _default_of(templates: Any) -> str | None:
-    """The text of `chat_template` in a tokenizer's config: one template, or a list of named ones."""
+    """Return the template in a config's `chat_template`: a text, or the one called `default` of several."""
     if isinstance(templates, list):
         templates = {each["name"]: each["template"] for each in templates}
     if isinstance(templates, dict):
@@ -140,7 +140,7 @@ def _default_of(templates: Any) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like: texts, or objects that hold one."""
+    """Return the special tokens of a tokenizer's config (`bos_token` and so on): texts, or objects with a text."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()
@@ -148,13 +148,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-# ---------------------------------------------------------------------- the language, as transformers has it
+# ---------------------------------------------------------------------- Jinja, with the extensions of transformers
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what an assistant said, for training; here it is only text."""
+    """Renders the content of `{% generation %} … {% endgeneration %}`, which marks answers for training."""
 
-    tags = {"generation"}  # noqa: RUF012 - how an extension says so
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads this attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -179,7 +179,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter escapes what HTML would mind."""
+    """Return a value as plain JSON. Jinja's own filter escapes HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""The last part of a step, on the host: a sampled token becomes text, a stop decision and an output."""
+"""Commits sampled tokens on the host, the last part of a step: text, the decision to stop, and an output."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from common.sampling import NOT_A_TOKEN
 
 
 def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
-    """Append a sampled token to its request: the text it lets out, and whether the request ends with it.
+    """Append a sampled token to its request. Returns the output: its text, and whether the request ends.
 
     Raises:
-        NaNLogitsError: the row's logits were not numbers.
-        GrammarFailedError: the request's grammar could not take the token in.
+        NaNLogitsError: the logits that the token was sampled from were not numbers.
+        GrammarFailedError: the request's grammar does not accept the token, or has failed.
     """
     if token_id == NOT_A_TOKEN:
         raise NaNLogitsError("the model's output for this request was not a number")
     if request.matcher is not None:
         request.matcher.advance(token_id)
     request.token_ids.append(token_id)
-    text, reason = _read(request, token_id)
+    text, reason = _decode_and_check(request, token_id)
     if reason is not None:
         request.finish(reason)
     elif request.matcher is not None:
-        request.matcher.begin_mask()  # while the other rows are committed, and the next pass computes
+        request.matcher.begin_mask()  # computed while other rows are committed and the next pass runs
     return StepOutput(
         request_id=request.request_id,
         token_id=token_id,
@@ -45,8 +45,11 @@ def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
     return tuple(request.prompt_logprobs)
 
 
-def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
-    """The order of checks: EOS (or a stop token), stop string, a complete grammar, length."""
+def _decode_and_check(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
+    """Return the text to deliver with a token, and why the request ends with it (None: it goes on).
+
+    The order of checks: EOS (or a stop token), stop string, complete grammar, length.
+    """
     detokenizer, matcher = request.detokenizer, request.matcher
     ending = token_id in request.ending_token_ids
     text = detokenizer.add(token_id) if detokenizer is not None and not ending else ""
@@ -63,15 +66,15 @@ def _read(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
 
 
 def fail(request: Request, error: Exception) -> StepOutput:
-    """Move a request to FAILED and say so: its terminal output."""
+    """Move a request to FAILED. Returns its terminal output."""
     request.fail(without_frames(error))
     return terminal_output(request)
 
 
 def without_frames(error: Exception) -> Exception:
-    """The same error, and those that led to it, without their tracebacks: log them first.
+    """Remove the tracebacks of an error and of its causes, and return it. Log the error before.
 
-    A traceback's frames keep a pass's tensors alive, and requests, outputs and completions keep their error.
+    Requests, outputs and completions keep their error, and a traceback's frames would keep a pass's tensors alive.
     """
     chain: list[BaseException] = [error]
     for link in chain:
@@ -82,7 +85,7 @@ def without_frames(error: Exception) -> Exception:
 
 
 def terminal_output(request: Request) -> StepOutput:
-    """The last output of a request that ended without a token: failed or cancelled."""
+    """Return the last output of a request that ended without a token: it failed or was cancelled."""
     return StepOutput(
         request_id=request.request_id,
         token_id=None,

@@ -1,4 +1,4 @@
-"""Options that every phase has. A phase's own `Config` subclasses this and adds its own.
+"""Options that every phase has. A phase's `Config` subclasses `EngineConfig` and adds its own options.
 
 A config is a plain pydantic model: building one reads no environment. `common.server.cli` wraps it for the command
 line, where field descriptions become `--help`.
@@ -60,7 +60,7 @@ class EngineConfig(BaseModel):
     )
 
     def resolve_max_seq_len(self, model_limit: int) -> int:
-        """The longest sequence served. StartupError: more was asked for than the model's positions reach."""
+        """Return the longest sequence served, in tokens. StartupError: the option exceeds the model's positions."""
         if self.max_seq_len is None:
             return min(model_limit, DEFAULT_MAX_SEQ_LEN)
         if self.max_seq_len > model_limit:
@@ -70,33 +70,33 @@ class EngineConfig(BaseModel):
         return self.max_seq_len
 
     def kv_tokens(self) -> int:
-        """KV memory at the most, in tokens. `max_seq_len` must be resolved."""
+        """Return the size of the KV memory, in tokens. `max_seq_len` must be resolved."""
         assert self.max_seq_len is not None
         return self.max_batch_size * self.max_seq_len
 
     def max_pass_tokens(self) -> int:
-        """Tokens of the widest forward pass: every prompt at its longest. `max_seq_len` must be resolved.
+        """Return the tokens of the widest forward pass: a full batch of the longest prompts.
 
-        Each of them has a column of KV memory, so it is never more than that.
+        Each token has a column of KV memory, so the KV memory is a limit. `max_seq_len` must be resolved.
         """
         assert self.max_seq_len is not None
         return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
 
     def captured_sizes(self) -> Sequence[int]:
-        """Rows of each graph that is captured on a GPU."""
+        """Return the number of rows of each CUDA graph that is captured."""
         return ()
 
     def kv_formula(self) -> str:
-        """How `kv_tokens` comes about, for the log."""
+        """Return the formula of `kv_tokens` with its numbers, for the log."""
         return f"{self.max_batch_size} × {self.max_seq_len}"
 
     def kv_advice(self) -> str:
-        """What to do where that is too much."""
+        """Return advice for the error message if the KV memory does not fit."""
         return "lower --max-batch-size or --max-seq-len"
 
 
 def resolve_device(name: str) -> torch.device:
-    """StartupError: cuda was asked for and there is none."""
+    """Return the device that an option names. StartupError: cuda was asked for and there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -105,10 +105,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type to compute in. A type the device can only emulate is worse than float32 in every way but size.
+    """Return the type to compute in. `auto` is the checkpoint's type, or float32 if the device only emulates that.
 
-    float16 is no stand-in for bfloat16, though older GPUs have it: it ends at 65,504, and activations of models
-    that were trained in bfloat16 (Gemma 3's) go beyond.
+    float16 does not replace bfloat16, though older GPUs have it. Its largest number is 65,504, and activations of
+    models that were trained in bfloat16 (Gemma 3) exceed that.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
@@ -116,12 +116,12 @@ def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> t
 
 
 def _is_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device has instructions for products of `dtype`, and torch uses them."""
+    """Return whether a device has instructions for matrix products of `dtype` and torch uses them."""
     if dtype != torch.bfloat16:
         return dtype == torch.float32 or device.type == "cuda"
     if device.type == "cuda":  # from compute capability 8.0 on, and on AMD's cards
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # x86 and ARM have a name each. torch calls them by way of oneDNN, which its builds for macOS lack.
+    # The names on x86 and on ARM. torch uses the instructions through oneDNN, which its builds for macOS lack.
     instructions = torch.cpu.get_capabilities()
     has_them = bool(instructions.get("avx512_bf16") or instructions.get("bf16"))
     return has_them and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]  # torch's own

@@ -10,7 +10,7 @@ scheduler   retire, make_room, admit, plan     integers: which request holds whi
 runner      release, execute                   tensors
 ```
 
-An engine does no I/O, starts no thread and knows nothing of asyncio. The thread that owns it calls `step`.
+An engine does no I/O, starts no thread and does not use asyncio. The thread that owns it calls `step`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from common.text import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-#: Called after each step, in the thread that steps, with the step's record, plan and outputs. A watcher that raises
-#: is logged and removed.
+#: Called after each step, in the engine's thread, with the step's record, plan and outputs. A watcher that raises
+#: is removed, and its error logged.
 StepWatcher = Callable[[StepRecord, StepPlan, Sequence[StepOutput]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a phase says of itself."""
+    """A phase's number, names and idea, for messages and pages."""
 
     number: int
-    slug: str  # its package's name
+    slug: str  # the package's name
     title: str
     idea: str  # one line
 
@@ -55,14 +55,14 @@ class Phase:
 
 
 class Engine:
-    """Requests in, step outputs out. Not thread-safe: one thread owns it.
+    """Takes requests and returns the outputs of each step. Not thread-safe: one thread owns it.
 
     Attributes:
-        dead: the error that ended this engine; None while it lives.
-        max_seq_len: prompt and new tokens of one request at the most.
-        paused: whether steps plan nothing, until `resume`.
+        dead: the error that ended this engine; None while it runs.
+        max_seq_len: the most tokens of one request, prompt and new ones.
+        paused: True from `pause` to `resume`: steps plan nothing.
         watchers: functions that are called after each step; usually none.
-        arrival_watchers: functions that are called with each request that was added; usually none.
+        arrival_watchers: functions that are called with each request that is added; usually none.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Engine:
         self.paused = False
         self.watchers: list[StepWatcher] = []
         self.arrival_watchers: list[Callable[[Request], None]] = []
-        self._requests: dict[str, Request] = {}  # all that have not had their terminal output
-        # A heap: when each request is given up, on the engine's clock, and its order of arrival.
+        self._requests: dict[str, Request] = {}  # by id: requests without a terminal output
+        # A heap: each request's deadline on the engine's clock, and its order of arrival.
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._undelivered: list[StepOutput] = []  # outputs that the next step to end returns
-        self._interrupted = False  # whether a step has begun and not ended: it runs, or it raised
-        self._begun: StepRecord | None = None  # the record of a step that `wait` has begun
+        self._undelivered: list[StepOutput] = []  # outputs that the next completed step returns
+        self._interrupted = False  # True while a step runs, and after a step that raised
+        self._begun: StepRecord | None = None  # the record of the step that `wait` began
         self._arrivals = itertools.count()
         self._ids = itertools.count()
 
@@ -112,29 +112,28 @@ class Engine:
         arrived_s: float | None = None,
         matcher: Matcher | None = None,
     ) -> Request:
-        """Check a prompt against this engine's limits and make a request of it. Any thread may call this.
+        """Create a request after checking its prompt against this engine's limits. Any thread may call this.
 
         Args:
             prompt: text (the tokenizer adds its special tokens), or token ids (nothing is added).
             params: how to sample and when to end.
-            request_id: unique among the requests that live; made up if None.
-            cache_salt: memory of equal prompts is shared, where it is, only by requests with the same one.
-            group: requests of the same one, such as the choices of one answer, share seats as one request would.
-            arrived_s: when the request reached the server, on the engine's clock: its time to run begins there.
-            matcher: of `params.grammar`, if one was made already.
+            request_id: unique among the live requests; generated if None.
+            cache_salt: only requests with the same salt share cached prefixes.
+            group: requests of one group, such as the choices of one answer, are seated together like one request.
+            arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
+                then.
+            matcher: the matcher of `params.grammar`, if it was made before.
 
         Raises:
-            InvalidPromptError: empty, or with ids that the model does not have.
-            InvalidRequestError: too long together with its `max_new_tokens`.
-            InvalidGrammarError: `params.grammar` is none that can be followed.
+            InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
+            InvalidRequestError: prompt and `max_new_tokens` are too long, or a parameter names an unknown token.
+            InvalidGrammarError: `params.grammar` cannot be used.
         """
         new_tokens = params.max_new_tokens
         token_ids = self.tokenize(prompt, new_tokens) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
-        self._check_length(
-            len(token_ids), new_tokens
-        )  # first: what follows may be slow on two megabytes of ids
+        self._check_length(len(token_ids), new_tokens)  # first: later checks are slow on two megabytes of ids
         vocab_size = self.runner.model.config.vocab_size
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is not None:
@@ -163,23 +162,23 @@ class Engine:
         )
 
     def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt that leaves room for so many new ones, as far as that is known before. Any thread
-        may call this.
+        """Return a prompt's token ids. Any thread may call this.
 
         Raises:
-            InvalidRequestError: its length alone says that it is too long; nothing was tokenized.
+            InvalidRequestError: the text is so long that prompt and `new_tokens` exceed the limit in any case.
+                Nothing was tokenized.
         """
         self._check_length(self.tokenizer.min_tokens(text), new_tokens, exact=False)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
 
     @property
     def max_request_tokens(self) -> int:
-        """Prompt and new tokens of one request at the most, with the KV memory there is."""
+        """The most tokens of one request, prompt and new ones, that the KV memory allows."""
         pool_limit = self.runner.pool.max_request_tokens()
         return self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
 
     def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
-        """Refuse what is too long. `exact`: whether `prompt_tokens` is the prompt's length, or it may be longer."""
+        """Raise InvalidRequestError if a request is too long. `exact`: False if the prompt may be longer."""
         limit = self.max_request_tokens
         at_least = "" if exact else "at least "
         if prompt_tokens >= limit:
@@ -201,7 +200,7 @@ class Engine:
             )
 
     def add_request(self, request: Request) -> bool:
-        """Queue a request. Returns False if the queue is full; nothing has changed then.
+        """Queue a request. Returns False, and changes nothing, if the queue is full.
 
         Raises:
             EngineDeadError: this engine has ended.
@@ -211,14 +210,14 @@ class Engine:
             raise self.dead
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        # Before it is queued: an interrupt in between loses nothing.
+        # Before it is queued, so that an interrupt in between does not lose it.
         self._requests[request.request_id] = request
         if not self.scheduler.add_request(request):
             del self._requests[request.request_id]
             return False
         request.arrival = next(self._arrivals)
         if request.params.seed is None:
-            # Reproducible for an engine seed and an order of arrival, and alike for no two requests.
+            # Reproducible from the engine's seed and the order of arrival, and different for each request.
             draw = random.Random(f"{self.config.seed}:{request.arrival}")
             request.seed_generator(draw.getrandbits(63))
         if request.arrived_s is None:
@@ -232,9 +231,9 @@ class Engine:
         return True
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nobody waits for any more; one that is done or unknown is left alone.
+        """Cancel a request. Does nothing if it is done or unknown.
 
-        Its terminal output comes with the next step, its memory returns at its scheduler's next retirement.
+        The next step returns its terminal output. Its memory is freed when the scheduler retires it.
         """
         request = self._requests.get(request_id)
         if request is not None and not request.is_terminal:
@@ -244,8 +243,8 @@ class Engine:
     def abort_all(self, error: Exception) -> list[StepOutput]:
         """Abandon the steps in flight and fail every live request. Returns all outputs that were not delivered.
 
-        The requests' memory is released in the next step, if there is one. A request that ended in a step that
-        raised gets its finish reason: its last token was lost with the step.
+        The next step, if there is one, frees the requests' memory. A request that finished in a step that raised
+        keeps its finish reason; its last token is lost.
         """
         if self._interrupted:
             self._restore()
@@ -254,11 +253,11 @@ class Engine:
         self._fail(self._requests.values(), error)
         self._interrupted = False
         outputs, self._undelivered = self._undelivered, []
-        self._settle(outputs)
+        self._forget_ended(outputs)
         return outputs
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Make a terminal output for each of these requests that has none."""
+        """Fail requests: queue a terminal output for each request that has none."""
         ended = {output.request_id for output in self._undelivered if output.finished}
         for request in requests:
             if request.request_id not in ended:
@@ -266,9 +265,9 @@ class Engine:
                 self._undelivered.append(output)
 
     def _restore(self) -> None:
-        """After a step that raised, forget what it was computing and free all memory, shared prefixes included.
+        """Abandon the steps in flight and free all KV memory, shared prefixes included. For a step that raised.
 
-        Its bookkeeping may have been interrupted anywhere. May be repeated if it was interrupted itself.
+        That step's bookkeeping may be half done. If this method is interrupted, it may be called again.
         """
         self.runner.abandon()
         for request in (*self._requests.values(), *self.scheduler.active, *self.scheduler.waiting):
@@ -276,7 +275,7 @@ class Engine:
         self.runner.pool.clear()
 
     def _fail_interrupted(self) -> None:
-        """Fail the requests that a step was computing when it raised, since tokens of theirs may be lost."""
+        """Fail the requests that a step was computing when it raised: some of their tokens may be lost."""
         self._restore()
         waiting = RequestState.WAITING
         begun = [request for request in self._requests.values() if request.state is not waiting]
@@ -284,11 +283,11 @@ class Engine:
 
     @property
     def live_requests(self) -> Iterable[Request]:
-        """Requests that were added and have not had their terminal output, in that order."""
+        """The requests that have no terminal output yet, in the order they were added."""
         return self._requests.values()
 
     def reset_prefix_cache(self) -> int:
-        """Forget what is cached and used by nobody, nor by those who are done; how many blocks that were."""
+        """Free the cached blocks that no unfinished request uses. Returns their number."""
         self.runner.release(self.scheduler.retire())
         return self.runner.pool.reset_prefix_cache()
 
@@ -300,43 +299,43 @@ class Engine:
 
     @property
     def _owes_outputs(self) -> bool:
-        """Whether the next step has outputs to deliver, whatever it computes."""
+        """Whether the next step returns outputs even if it computes nothing."""
         return bool(self._undelivered) or self._interrupted
 
     def next_wake(self) -> float | None:
-        """Return when to call `step` again, on the engine's clock; None: not before a request is added, or `resume`
+        """Return when to call `step` again, on the engine's clock. None: not before a request is added or `resume`
         is called."""
         if self.dead is not None:
             return None
         now = self.clock()
         if self._owes_outputs or self.runner.in_flight:
             return now
-        if self.paused:  # requests may still run out of time
+        if self.paused:  # requests may still time out
             return self._deadlines[0][0] if self._deadlines else None
         return self.scheduler.next_wake(now)
 
     @property
     def is_due(self) -> bool:
-        """Whether `step` is to be called now."""
+        """Whether `step` should be called now."""
         wake = self.next_wake()
         return wake is not None and wake <= self.clock()
 
     def wait(self) -> None:
-        """Begin a step: wait until it can read the step before it.
+        """Begin a step: block until the results of the previous step can be read.
 
-        `step` does that itself, but requests that are added between the two calls are still part of its plan.
+        `step` would block as well. Requests that are added between `wait` and `step` are still part of its plan.
         """
         if self._begun is None:
             self._begun = self.telemetry.begin_step(self.clock())
             self.runner.wait()
 
     def step(self) -> list[StepOutput]:
-        """Run one step. Returns its outputs; each request gets exactly one terminal output.
+        """Run one step. Returns its outputs. Each request gets exactly one terminal output.
 
         Raises:
-            EngineDeadError: this engine has ended, in an earlier step.
-            BaseException: an interrupt (Ctrl-C), or a mistake in this code. The next step fails the requests that
-                were being computed and goes on with those that were waiting.
+            EngineDeadError: this engine ended in an earlier step.
+            BaseException: an interrupt (Ctrl-C), or a bug in this code. The next step fails the requests that were
+                being computed, and computes the waiting ones.
         """
         if self.dead is not None:
             raise self.dead
@@ -349,12 +348,12 @@ class Engine:
             self._fail_interrupted()
         self._interrupted = True
         try:
-            self._give_up_late()
+            self._fail_overdue()
             settled = runner.settle()
             self._undelivered += settled
             with telemetry.part("plan"):
                 plan = self._plan(record)
-            if plan.decode or plan.prefill or not settled:  # outputs do not wait for another step's
+            if plan.decode or plan.prefill or not settled:  # settled outputs do not wait for another step
                 self._undelivered += runner.execute(plan)
         except EngineDeadError as error:
             self.dead = error
@@ -367,25 +366,25 @@ class Engine:
         record.kv_used_tokens = runner.pool.used_tokens
         telemetry.end_step(self.clock())
         outputs, self._undelivered = self._undelivered, []
-        self._settle(outputs)
-        self._tell_watchers(record, plan, outputs)
+        self._forget_ended(outputs)
+        self._call_watchers(record, plan, outputs)
         return outputs
 
-    def _tell_watchers(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
+    def _call_watchers(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         for watch in tuple(self.watchers):
             try:
                 watch(record, plan, outputs)
-            except Exception:  # the step's outputs must reach their clients all the same
+            except Exception:  # the step's outputs must still reach their clients
                 logger.exception("a watcher of the engine's steps failed, and is called no more")
                 self.unwatch(watch)
 
     def unwatch(self, watcher: StepWatcher) -> None:
-        """Call a watcher no more; a watcher that was removed because it raised is left alone."""
+        """Remove a watcher, unless it was removed before because it raised."""
         if watcher in self.watchers:
             self.watchers.remove(watcher)
 
-    def _give_up_late(self) -> None:
-        """Fail requests whose time is over."""
+    def _fail_overdue(self) -> None:
+        """Fail requests whose deadline has passed."""
         timeout_s = self.config.request_timeout
         if timeout_s is None:
             return
@@ -396,7 +395,7 @@ class Engine:
                 self._undelivered.append(fail(request, RequestTimeoutError.after(timeout_s)))
 
     def _plan(self, record: StepRecord) -> StepPlan:
-        """Release what has ended, admit what fits, and plan the step. A paused engine only releases."""
+        """Free the memory of ended requests, admit waiting ones, and plan the step. If paused, only free memory."""
         scheduler, runner = self.scheduler, self.runner
         pool, counters = runner.pool, self.telemetry.counters
         runner.release(scheduler.retire())
@@ -421,15 +420,15 @@ class Engine:
         return plan
 
     def pause(self) -> None:
-        """Plan nothing more until `resume`. The next steps deliver what is in flight (`runner.in_flight`)."""
+        """Plan no steps until `resume`. The next steps deliver the tokens in flight (`runner.in_flight`)."""
         self.paused = True
 
     def resume(self) -> None:
-        """Plan again from the next step on; requests that came during the pause are in the queue."""
+        """Plan steps again. Requests that were added during the pause are in the queue."""
         self.paused = False
 
-    def _settle(self, outputs: list[StepOutput]) -> None:
-        """Count and forget the requests that these outputs end."""
+    def _forget_ended(self, outputs: list[StepOutput]) -> None:
+        """Count the requests that these outputs end, and remove them from the live requests."""
         counters = self.telemetry.counters
         for output in outputs:
             if output.finished and self._requests.pop(output.request_id, None) is not None:

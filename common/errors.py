@@ -1,14 +1,14 @@
-"""Errors that cross a boundary: from the engine to a server, from a start-up check to a terminal."""
+"""Errors that users see: in a server's reply, or in the terminal at start-up."""
 
 from __future__ import annotations
 
 
 class StartupError(Exception):
-    """Serving cannot begin: one line that says what is wrong and how to mend it."""
+    """Serving cannot begin. The message is one line: the problem, and what to do."""
 
 
 class InvalidRequestError(ValueError):
-    """A request this engine can never serve; `param` names the field at fault."""
+    """This engine can never serve the request. `param` names the field at fault."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -20,19 +20,19 @@ class InvalidPromptError(InvalidRequestError):
 
 
 class InvalidGrammarError(InvalidRequestError):
-    """There is no such grammar, nothing matches it, or it is too much to compile."""
+    """The grammar is malformed, matches no text, or takes too much to compile."""
 
 
 class GrammarFailedError(RuntimeError):
-    """A grammar could not be followed to the end of an answer."""
+    """A request's grammar failed while its answer was generated."""
 
 
 class QueueFullError(RuntimeError):
-    """Too many requests wait already; try again later."""
+    """The queue of waiting requests is full. Try again later."""
 
 
 class RequestTimeoutError(RuntimeError):
-    """This request was not done in the time that a request may take."""
+    """The request was not finished within `request_timeout`."""
 
     @classmethod
     def after(cls, timeout_s: float) -> RequestTimeoutError:
@@ -40,7 +40,7 @@ class RequestTimeoutError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The device failed in a way that leaves its state unknown: the process must be restarted."""
+    """The engine ended, and the process must be restarted: the device's or the engine's state is unknown."""
 
 
 class ShuttingDownError(RuntimeError):

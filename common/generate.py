@@ -1,4 +1,4 @@
-"""One request, no scheduler: the reference that every phase is checked against."""
+"""Generates for one request without a scheduler: the reference that every phase is tested against."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.sampling import TokenMasks, read_logprobs, sample
 
 
 class ContiguousCache(KVPool):
-    """KV memory of a sequence, or of a few: for each a block as long as it can become."""
+    """KV memory of one sequence or a few. Each has one block of the greatest length."""
 
     def __init__(self, shape: KVShape, device: torch.device, tokens: int, sequences: int = 1) -> None:
         super().__init__(shape, device)
@@ -68,11 +68,11 @@ class ContiguousCache(KVPool):
 
 
 def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
-    """Run one request to its end: its outputs, token by token.
+    """Run one request to its end. Yields an output for each token.
 
     ```text
     pass 1   the whole prompt                         -> first token
-    pass n   the token before, at the next column     -> next token
+    pass n   the latest token, at the next column     -> next token
     ```
 
     Raises:

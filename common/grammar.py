@@ -1,15 +1,14 @@
-"""Grammars: what an answer must look like, and which tokens keep it so.
+"""Grammars: constrain an answer's format by masks of the allowed tokens.
 
 ```text
-Grammar ──compile──> Matcher ──fill_mask──> a bit for each token: may it come next?
+Grammar ──compile──> Matcher ──mask──> a bit for each token: may it come next?
                         ^                        │
-                        └──── advance <──── token sampled among those
+                        └──── advance <──── token sampled from the allowed ones
 ```
 
-A matcher's state depends on the tokens it has advanced by, and on nothing else: its mask may be read any number of
-times, and preempting the request between two tokens does not change it. The work is done by llguidance, whose
-parser walks a grammar and a trie of the vocabulary side by side. Masks are computed in threads of their own
-(`common.mask_threads`).
+A matcher's state depends only on the tokens it has advanced by. So its mask may be read any number of times, and a
+preemption between two tokens does not change it. The library llguidance computes the masks: its parser walks a
+grammar and a trie of the vocabulary together. Masks are computed in threads of their own (`common.mask_threads`).
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from common.grammar_trial import MaskBudget, OverBudgetError
 from common.mask_threads import MaskThreads, Work
 from common.text import Tokenizer
 
-#: Of a grammar's text. What it becomes takes a hundred times as many bytes.
+#: The longest text of a grammar. The compiled grammar takes a hundred times as many bytes.
 MAX_GRAMMAR_CHARACTERS = 65_536
 
-#: Verdicts that are kept: clients ask with the same few grammars again and again, good ones and bad ones.
+#: Number of verdicts that are cached: clients send the same few grammars again and again, valid or not.
 VERDICTS_KEPT = 1024
 
 CLOSED = "the server is shutting down; no grammar is compiled any more"
@@ -50,14 +49,14 @@ CLOSED = "the server is shutting down; no grammar is compiled any more"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A set of texts, of which an answer must be one. Made by its class methods."""
+    """A set of texts; the answer must be one of them. Created by the class methods."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """JSON that a JSON Schema describes; the schema itself, or its JSON text."""
+        """JSON that matches a JSON Schema, given as an object or as JSON text."""
         return cls(
             "json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
         )
@@ -69,12 +68,12 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """What the whole of a regular expression matches, in the syntax of Rust's `regex`: no look-around."""
+        """Texts that a regular expression matches as a whole, in the syntax of Rust's `regex` (no look-around)."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """One of these."""
+        """One of these texts."""
         return cls("choice", json.dumps(list(texts), ensure_ascii=False))
 
     @classmethod
@@ -84,11 +83,11 @@ class Grammar:
 
 
 class Matcher:
-    """Where one request's answer stands in its grammar. Used by one thread.
+    """The state of one request's answer in its grammar. Used by one thread.
 
     Attributes:
-        words: how many words of 32 bits a mask has.
-        complete: whether nothing can follow the tokens so far.
+        words: number of 32-bit words in a mask.
+        complete: True if no token can follow the tokens so far.
     """
 
     def __init__(self, backend: llguidance.LLMatcher, vocab_size: int, threads: MaskThreads) -> None:
@@ -98,25 +97,25 @@ class Matcher:
         self._threads = threads
         self._budget = MaskBudget(vocab_size)
         self._mask = np.zeros(self.words, dtype=np.uint32)
-        self._filling: Work | None = None  # of `_mask`, for the next token; while it runs it has the backend
+        self._filling: Work | None = None  # computes `_mask`; owns the backend while it runs
         self._failure: str | None = None
 
     def begin_mask(self) -> None:
-        """Start computing the next token's mask in another thread, unless that has been done."""
+        """Start computing the next token's mask in another thread, unless it was started before."""
         if self._filling is None and self._failure is None:
             self._filling = self._threads.start(self._fill)
 
     def mask(self, held_back: Collection[int] = ()) -> npt.NDArray[np.uint32]:
-        """Return which tokens may come next: [words], valid until `advance`. Waits until that is known.
+        """Return the mask of allowed next tokens: [words], valid until `advance`. Blocks until it is computed.
 
-        Token i may come if bit i % 32 of word i // 32 is set.
+        Token i is allowed if bit i % 32 of word i // 32 is set.
 
         Args:
-            held_back: tokens that may not come, unless nothing else may.
+            held_back: tokens that are not allowed, unless no other token is.
 
         Raises:
             GrammarFailedError: the grammar has exceeded its limits, or its masks their budget of processor time.
-                The matcher has failed: `advance` raises the same error.
+                From then on `advance` raises the same error.
         """
         self.begin_mask()
         self._wait()
@@ -128,10 +127,10 @@ class Matcher:
         return others if others.any() else self._mask
 
     def advance(self, token_id: int) -> None:
-        """Move on by the next token.
+        """Advance the state by the next token.
 
         Raises:
-            GrammarFailedError: it may not come here, or the matcher has failed, or fails now.
+            GrammarFailedError: the token is not allowed here, or the matcher has failed.
         """
         mask_s = self._wait()
         began_s = time.thread_time()
@@ -147,7 +146,7 @@ class Matcher:
             raise self._backend_error()
 
     def _wait(self) -> float:
-        """Wait for the mask, if one is being computed. Returns the processor time that it took, in seconds."""
+        """Block until the mask is computed, if it was started. Returns its processor time in seconds."""
         if self._failure is not None:
             raise GrammarFailedError(self._failure)
         filling = self._filling
@@ -177,12 +176,12 @@ class Matcher:
 class GrammarCompiler:
     """Makes matchers for one tokenizer. Any thread may call it; each matcher is used by one thread.
 
-    A grammar is tried once, and the verdict is kept. A grammar that may be used is compiled for each matcher anew:
-    copies of a compiled grammar share the lexer, its lock and its limits, so one answer could block or fail others.
+    A grammar is tried once, and the verdict is cached. It is then compiled again for each matcher: copies of a
+    compiled grammar share the lexer, its lock and its limits, so one answer could block or fail others.
 
     Args:
-        tokenizer: of the model.
-        eos_token_ids: the model's; they may follow a text that is complete, and no other.
+        tokenizer: the model's tokenizer.
+        eos_token_ids: the model's EOS tokens; allowed only after a complete text.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
@@ -196,12 +195,11 @@ class GrammarCompiler:
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the beginning of its text.
 
-        A grammar that was not tried before waits for the trials of others.
+        Blocks while a new grammar is tried; grammars are tried one at a time.
 
         Raises:
-            InvalidGrammarError: there is no such grammar, nothing matches it, it is too large, or its masks take
-                too long.
-            ShuttingDownError: the grammar was not tried before `close` was called.
+            InvalidGrammarError: the grammar is malformed, too large or too slow, or matches no text.
+            ShuttingDownError: `close` was called before the grammar was tried.
         """
         if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidGrammarError(
@@ -218,18 +216,18 @@ class GrammarCompiler:
         return Matcher(compiled, backend.vocab_size, self._threads)
 
     def compile_s(self, grammar: Grammar) -> float | None:
-        """Return the processor time that the next matcher of a grammar will take to make, in seconds.
+        """Return the processor time for the next matcher of a grammar, in seconds.
 
-        It is the time of the latest one, and 0 for a grammar that is refused. None: the grammar was not compiled
-        before, or too long ago.
+        It is estimated by the time of the latest matcher, and is 0 for a refused grammar. None: the grammar was not
+        compiled before, or its verdict is no longer cached.
         """
         verdict = self._verdicts.get(grammar)
         return None if verdict is None else verdict.compile_s
 
     def close(self) -> None:
-        """Give up the trial that runs, and try no more grammars. Matchers live on.
+        """End the running trial, and try no more grammars. Existing matchers go on.
 
-        Any thread may call this, any number of times. It does not wait.
+        Any thread may call this, any number of times. It does not block.
         """
         self._trial.close()
 
@@ -252,12 +250,12 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
-        """How the tokenizer is made."""
+        """The arguments of llguidance's tokenizer."""
         if not self._eos_token_ids:
             raise InvalidGrammarError("this model has no EOS token for an answer to end with")
         return {
             "tokenizer": self._tokenizer.backend.to_str(),
-            # It may have more tokens than the model, or fewer.
+            # The tokenizer may have more tokens than the model, or fewer.
             "n_vocab": max(self._tokenizer.vocab_size, self._tokenizer.foreign_from),
             "eos_token": self._eos_token_ids,
         }
@@ -268,11 +266,11 @@ class GrammarCompiler:
 
 
 class Verdict(NamedTuple):
-    """The outcome of a trial.
+    """The result of a trial.
 
     Attributes:
         reason: why the grammar is refused; None: it may be used.
-        compile_s: processor time that compiling it takes, in seconds; None: it was not compiled here yet.
+        compile_s: processor time of compiling it, in seconds; None: this process has not compiled it yet.
     """
 
     reason: str | None
@@ -287,7 +285,7 @@ class _Verdicts:
         self._lock = threading.Lock()
 
     def get(self, grammar: Grammar) -> Verdict | None:
-        """Return a grammar's verdict, or None if it was not tried, or too long ago."""
+        """Return a grammar's verdict, or None if none is cached."""
         key = self._key(grammar)
         with self._lock:
             if key in self._verdicts:
@@ -307,7 +305,7 @@ class _Verdicts:
 
 
 class _Trial:
-    """The process of `grammar_trial`: started for the first grammar, and again after one that ended it."""
+    """Runs the process of `grammar_trial`: starts it for the first grammar, and again after a grammar killed it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -320,10 +318,10 @@ class _Trial:
 
         Args:
             grammar: what to try.
-            options: how the tokenizer is made; always the same.
+            options: the arguments of llguidance's tokenizer; always the same.
 
         Raises:
-            InvalidGrammarError: something else than the grammar ended the process.
+            InvalidGrammarError: the process was ended by something else than the grammar.
             ShuttingDownError: `close` has been called.
         """
         with self._lock:
@@ -336,7 +334,7 @@ class _Trial:
             process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is nothing to read, either
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: `readline` returns nothing
             process.stdin.write(json.dumps([grammar.kind, grammar.text]) + "\n")
             process.stdin.flush()
         if line := process.stdout.readline():
@@ -345,14 +343,14 @@ class _Trial:
         ended_by = -process.wait()
         if self._closed:
             raise ShuttingDownError(CLOSED)
-        if ended_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # nothing that a grammar does
+        if ended_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # a grammar causes none of these
             raise InvalidGrammarError("the process that tries grammars was ended; send the request again")
         return Verdict(
             "it is too large or too deep: compiling it takes too much time, or more stack than there is", 0.0
         )
 
     def close(self) -> None:
-        """End the process, and start none any more. Any thread may call this."""
+        """End the process, and start no new one. Any thread may call this."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -360,7 +358,7 @@ class _Trial:
 
     @staticmethod
     def _start(options: Mapping[str, Any]) -> subprocess.Popen[str]:
-        # -P: the script's folder is no place to look for packages.
+        # -P: do not import packages from the script's folder.
         command = [sys.executable, "-P", grammar_trial.__file__]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

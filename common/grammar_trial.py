@@ -1,16 +1,16 @@
-"""A process in which a grammar is compiled, and followed for some tokens, before the server does either.
+"""Tries a grammar in a process of its own: compiles it and generates some tokens, before the server does.
 
-The compiler is native code that nobody can interrupt. An integer that must be a multiple of 999,999 keeps it busy
-for minutes; thousands of rules of which each names the next overflow its stack, and the process is gone. Other
-grammars compile in a millisecond, and then every mask takes tens of milliseconds. So a grammar is tried here first,
-with limits on time and stack. Whatever goes wrong, goes wrong here.
+The compiler is native code that cannot be interrupted. An integer that must be a multiple of 999,999 keeps it busy
+for minutes. Thousands of rules that each refer to the next overflow its stack and crash the process. Other grammars
+compile in a millisecond, and then every mask takes tens of milliseconds. So a grammar is tried here first, with
+limits on time and stack, and a crash does not affect the server.
 
 ```text
-stdin    a JSON line that says how the tokenizer is made, then one for each grammar: ["regex", "[a-z]+"]
+stdin    a JSON line with the arguments of the tokenizer, then one for each grammar: ["regex", "[a-z]+"]
 stdout   a JSON line for each grammar: null if it may be used, or why it is refused
 ```
 
-Run as a script, so it must not import its neighbours.
+Run as a script, so it must not import modules of this package.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any
 import llguidance
 import numpy as np
 
-#: Seconds of computing, walks included. A schema of 64 kB takes a tenth of one.
+#: Seconds of processor time for a trial, walks included. A schema of 64 kB takes a tenth of a second.
 TIME_LIMIT_S = 1.0
 
-#: How far the process stands back while the server's threads want the cores, as in `nice(1)`.
+#: The process's niceness (`nice(1)`), so that the server's threads have priority.
 NICENESS = 15
 
-#: Of the compiling thread, in bytes: less than any thread of a server has, so that what fits here fits there.
+#: Stack of the compiling thread, in bytes: less than the server's threads have, so what fits here fits there.
 STACK_SIZE = 2**20
 
-#: What may stand between the parts of a JSON text: a space, or a new line and its indentation. Were more allowed,
-#: small models would go on with nothing else (llama.cpp's grammar for JSON has this rule, too).
+#: Allowed white space between the parts of a JSON text: a space, or a new line and its indentation. If more were
+#: allowed, small models would generate nothing else (llama.cpp's grammar for JSON has this rule, too).
 WHITESPACE = r" |\n[ \t]{0,20}"
 
-#: Answers that are begun to see how long masks take, and tokens of each.
+#: Number of random answers that are begun to measure masks, and tokens of each.
 WALKS, WALK_TOKENS = 2, 32
 
-#: Tokens drawn for each step of such an answer. The longest is taken: it leads furthest into the grammar.
+#: Tokens drawn for each step of such an answer. The longest is taken, since it leads furthest into the grammar.
 WALK_DRAWS = 8
 
 
@@ -53,19 +53,18 @@ class OverBudgetError(ValueError):
 
 
 class MaskBudget:
-    """Bounds the processor time that the tokens of one answer take: its masks, and moving on by each token.
+    """Bounds the processor time of one answer's tokens: computing a mask and advancing, for each.
 
-    The mean is bounded, and how far the answer may exceed the mean for a while: each token adds `mean_s` to
-    `left_s`, which is at most `BURST_S`, and takes its own time off. Masks of ordinary grammars take 0.02 to 0.6 ms
-    with 1,024 tokens, and up to 2.5 ms with 52,000.
+    It is a token bucket. Each token adds `mean_s` to `left_s`, which is at most `BURST_S`, and subtracts the time it
+    took. Masks of ordinary grammars take 0.02 to 0.6 ms with a vocabulary of 1,024, and up to 2.5 ms with 52,000.
 
     Args:
-        vocab_size: tokens a mask decides about.
+        vocab_size: number of tokens in a mask.
     """
 
     MEAN_S = 2e-3
-    MEAN_S_PER_TOKEN = 5e-8  # of the vocabulary
-    BURST_S = 0.1  # the first masks of an answer are the slowest: the lexer's tables are built as it goes
+    MEAN_S_PER_TOKEN = 5e-8  # for each token of the vocabulary
+    BURST_S = 0.1  # the first masks of an answer are the slowest: the lexer builds its tables on demand
 
     def __init__(self, vocab_size: int) -> None:
         self.mean_s = self.MEAN_S + self.MEAN_S_PER_TOKEN * vocab_size
@@ -75,11 +74,11 @@ class MaskBudget:
 
     @property
     def allowance_s(self) -> float:
-        """The most that the next token may take, in seconds."""
+        """The most processor time that the next token may take, in seconds."""
         return self.left_s + self.mean_s
 
     def charge(self, seconds: float) -> None:
-        """Count one token.
+        """Charge the time of one token.
 
         Raises:
             OverBudgetError: the answer has used up its budget.
@@ -99,14 +98,14 @@ class MaskBudget:
 #: Default 2,000. An object of 200 optional properties has a row of 800.
 MAX_ITEMS_IN_ROW = 1_000
 
-#: For each mask, beside half an item a token; default 50,000. 200 optional properties take 3,000; palindromes, of
-#: which each letter is a rule, 12,000 in 1 ms.
+#: For each mask, plus half an item for each token of the vocabulary; the library's default is 50,000. 200 optional
+#: properties take 3,000. Palindromes, with a rule for each letter, take 12,000 in 1 ms.
 STEP_MAX_ITEMS = 20_000
 
-#: For each mask; default 200,000, which is 14 ms. `\p{L}{1,200}` takes 12,500.
+#: For each mask; default 200,000, which takes 14 ms. `\p{L}{1,200}` takes 12,500.
 STEP_LEXER_FUEL = 100_000
 
-#: Of all masks of an answer, at 1 to 2 kB each; default 250,000. 4,000 characters of any kind take 2,000.
+#: For all masks of an answer, at 1 to 2 kB each; default 250,000. 4,000 characters of any kind take 2,000.
 MAX_LEXER_STATES = 50_000
 
 #: Default 500,000. 500 optional properties have 8,000.
@@ -114,10 +113,10 @@ MAX_GRAMMAR_SIZE = 50_000
 
 
 def limits(vocab_size: int) -> llguidance.LLParserLimits:
-    """Return how large a grammar and the states of its parser may become.
+    """Return the library's limits on a grammar and on its parser's states.
 
-    Some time of a mask grows with the cube of a row's items, which no limit of the library bounds: `MaskBudget`
-    bounds time. These limits bound memory, and they end the worst masks sooner.
+    They bound memory, and end the slowest masks early. They do not bound time, part of which grows with the cube of
+    a row's items: `MaskBudget` does.
     """
     return llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
@@ -133,17 +132,17 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
     """Return a matcher at the beginning of its text.
 
     Raises:
-        ValueError: there is no such grammar, or nothing matches it.
+        ValueError: the grammar is malformed, or matches no text.
     """
     if kind == "json_schema":
         source = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
-    elif kind == "choice":  # as one terminal: as many terminals, some hundred texts fill a row
+    elif kind == "choice":  # one terminal: with one each, some hundred texts fill a row
         source = llguidance.grammar_from("regex", "|".join(map(re.escape, json.loads(text))))
     else:
         source = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]  # a kind is one of its names
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits(tokenizer.vocab_size))
     if not matcher.is_error():
-        matcher.compute_bitmask()  # some grammars turn out only now to match nothing
+        matcher.compute_bitmask()  # for some grammars, only a mask shows that they match nothing
     if matcher.is_error():
         raise ValueError(_reason(matcher.get_error()))
     return matcher
@@ -152,10 +151,10 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
 def walk(
     matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, seed: int, budget: MaskBudget
 ) -> None:
-    """Begin an answer at random: `WALK_TOKENS` tokens, or fewer if it is complete before.
+    """Begin a random answer: `WALK_TOKENS` tokens, or fewer if it is complete before.
 
     Raises:
-        ValueError: its masks exceed their budget, or the grammar exceeds the limits on the way.
+        ValueError: the masks exceed their budget, or the parser exceeds its limits.
     """
     draw = random.Random(seed)
     for taken in range(WALK_TOKENS):
@@ -167,7 +166,7 @@ def walk(
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
         drawn = draw.choices(allowed, k=WALK_DRAWS) if allowed else []
         drawn = [token_id for token_id in drawn if not tokenizer.is_special_token(token_id)]
-        if not drawn:  # all but surely, nothing can come but EOS
+        if not drawn:  # almost certainly only EOS is allowed
             return
         token_id = max(drawn, key=lambda each: len(tokenizer.decode_bytes([each])))
         began_s = thread_time()
@@ -183,7 +182,7 @@ def _failed_after(taken: int, reason: str) -> ValueError:
 
 
 def _reason(message: str) -> str:
-    """The line of the compiler's message that says what is wrong; the others show where."""
+    """Return the line of the compiler's message that names the error. The other lines show its place."""
     lines = [line.strip() for line in message.splitlines()] or [message]
     named = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
     return next(named, lines[0]).replace("NoExtensionBias", "no text matches it")
@@ -211,7 +210,7 @@ def main() -> None:
         kind, text = json.loads(line)
         verdicts: list[str | None] = []
         thread = threading.Thread(target=_try, args=(tokenizer, kind, text, verdicts))
-        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)  # whose signal, left alone, ends the process
+        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)  # its signal ends the process
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0.0)

@@ -1,4 +1,4 @@
-"""`LLM`: a list of prompts to a list of texts, with any phase's engine and no server."""
+"""`LLM`: generates texts for a list of prompts with any phase's engine, without a server."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """The answer to one prompt, or the error that came instead.
+    """The answer to one prompt, or the error that ended it.
 
     Attributes:
-        token_ids: the new tokens, the one that ended them included.
+        token_ids: the generated tokens, including a token that ended them.
         logprobs: one entry for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
         prompt_logprobs: one entry for each token of the prompt but the first; None unless
             `SamplingParams.prompt_logprobs` asked for them.
@@ -68,19 +68,18 @@ class LLM:
 
     Further keywords are options of the phase's `Config`.
 
-    Any thread may call `generate`; a second caller waits until the first has its answers. But build an LLM and use
-    it in one thread: each thread that computes brings a pool of workers of its own (libgomp's), and two pools on
-    the same cores slow each other down.
+    Any thread may call `generate`. A second caller blocks until the first has its answers. But build and use an LLM
+    in one thread: each thread that computes has its own pool of libgomp workers, and two pools on the same cores
+    slow each other down.
 
     Raises:
-        StartupError: there is no such phase or option, an option's value is not one of its values, or the model
-            cannot be loaded with them.
+        StartupError: the phase, an option or an option's value does not exist, or the model cannot be loaded.
     """
 
     def __init__(self, model: str, *, phase: int | str | None = None, **options: Any) -> None:
         package = find_phase(phase if phase is not None else phase_names()[-1])
         self.engine: Engine = package.build_engine(_configure(package, {"model": model, **options}))
-        self._turn = threading.Lock()  # an engine is not thread-safe: whoever generates has it alone
+        self._turn = threading.Lock()  # an engine is not thread-safe: one call of `generate` at a time
 
     def generate(
         self,
@@ -89,17 +88,17 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt: the answers, in the prompts' order.
+        """Complete every prompt. Returns the answers in the order of the prompts.
 
         Args:
-            prompts: texts or token ids, as many as you like: they queue here, not in the engine. One text, or one
+            prompts: texts or token ids, any number of them: they queue here, not in the engine. One text, or one
                 list of token ids, is one prompt.
-            params: for all, or one each; the defaults if None.
-            progress: draw a bar, if stdout is a terminal.
+            params: for all prompts, or one for each; the defaults if None.
+            progress: draw a progress bar if stdout is a terminal.
 
         Raises:
-            InvalidRequestError: a prompt is empty or too long; nothing has run then.
-            ValueError: there are not as many params as prompts.
+            InvalidRequestError: a prompt is empty or too long. Nothing has run.
+            ValueError: the numbers of params and of prompts differ.
             RuntimeError: the engine is paused.
         """
         if self.engine.paused:
@@ -115,7 +114,7 @@ class LLM:
         ]
         requests = [self.engine.create_request(prompt, each) for prompt, each in pairs]
         with self._turn:
-            self._clear()  # a second Ctrl-C may have cut short the one below
+            self._clear()  # a second Ctrl-C may have interrupted the `_clear` below
             try:
                 self._run(requests, completions, progress=progress)
             finally:
@@ -123,13 +122,13 @@ class LLM:
         return completions
 
     def _clear(self) -> None:
-        """Fail what an interrupted call has left in the engine, so that the next call does not hear of it."""
+        """Fail requests that an interrupted call left in the engine: the next call must not get their outputs."""
         self.engine.abort_all(RuntimeError("generation was interrupted"))
 
     def _run(self, requests: Sequence[Request], completions: Sequence[Completion], *, progress: bool) -> None:
         by_id = dict(zip((request.request_id for request in requests), completions, strict=True))
         columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        drawn = progress and get_console().is_terminal  # elsewhere an empty line would be left of the bar
+        drawn = progress and get_console().is_terminal  # elsewhere the bar would leave an empty line
         with Progress(*columns, disable=not drawn, transient=True) as bar:
             task = bar.add_task("", total=len(requests))
             pending = deque(requests)
@@ -146,20 +145,20 @@ class LLM:
             pending.popleft()
 
     def _wait(self) -> None:
-        """Sleep until the engine has something to do (a static batch waits a moment to fill)."""
+        """Sleep until the engine has work (a static batch waits a moment to fill)."""
         wake = self.engine.next_wake()
         if wake is not None:
             time.sleep(max(0.0, wake - self.engine.clock()))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt as a list of one."""
+    """Return prompts as a list, a single prompt as a list of one."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return cast(list[Prompt], [prompts] if single else list(prompts))
 
 
 def _configure(package: PhasePackage, options: dict[str, Any]) -> EngineConfig:
-    """A phase's options, checked. StartupError: the first that is wrong, in one line."""
+    """Return a phase's options, validated. StartupError: one line about the first option that is wrong."""
     try:
         return package.Config(**options)
     except ValidationError as error:

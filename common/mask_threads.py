@@ -1,13 +1,13 @@
-"""Threads that compute masks while the engine's thread does something else.
+"""Threads that compute grammar masks while the engine's thread does other work.
 
 ```text
 engine's thread   [commit token 7][plan][ forward pass of token 8 ......... ][wait][sample]
 mask thread                  [ mask of token 8 ... ]
 ```
 
-The native call that computes a mask releases the interpreter's lock, so the two run side by side. It cannot be
-interrupted. A mask that takes too long is given up instead: nobody waits for it any longer, its thread ends with
-it, and another thread takes that thread's place.
+The native call that computes a mask releases the interpreter's lock, so the two run in parallel. It cannot be
+interrupted. A mask that takes too long is given up instead: its request no longer waits, its thread ends after the
+call, and a new thread replaces that thread.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import time
 import weakref
 from collections.abc import Callable
 
-#: Masks that are computed at the same time.
+#: Number of threads: masks that are computed at the same time.
 MASK_THREADS = min(4, os.cpu_count() or 1)
 
-#: How often a thread that waits for a mask looks at the processor time the mask has taken, in seconds.
+#: Seconds between two looks at the processor time of a mask that is waited for.
 LOOK_EVERY_S = 0.01
 
 
@@ -31,8 +31,8 @@ class Work:
     """A function that a thread calls once.
 
     Attributes:
-        error: what the function raised; None if it returned, or has not ended.
-        processor_s: seconds of processor time that it took, or had taken when `wait` returned False.
+        error: the function's exception; None if it returned, or has not ended.
+        processor_s: seconds of processor time that the function took, or had taken when `wait` returned False.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -42,28 +42,28 @@ class Work:
         self._clock: Callable[[], float] | None = None  # of the thread that runs it, readable from any other
         self._began_s = 0.0
         self._ended = threading.Event()
-        self._lock = threading.Lock()  # a work that has ended cannot be given up, nor the other way round
+        self._lock = threading.Lock()  # work either ends or is given up, never both
         self._given_up = False
 
     def run(self) -> bool:
-        """Call the function. Returns False if the work was given up meanwhile."""
+        """Call the function. Returns False if the work was given up during the call."""
         assert self._function is not None
         clock, began_s = _own_clock(), time.thread_time()
         self._began_s = clock()
-        self._clock = clock  # last: from now on it is compared with when the work began
+        self._clock = clock  # last: other threads subtract `_began_s` from it as soon as it is set
         try:
             self._function()
         except Exception as error:
             self.error = error
-        self._function = None  # its owner refers to this work
+        self._function = None  # breaks the reference cycle: the function's owner holds this work
         self.processor_s = time.thread_time() - began_s
         with self._lock:
             self._ended.set()
             return not self._given_up
 
     def wait(self, processor_s: float) -> bool:
-        """Block until the function has ended. Returns False if it is not worth waiting for: it has taken more than
-        `processor_s` seconds of processor time."""
+        """Block until the function has ended. Returns False, without waiting further, once the function has taken
+        more than `processor_s` seconds of processor time."""
         while not self._ended.wait(LOOK_EVERY_S):
             taken_s = 0.0 if self._clock is None else self._clock() - self._began_s
             if taken_s > processor_s:
@@ -72,14 +72,14 @@ class Work:
         return True
 
     def give_up(self) -> bool:
-        """Declare that nobody waits for the function. Returns False if it has ended."""
+        """Mark the work as given up. Returns False if it has ended already."""
         with self._lock:
             self._given_up = not self._ended.is_set()
             return self._given_up
 
 
 def _own_clock() -> Callable[[], float]:
-    """Return a clock of the calling thread's processor time; of the time of day, where the system has none."""
+    """Return a clock of the calling thread's processor time. Other systems than Linux get a wall clock."""
     if sys.platform != "linux":
         return time.monotonic
     clock_id = time.pthread_getcpuclockid(threading.get_ident())
@@ -87,7 +87,7 @@ def _own_clock() -> Callable[[], float]:
 
 
 class MaskThreads:
-    """Runs work in a few threads, which start with the first work and end with this object."""
+    """Runs work in a few threads. They start with the first work and end with this object."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -104,7 +104,7 @@ class MaskThreads:
         return work
 
     def give_up(self, work: Work) -> None:
-        """Leave a work that takes too long to its thread, and start another thread for the work behind it."""
+        """Give up work that takes too long, and start another thread for the work queued behind it."""
         if work.give_up():
             self._start_thread()
 

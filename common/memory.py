@@ -1,7 +1,7 @@
-"""Whether an engine fits into memory, told before a byte of its weights is read.
+"""Checks that an engine fits into memory, before its weights are read.
 
 ```text
-weights + KV cache + activations of the widest pass + logits and sampling + captured graphs  <=  what is free
+weights + KV cache + activations of the widest pass + logits and sampling + captured graphs  <=  free memory
 ```
 """
 
@@ -26,17 +26,17 @@ from common.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-#: Logits and what sampling makes of them: float32 copies, an order (int64), float64 sums. With every filter on, 60
-#: to 71 bytes a logit were measured, by how well the allocator found holes; 40 with a temperature alone.
+#: Logits and the tensors of sampling: float32 copies, sorted indices (int64), float64 sums. Measured with every
+#: filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
-#: What the libraries keep beside a pass's own tensors: weights packed for a product, products compiled for a size.
-#: 60 to 110 MB were measured on a CPU, whatever the pass.
+#: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
+#: 110 MB, whatever the pass.
 LIBRARY_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The most that an engine takes, part by part, in bytes."""
+    """The most memory that an engine takes, part by part, in bytes."""
 
     weights: int
     kv_cache: int
@@ -52,21 +52,21 @@ class MemoryEstimate:
 def estimate_memory(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
 ) -> MemoryEstimate:
-    """What an engine takes at the most.
+    """Estimate the most memory that an engine takes.
 
     Args:
         config: `max_seq_len` must be resolved.
-        model: the shape of the model.
-        dtype: the type it computes in.
-        device: where it computes.
-        weights: bytes that its weights will take; 0 if they are there already.
+        model: the model's shape.
+        dtype: the type of weights and activations.
+        device: the model's device.
+        weights: bytes that the weights will take; 0 if they are loaded already.
     """
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
-    # Attention copies the keys and values of one layer at a time together, with a quarter to spare.
+    # Attention gathers the keys and values of one layer at a time into one tensor. A quarter is added as a margin.
     gathered = kv_cache // model.num_layers * 5 // 4
     per_token = _activation_bytes_per_token(model, dtype, device)
     activations = config.max_pass_tokens() * per_token
-    # Graphs share the memory in which they compute. Each keeps the logits that it returns.
+    # Graphs share their scratch memory. Each keeps its own logits.
     sizes = config.captured_sizes() if device.type == "cuda" else ()
     graphs = max(sizes, default=0) * per_token + sum(sizes) * model.vocab_size * dtype.itemsize
     return MemoryEstimate(
@@ -79,21 +79,21 @@ def estimate_memory(
 
 
 def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """What a pass holds at once for each of its tokens, where a layer is widest.
+    """Return the bytes that a pass holds at once for each of its tokens, in the widest part of a layer.
 
-    Of hidden size: the stream and its sum before and after a norm. Beside them either the MLP's gate, up and their
-    product, or queries, keys and values as they are projected, normalised and turned.
+    Of hidden size: the residual stream and its sum, before and after a norm. Beside them either the MLP's gate, up
+    and their product, or queries, keys and values as they are projected, normalised and rotated.
     """
     attention_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 4 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)
-    # On a CPU, norms and products of the smaller types go by way of float32.
+    # On a CPU, norms and products of smaller types are computed in float32.
     return width * (dtype if device.type == "cuda" else torch.float32).itemsize
 
 
 def check_memory(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
 ) -> None:
-    """Say what an engine can grow to; arguments as in `estimate_memory`. StartupError: more than is free."""
+    """Log the memory estimate of an engine; arguments as in `estimate_memory`. StartupError: more than is free."""
     estimate = estimate_memory(config, model, dtype, device, weights=weights)
     free = free_memory(device)
     parts = {
@@ -117,10 +117,10 @@ def check_memory(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device`."""
+    """Return the bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
-        # What torch holds and nobody uses is free to us, and taken to everybody else.
+        # Memory that torch has reserved and not allocated is free for this process only.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = int(psutil.virtual_memory().available)
     allowed = control_group_room()
@@ -128,7 +128,7 @@ def free_memory(device: torch.device) -> int:
 
 
 class _ControlGroupFiles(NamedTuple):
-    """How a version of control groups calls what we read."""
+    """The file names of one version of control groups."""
 
     limit: str
     usage: str
@@ -140,7 +140,7 @@ _VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def control_group_room(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's Linux control groups still let it take: a container's limit is one of them.
+    """Return the bytes that this process may still allocate within its Linux control groups (a container's limit).
 
     Each group around the process has its own limit, and the tightest counts.
 
@@ -171,12 +171,12 @@ def control_group_room(root: Path = Path("/")) -> int | None:
 
 
 def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
-    """Limit less usage, of which the kernel takes back file pages nobody used lately. None: no limit here."""
+    """Return a group's limit minus its usage, file pages that the kernel can reclaim excluded. None: no limit."""
     try:
         limit = (group / files.limit).read_text().strip()
         usage = int((group / files.usage).read_text())
         stat = (group / "memory.stat").read_text()
-    except OSError:  # a group without the memory controller, or one that is not shown here
+    except OSError:  # a group without the memory controller, or not visible in this container
         return None
     if limit == "max":
         return None
@@ -185,15 +185,15 @@ def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """1 GB is 2**30 bytes here, as memory is sold."""
+    """Return a size as text, in GB of 2**30 bytes or MB of 2**20."""
     return f"{count / 2**30:.1f} GB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MB"
 
 
 def return_freed_memory() -> None:
-    """Give memory that this process has freed back to the operating system, where the C library is GNU's.
+    """Return memory that this process has freed to the operating system. Works with the GNU C library only.
 
     Its allocator keeps the memory of many small objects. Two megabytes of text become 600 MB of the tokenizer's
-    objects, and the process would stay as large for ever. Takes milliseconds; may run in any thread.
+    objects, and without this call the process stays that large. Takes milliseconds; any thread may call it.
     """
     trim = _malloc_trim()
     if trim is not None:

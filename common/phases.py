@@ -1,7 +1,7 @@
-"""Finding a phase by name. `common` names no phase.
+"""Finds phases by name or number. `common` itself names no phase.
 
-A phase is registered by its package's place and name, `phaseN_idea` beside `common`. A package of another project
-registers itself by an entry point of the group `infer.phases`.
+A package `phaseN_idea` beside `common` is a phase by its name alone. A package of another project registers itself
+by an entry point of the group `infer.phases`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = re.compile(r"phase(\d+)_\w+")
 
 
 class PhasePackage(Protocol):
-    """What every phase's package exports (and its `Scheduler` and `Runner`, for readers and tests)."""
+    """The names that every phase's package exports. (It also exports `Scheduler` and `Runner`.)"""
 
     PHASE: Phase
     Config: type[EngineConfig]
@@ -39,7 +39,7 @@ def phase_names() -> list[str]:
 
 
 def phases_in_words() -> str:
-    """The registered phases for a message that refuses something else."""
+    """Return the registered phases as text, for error messages."""
     return f"{', '.join(phase_names())}, by name or number"
 
 
@@ -51,10 +51,10 @@ def phase_number(module: str) -> int:
 
 
 def find_phase(name: int | str) -> PhasePackage:
-    """A phase by its number (`4`, `"4"`), by its module name (`phase4_static`), or by as much of that as is unique.
+    """Return a phase by its number (`4`, `"4"`), its module name (`phase4_static`), or a unique part of that name.
 
     Raises:
-        StartupError: no phase, or more than one, answers to that.
+        StartupError: no phase, or more than one, matches.
     """
     name = str(name)
     names = phase_names()
@@ -70,7 +70,7 @@ def find_phase(name: int | str) -> PhasePackage:
 
 
 def _import_unregistered(name: str) -> PhasePackage:
-    """Import a phase that is named in full because it is not registered."""
+    """Import an unregistered phase by its full module name. StartupError: there is no such phase."""
     unknown = StartupError(f"no phase {name!r}; there are {phases_in_words()}")
     if not all(part.isidentifier() for part in name.split(".")):
         raise unknown

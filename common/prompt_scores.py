@@ -1,8 +1,8 @@
 """Log-probabilities of a prompt's own tokens, for requests with `prompt_logprobs`.
 
-The pass that computes keys and values of a prompt has a state for each of its tokens; the head turns the state of
-token i into log-probabilities of token i + 1. For sampling only the last one is needed. Here all are, but never at
-once: a prompt of 8,000 tokens and a vocabulary of 128,000 would take 4 GB.
+The pass that computes keys and values of a prompt has a state for each of its tokens. The head turns the state of
+token i into log-probabilities of token i + 1. Sampling needs the last state only. Here all states are needed, a few
+at a time: for a prompt of 8,000 tokens and a vocabulary of 128,000, all logits at once would take 4 GB.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from common.kv import KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, TokenLogprobs
 
-ROWS = 64  # of logits at a time
+ROWS = 64  # rows of logits computed at a time
 
 
 def scored_columns(request: Request, span: Span) -> range:
-    """The columns of a span whose states tell of the next token of the prompt, and have not done so yet."""
+    """Return the columns of a span whose states predict a prompt token that has no log-probability yet."""
     if request.params.prompt_logprobs is None:
         return range(0)
     return range(
@@ -31,11 +31,11 @@ def scored_columns(request: Request, span: Span) -> range:
 
 
 class PromptScores(NamedTuple):
-    """What one pass can tell of prompts.
+    """The rows of a pass whose states predict prompt tokens.
 
     Attributes:
-        rows: of the pass, whose states are needed.
-        asked: requests, and which of their columns those rows are.
+        rows: indices of these rows in the pass.
+        asked: each request with the columns that belong to these rows.
     """
 
     rows: list[int]
@@ -43,7 +43,7 @@ class PromptScores(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[Request, Span]]) -> PromptScores:
-        """The rows of a pass over these spans, in this order, whose states score a token of a prompt."""
+        """Collect the rows of a pass over these spans, in this order, whose states predict prompt tokens."""
         scores, first_row = cls([], []), 0
         for request, span in shares:
             if columns := scored_columns(request, span):
@@ -53,7 +53,7 @@ class PromptScores(NamedTuple):
         return scores
 
     def forward(self, model: CausalLM, batch: TokenBatch, view: KVView) -> Tensor:
-        """The pass: logits of the batch's own rows, and the requests learn of their prompts."""
+        """Run the pass and append to each request's `prompt_logprobs`. Returns logits of the batch's own rows."""
         own = len(batch.logit_rows)
         rows = torch.cat([batch.logit_rows, torch.tensor(self.rows, device=batch.logit_rows.device)])
         states = model.states(dataclasses.replace(batch, logit_rows=rows), view)
@@ -71,19 +71,19 @@ class PromptScores(NamedTuple):
 
 @torch.inference_mode()
 def score(model: CausalLM, states: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of tokens after states.
+    """Compute the log-probability of each target token after its state.
 
     Args:
-        states: [R, hidden], what the head takes.
+        states: [R, hidden], the head's inputs.
         targets: R token ids.
-        top: how many of the most likely tokens to name beside each.
+        top: number of most likely tokens to report beside each target.
     """
     scored: list[TokenLogprobs] = []
     for begin in range(0, len(targets), ROWS):
         logprobs = model.lm_head(states[begin : begin + ROWS]).float().log_softmax(dim=-1)
         wanted = torch.tensor(targets[begin : begin + ROWS], device=logprobs.device).unsqueeze(1)
         picked = logprobs.gather(1, wanted)
-        ranks = (logprobs >= picked).sum(dim=1)  # of tokens equally likely, the last place, as in vLLM
+        ranks = (logprobs >= picked).sum(dim=1)  # equally likely tokens share the last rank, as in vLLM
         values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
         for logprob, rank, row_ids, row_values in zip(
             picked.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True

@@ -1,4 +1,4 @@
-"""What a client asks for, and the life of that request inside the engine.
+"""A request: its sampling parameters, its tokens, and its states inside the engine.
 
 ```text
              admitted           first token            EOS, stop string, length
@@ -23,16 +23,16 @@ from common.token_counts import TokenBiases, TokenCounts
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
-#: A generator gives the same numbers one by one and many at a time, and for many it is called once.
+#: Random numbers that are drawn in one call, which is faster. The numbers are the same as one by one.
 UNIFORMS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when they end.
+    """How the tokens of one request are sampled, and when it ends.
 
     Raises:
-        ValueError: a value is out of its range; the message begins with the field's name.
+        ValueError: a value is out of range; the message begins with the field's name.
         TypeError: `stop` is a single string.
     """
 
@@ -47,14 +47,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    logit_bias: tuple[
-        tuple[int, float], ...
-    ] = ()  # token ids and what is added to their logits, before penalties
-    logprobs: int | None = None  # None: not reported; n: the sampled token's and the n most likely ones'
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens, but for the first
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit before penalties)
+    logprobs: int | None = None  # None: not reported; n: of the sampled token and the n most likely tokens
+    prompt_logprobs: int | None = None  # the same for each prompt token except the first
     ignore_eos: bool = False
-    min_tokens: int = 0  # before this many tokens no EOS or stop token is sampled, and no stop string ends it
-    grammar: Grammar | None = None  # what the answer must look like; it ends when it is complete
+    min_tokens: int = 0  # for this many tokens no EOS or stop token is sampled, and stop strings are ignored
+    grammar: Grammar | None = None  # the answer must match it; the request ends when the match is complete
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # each of its letters would stop the request
@@ -97,7 +95,7 @@ class RequestState(enum.Enum):
     CANCELLED = "cancelled"
 
 
-#: A tuple: asked of every request in every step, and to hash a state takes longer than to compare three.
+#: A tuple, since this is checked for every request in every step: three comparisons are faster than a hash.
 TERMINAL_STATES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 _LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
@@ -113,14 +111,14 @@ _LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A request was moved to a state that its present state does not lead to."""
+    """The request's present state does not lead to the new state."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence: its prompt, what has been generated, and where it stands.
+    """One sequence: its prompt, its generated tokens, and its state.
 
-    Only the engine's thread touches a request once it has been added.
+    Once a request has been added, only the engine's thread may use it.
     """
 
     request_id: str
@@ -128,33 +126,27 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
-    cache_salt: str = ""  # only requests with the same one share memory
-    matcher: Matcher | None = None  # of `params.grammar`; knows the generated tokens, and no others
-    group: str = ""  # requests of one group share seats as one request would; "": a group of its own
-    arrived_s: float | None = (
-        None  # when it reached the server, on the engine's clock; None: when it was added
-    )
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    matcher: Matcher | None = None  # of `params.grammar`; has advanced by the generated tokens
+    group: str = ""  # requests of one group are seated together like one request; "": a group of its own
+    arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
-    token_ids: list[int] = field(init=False)  # prompt + generated: what a prefill after preemption computes
-    ending_token_ids: frozenset[int] = field(init=False)  # end it when sampled; none is, before `min_tokens`
+    token_ids: list[int] = field(init=False)  # prompt + generated; after preemption all are computed anew
+    ending_token_ids: frozenset[int] = field(init=False)  # not sampled before `min_tokens`
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
-    takes_best: bool = field(init=False)  # greedy, and nothing else about its tokens is asked or changed
+    takes_best: bool = field(init=False)  # greedy, and no penalties, biases or logprobs
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
-    prefill_progress: int = field(default=0, init=False)  # how many of token_ids the cache holds
-    prefill_start: int = field(default=0, init=False)  # how many of them it held before any was computed
-    cached_tokens: int = field(default=0, init=False)  # the same, when this request was first admitted
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from its second token on
-    preempted: bool = field(default=False, init=False)
-    inflight_refs: int = field(default=0, init=False)  # steps launched with it and not committed
-    pending_tokens: int = field(
-        default=0, init=False
-    )  # sampled in those: it has them, and nobody has read them
+    prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
+    prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit
+    cached_tokens: int = field(default=0, init=False)  # `prefill_start` of the first admission
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second token on
+    preempted: bool = field(default=False, init=False)  # was preempted at least once
+    inflight_refs: int = field(default=0, init=False)  # steps in flight that compute for it
+    pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
-    scheduled_s: float | None = field(
-        default=None, init=False
-    )  # when its first chunk was planned, engine's clock
+    scheduled_s: float | None = field(default=None, init=False)  # its first chunk was planned, engine's clock
     _generator: torch.Generator = field(init=False)
     _uniforms: list[float] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -165,7 +157,7 @@ class Request:
             raise ValueError("prompt_token_ids is empty: a request needs at least one token")
         self.token_ids = list(self.prompt_token_ids)
         params = self.params
-        # Under a grammar EOS is ignored by not being sampled, as long as there is anything else.
+        # Under a grammar, ignoring EOS means not to sample it while any other token is allowed.
         ignored = params.ignore_eos and self.matcher is None
         self.ending_token_ids = frozenset(params.stop_token_ids).union(() if ignored else self.eos_token_ids)
         if params.has_penalties:
@@ -185,18 +177,18 @@ class Request:
         self.seed_generator(params.seed if params.seed is not None else 0)
 
     def seed_generator(self, seed: int) -> None:
-        """Start this request's own stream of random numbers: on the CPU, so that every device draws alike."""
+        """Seed the request's random numbers. They are drawn on the CPU, so they are the same for every device."""
         self._generator = torch.Generator("cpu").manual_seed(seed % 2**64)
         self._uniforms.clear()
 
     def next_uniform(self, ahead: int = 0) -> float:
-        """Return the number in [0, 1) that decides the next token: the n-th of the stream for the n-th token.
+        """Return the random number in [0, 1) that decides the next token: the n-th number for the n-th token.
+
+        Until that token is sampled, each call returns the same number. So a pass that is retried, or a prefill
+        after preemption, samples the same token.
 
         Args:
-            ahead: decide the token that comes so many places after the next one.
-
-        Asking again before that token is sampled gives the same number, so a pass that is tried again, or a
-        prefill after preemption, draws what it would have drawn.
+            ahead: return the number for the token that many places after the next one.
         """
         place = self.num_generated_tokens + self.pending_tokens + ahead
         while len(self._uniforms) <= place:
@@ -204,7 +196,7 @@ class Request:
             self._uniforms += drawn.tolist()
         return self._uniforms[place]
 
-    # ------------------------------------------------------------------ what it holds
+    # ------------------------------------------------------------------ tokens and state
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -216,34 +208,34 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens, those that nobody has read yet included."""
+        """Number of prompt and generated tokens, including pending ones."""
         return len(self.token_ids) + self.pending_tokens
 
     @property
     def max_total_tokens(self) -> int:
-        """Prompt and generated tokens at the most: what its KV memory can grow to."""
+        """The most prompt and generated tokens together: its KV memory grows no further."""
         return len(self.prompt_token_ids) + self.params.max_new_tokens
 
     @property
     def has_begun(self) -> bool:
-        """Whether any of it has been computed since it was admitted."""
+        """Whether any of its tokens have been computed since it was admitted."""
         return self.prefill_progress > self.prefill_start
 
     @property
     def held_back_token_ids(self) -> frozenset[int]:
-        """Endings that may not be sampled now; under a grammar, unless it leaves nothing else."""
+        """Tokens that would end the request and may not be sampled now, unless its grammar allows nothing else."""
         if self.num_generated_tokens + self.pending_tokens < self.params.min_tokens:
             return self.ending_token_ids
         return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
 
     @property
     def waits_for_its_tokens(self) -> bool:
-        """Whether its next token cannot be chosen before the one before it has been read."""
+        """True if the host must read each token before the next can be sampled: a grammar or penalties need it."""
         return self.matcher is not None or self.token_counts is not None
 
     @property
     def wants_token(self) -> bool:
-        """Whether its next token is to be computed: it decodes, and may have one more."""
+        """Whether a next token is to be computed: the request decodes and has not reached its length."""
         return self.state is RequestState.DECODE and self.num_tokens < self.max_total_tokens
 
     @property
@@ -252,7 +244,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended and no step on its way computes for it any more."""
+        """True once the request is finished and in no step still in flight; its memory may be freed."""
         return self.is_terminal and self.inflight_refs == 0
 
     # ------------------------------------------------------------------ transitions
@@ -264,13 +256,13 @@ class Request:
         self._move_to(RequestState.DECODE)
 
     def start_after(self, tokens: int) -> None:
-        """So many tokens are in the cache already: prefill begins after them."""
+        """Begin the prefill after `tokens` tokens that are already in the cache."""
         self.prefill_start = self.prefill_progress = tokens
-        if not self.preempted:  # what one finds that was here before may be its own
+        if not self.preempted:  # a preempted request may hit its own earlier blocks
             self.cached_tokens = tokens
 
     def preempt(self) -> None:
-        """Return to the queue with everything generated so far. Its memory is released after this call."""
+        """Return to WAITING and keep the generated tokens. The caller frees its memory afterwards."""
         self._move_to(RequestState.WAITING)
         self.preempted = True
         self.prefill_progress = self.prefill_start = 0
@@ -301,14 +293,14 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
-    rank: int | None = None  # of a prompt's token, 1 for the likeliest; nobody asks for a sampled token's
+    rank: int | None = None  # 1 for the most likely token; for prompt tokens only
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one engine step has to say to one client.
+    """The output of one engine step for one request.
 
-    A request's last output has `finished` set: with a `finish_reason`, or with an `error`.
+    The terminal output has `finished` set, and a `finish_reason` or an `error`.
     """
 
     request_id: str
@@ -319,6 +311,6 @@ class StepOutput:
     error: Exception | None
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0  # of the prompt: found in memory, and not computed
+    cached_tokens: int = 0  # prompt tokens that were prefix hits
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token only, if requested

@@ -1,22 +1,22 @@
-"""Choosing the next tokens of all sequences of a pass at once.
+"""Samples the next tokens of all sequences of a pass at once.
 
 Greedy rows take the most likely token. A sampled row draws one number `u` in [0, 1) from its request's own CPU
-generator and inverts the cumulative distribution that temperature and filters leave: the token at which the running
-sum of probabilities first exceeds `u`.
+generator. It takes the token at which the running sum of the probabilities, after temperature and filters, first
+exceeds `u`.
 
 ```text
 logits ─> penalties ─> tokens not allowed now ─> temperature ─> top-k ─> top-p ─> min-p ─> inverse CDF(u)
 ```
 
-Top-k and top-p need an order of the tokens, and of 100,000 the first thousand are all but always enough of it: they
-are found ten times as fast as all are sorted.
+Top-k and top-p need sorted tokens. Of 100,000 tokens the first thousand are almost always enough, and finding them
+is ten times as fast as sorting all.
 
-So the same logits and seed give the same token on every device, alone or in any batch. The logits are the same up
-to rounding, which depends on who shares a pass: in float32 too little to change a token (unless two are all but
-equally likely), in bfloat16 and float16 enough to.
+The same logits and seed give the same token on every device, alone or in any batch. The logits themselves differ by
+rounding, which depends on the other sequences of the pass. In float32 that is too little to change a token, unless
+two are almost equally likely. In bfloat16 and float16 it can change a token.
 
-Where numbers end: tokens of infinite logits share the whole probability, those of minus infinity are never chosen,
-and a temperature beyond float32 makes all others equally likely. A row with a NaN in it, or with nothing but minus
+Limits: tokens with infinite logits share the whole probability. Tokens with a logit of minus infinity are never
+chosen. A temperature beyond float32 makes all other tokens equally likely. A row that contains a NaN, or only minus
 infinity, has no token.
 """
 
@@ -38,25 +38,25 @@ from common.errors import GrammarFailedError
 from common.request import Request, TokenLogprobs
 from kernels.transfer import to_device
 
-#: The id reported for a row whose logits allow no token.
+#: The token id of a row whose logits allow no token.
 NOT_A_TOKEN = -1
 
-#: What temperatures are kept within: above 0, and within float32.
+#: Bounds that temperatures are clamped to: above 0, and within float32.
 COLDEST, HOTTEST = 1e-5, torch.finfo(torch.float32).max
 
-#: How many of the most likely tokens are put in order at first. Of 128,256, one thread found 256 in 0.3 ms, 1,024
-#: in 0.6, and sorted all in 13: the larger number pays where one row in forty would need all but for it.
+#: Number of most likely tokens that are sorted first. Of 128,256 tokens, one thread found 256 in 0.3 ms and 1,024
+#: in 0.6 ms, and sorted all in 13 ms. So 1,024 pays if it saves one row in forty the full sort.
 FIRST_CANDIDATES = 1024
 
 
 class Sampled(NamedTuple):
-    """One pass's choice, still on the device.
+    """The sampled tokens of one pass, still on the device.
 
     Attributes:
         token_ids: [S] int64, `NOT_A_TOKEN` where a row had a NaN, or no score above minus infinity.
-        logprobs: [L] float32 of the chosen tokens under the model's own distribution, for the L rows that asked,
-            in order; None if nobody did.
-        top_logprobs, top_ids: [L, n] the most likely tokens, n the largest number asked for.
+        logprobs: [L] float32, of the sampled tokens under the model's own distribution, for the L rows that
+            requested them, in order; None if no row did.
+        top_logprobs, top_ids: [L, n], the most likely tokens; n is the largest number requested.
     """
 
     token_ids: Tensor
@@ -66,23 +66,23 @@ class Sampled(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """What the rows of a pass ask for beside their most likely token: tensors, None where nobody asks for it.
+    """The sampling parameters of a pass's rows as tensors. A tensor is None if no row uses its feature.
 
-    They hold all that comes from the requests, so that what is left, `choose`, is a function of tensors.
+    They hold everything that depends on the requests, so that `choose` is a function of tensors.
 
     Attributes:
-        drawn: the D rows that draw their token, int64.
-        settings: [D, 5] float64, what decides a draw beside the scores: see `_Settings`.
-        unordered, ordered: places in `drawn` of those that need no order of the tokens, and of those that do.
-        biased: [2, b] int32: rows, and tokens whose scores are changed.
-        biases: [b] float32, by how much.
+        drawn: [D] int64, the rows that sample (the others are greedy).
+        settings: [D, 5] float64, temperature, filters and random number of each: see `_Settings`.
+        unordered, ordered: indices into `drawn` of rows that need no sorted tokens, and of rows that do.
+        biased: [2, b] int32, rows and tokens whose scores get a bias.
+        biases: [b] float32, the biases.
         penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
-        penalties: [S, 3] float64: repetition, frequency and presence penalty of each row that has any.
-        held_back: [2, m] int64: rows, and tokens that may not come yet.
-        masked: the C rows that have a grammar, int64.
+        penalties: [S, 3] float64, repetition, frequency and presence penalty of each row that has any.
+        held_back: [2, m] int64, rows and tokens that may not be sampled yet.
+        masked: [C] int64, the rows that have a grammar.
         words: [C, W] int32, their masks: see `TokenMasks`.
-        reported: the L rows whose log-probabilities are asked for, int64.
-        top: how many of the most likely tokens are reported with them.
+        reported: [L] int64, the rows that report log-probabilities.
+        top: number of most likely tokens that are reported with them.
     """
 
     drawn: Tensor | None = None
@@ -103,8 +103,8 @@ class SamplingInputs(NamedTuple):
     def of(
         cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
     ) -> SamplingInputs:
-        """Collect what the requests ask for, row by row. A request with several rows in sequence samples its next
-        tokens there, one a row."""
+        """Collect the requests' parameters, row by row. A request with several rows in sequence samples one token
+        in each of them."""
         drawn: list[int] = []
         settings: list[tuple[float, ...]] = []
         places: tuple[list[int], list[int]] = ([], [])
@@ -114,13 +114,13 @@ class SamplingInputs(NamedTuple):
         held_back: list[tuple[int, int]] = []
         biased: list[npt.NDArray[np.int32]] = []
         biases: list[npt.NDArray[np.float32]] = []
-        ahead = 0  # tokens that the same request draws in the rows before
+        ahead = 0  # tokens that the same request samples in earlier rows
         for row, request in enumerate(requests):
             if request.takes_best:
                 continue
             params, counts = request.params, request.token_counts
             if not params.greedy:
-                # A row's own parameters decide its path, so that neighbours cannot.
+                # A row's own parameters choose its code path, so that other rows do not change its result.
                 places[params.top_k is not None or params.top_p < 1.0].append(len(drawn))
                 ahead = ahead + 1 if drawn and requests[drawn[-1]] is request else 0
                 drawn.append(row)
@@ -145,7 +145,7 @@ class SamplingInputs(NamedTuple):
             return moved(torch.tensor(values)) if values else None
 
         def joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor | None:
-            """The arrays end to end; always a copy, since each changes in later steps."""
+            """Concatenate arrays: always a copy, since each array changes in later steps."""
             return moved(torch.from_numpy(np.concatenate(arrays, axis=-1))) if arrays else None
 
         return cls(
@@ -165,13 +165,13 @@ class SamplingInputs(NamedTuple):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None, by name. With `top` they are all there is."""
+        """Return the tensors that are not None, by name. Together with `top` they are all fields."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """What grammars leave to choose from in some rows of a pass.
+    """The tokens that grammars allow in some rows of a pass.
 
     Attributes:
         rows: the C rows that have a grammar.
@@ -184,17 +184,17 @@ class TokenMasks:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the masks for the tokens that come next, or None if no row has one. Waits until they are filled.
+        """Return the masks for the next tokens, or None if no row has one. Blocks until they are computed.
 
-        A row whose matcher fails has no mask. Whatever is sampled there is dropped: committing it raises the
-        matcher's error, which fails that request alone.
+        A row whose matcher fails has no mask. Its sampled token is never used: committing it raises the matcher's
+        error, which fails that request alone.
         """
         constrained = [
             (row, request, request.matcher)
             for row, request in enumerate(requests)
             if request.matcher is not None and not request.is_terminal
         ]
-        for _, _, matcher in constrained:  # all of them, before the first is waited for
+        for _, _, matcher in constrained:  # start all masks before waiting for the first
             matcher.begin_mask()
         masks: dict[int, npt.NDArray[np.uint32]] = {}
         for row, request, matcher in constrained:
@@ -207,22 +207,22 @@ class TokenMasks:
 
 
 def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None = None) -> Sampled:
-    """Choose a token for each row.
+    """Sample a token for each row.
 
     Args:
         logits: [S, vocab], any float type; not changed.
-        requests: S of them, row by row.
-        masks: of those that have a grammar.
+        requests: the request of each of the S rows.
+        masks: of the rows that have a grammar.
     """
     return choose(logits, SamplingInputs.of(requests, masks, logits.shape[-1], logits.device))
 
 
 def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
-    """The tokens that `inputs` ask for: operators only, that a tape can take."""
+    """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape can record it."""
     raw = logits.float()
     scores = _adjust(raw, inputs)
     best, token_ids = scores.max(dim=-1)
-    valid = best > -torch.inf  # a maximum is NaN where any entry is: no second look at the whole vocabulary
+    valid = best > -torch.inf  # False for NaN too: a row's maximum is NaN if any entry is
     if inputs.drawn is not None:
         rows = inputs.drawn
         token_ids = token_ids.index_copy(0, rows, _draw(_below(best[rows], scores[rows]), inputs))
@@ -235,7 +235,7 @@ def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
 
 
 def _report(raw: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sampled:
-    """The log-probabilities of the rows that asked for them: [S, vocab], [S] -> L of the S rows."""
+    """Add the log-probabilities of the L reported rows: logits [S, vocab], tokens [S] -> `Sampled`."""
     raw = raw[reported]
     logprobs = _below(raw.amax(dim=-1), raw).log_softmax(dim=-1)
     values, ids = logprobs.topk(top, dim=-1)
@@ -244,7 +244,7 @@ def _report(raw: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sampl
 
 
 def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
-    """The log-probabilities each request asked for, on the host."""
+    """Copy the log-probabilities to the host. Returns an entry for each request, None if it requested none."""
     if sampled.logprobs is None or sampled.top_logprobs is None or sampled.top_ids is None:
         return [None] * len(requests)
     entries = zip(
@@ -261,12 +261,12 @@ def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLo
     return found
 
 
-# ---------------------------------------------------------------------- what changes the scores
+# ---------------------------------------------------------------------- biases, penalties and masks
 
 
 def _adjust(raw: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Biases, penalties, endings that may not come yet, and what grammars forbid: [S, vocab] -> [S, vocab], `raw`
-    itself if none apply."""
+    """Apply biases, penalties, held-back endings and grammar masks: [S, vocab] -> [S, vocab]. Returns `raw` itself
+    if none apply."""
     scores = raw
     if inputs.biased is not None and inputs.biases is not None:
         scores = scores.index_put(inputs.biased.unbind(), inputs.biases, accumulate=True)
@@ -275,13 +275,13 @@ def _adjust(raw: Tensor, inputs: SamplingInputs) -> Tensor:
     if inputs.held_back is not None:
         scores = scores.index_put(inputs.held_back.unbind(), scores.new_full((), -torch.inf))
     if inputs.masked is not None and inputs.words is not None:
-        scores = _forbid(scores, inputs.masked, inputs.words)
+        scores = _mask(scores, inputs.masked, inputs.words)
     return scores
 
 
-def _forbid(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
-    """Minus infinity for the tokens of [S, vocab] whose bit is not set in the words [C, W] of these C rows."""
-    # By bytes, each of which stands for one of 256 rows of eight bounds: many times as fast as bit by bit.
+def _mask(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+    """Set scores [S, vocab] of C rows to minus infinity where the token's bit in `words` [C, W] is not set."""
+    # A table of 256 rows expands a byte into eight bounds, which is many times as fast as single bits.
     bits = torch.arange(256, device=scores.device).unsqueeze(1) >> torch.arange(8, device=scores.device) & 1
     bounds = torch.where(bits > 0, torch.inf, -torch.inf)
     highest = bounds.index_select(0, words.view(torch.uint8).flatten().int()).view(-1, 32 * words.shape[1])
@@ -290,11 +290,11 @@ def _forbid(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
 
 
 def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
-    """Penalties of some rows of [S, vocab], all of them at once; entries and penalties as in `SamplingInputs`.
+    """Apply all penalties to scores [S, vocab]; entries and penalties as in `SamplingInputs`.
 
-    Repetition (Keskar et al. 2019) divides positive and multiplies negative scores of all tokens so far, those of
-    the prompt too. Frequency subtracts per occurrence and presence once, for generated tokens only, as OpenAI's do.
-    In float64, which holds every penalty a request can name.
+    Repetition (Keskar et al. 2019) divides positive and multiplies negative scores of all tokens so far, including
+    the prompt. Frequency is subtracted for each occurrence and presence once, for generated tokens only, as in
+    OpenAI's API. Computed in float64, since a request's penalty may exceed float32.
     """
     rows, token_ids, generated = entries.unbind()
     factor, frequency, presence = (column[rows] for column in penalties.unbind(1))
@@ -308,7 +308,7 @@ def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
 
 
 class _Settings(NamedTuple):
-    """What decides a draw beside the scores: [R, 1] each, float64."""
+    """Temperature, filters and random number of R sampled rows: [R, 1] each, float64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -318,32 +318,32 @@ class _Settings(NamedTuple):
 
     @classmethod
     def at(cls, table: Tensor, rows: Tensor) -> _Settings:
-        """Of some rows of a table [D, 5]."""
+        """Return the settings in some rows of a table [D, 5]."""
         return cls(*table[rows].unsqueeze(2).unbind(1))
 
 
 def _settings_of(request: Request, ahead: int, vocab: int) -> tuple[float, ...]:
-    """A row of the table that `_Settings` are taken from."""
+    """Return a request's row in the table of `_Settings`."""
     params = request.params
     return (
         min(max(params.temperature, COLDEST), HOTTEST),
         min(params.top_k or vocab, vocab),
-        params.top_p if params.top_p < 1.0 else math.inf,  # which no sum reaches
+        params.top_p if params.top_p < 1.0 else math.inf,  # no sum reaches infinity: nothing is filtered
         params.min_p,
         request.next_uniform(ahead),
     )
 
 
 def _below(best: Tensor, scores: Tensor) -> Tensor:
-    """How far each score lies below its row's best, [R], [R, vocab] -> [R, vocab]: from minus infinity to 0.
+    """Subtract each row's best score, [R], [R, vocab] -> [R, vocab]: from minus infinity to 0.
 
-    A softmax sees nothing else of them. Infinite scores are all best; a row without a token becomes all zeros.
+    This does not change a softmax. Infinite scores become 0, and so does a whole row without a token.
     """
     return (scores - best.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=-torch.inf)
 
 
 def _draw(scores: Tensor, inputs: SamplingInputs) -> Tensor:
-    """One sampled token per row that draws: [D, vocab], each row's best 0 -> [D]."""
+    """Sample a token for each row that is not greedy: scores [D, vocab], each row's best 0 -> [D]."""
     assert inputs.drawn is not None
     assert inputs.settings is not None
     drawn = torch.empty_like(inputs.drawn)
@@ -360,25 +360,25 @@ def _draw(scores: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def _heated(scores: Tensor, settings: _Settings) -> Tensor:
-    """Probabilities: [R, vocab] -> [R, vocab]."""
+    """Return the probabilities at the rows' temperatures: [R, vocab] -> [R, vocab]."""
     return (scores / settings.temperature.float()).softmax(dim=-1)
 
 
 def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) -> Tensor:
-    """One token per row under top-k and top-p: [R, vocab], [R, vocab] -> [R].
+    """Sample a token for each row under top-k and top-p: [R, vocab], [R, vocab] -> [R].
 
-    From the candidates that are most likely, and from all tokens in rows where those do not suffice. Which of the
-    two it was changes no bit: probabilities, and sums of them up to a rank, are the same whatever comes after it.
-    In order of the scores before the temperature: a huge one leaves no differences.
+    Uses the most likely candidates, or all tokens in rows where the candidates do not suffice. Both give the same
+    bits: the sum of probabilities up to a rank does not depend on later ranks. Tokens are sorted by their scores
+    before the temperature, since a huge temperature makes all probabilities equal.
     """
     vocab = scores.shape[-1]
-    # Finding the rows that need more reads from the device. On a GPU the host would wait for every pass before, so
-    # all rows are sorted whole there, which takes the device longer, and scratch memory for the whole vocabulary.
+    # Finding the rows that need more candidates reads from the device, and on a GPU the host would wait for all
+    # passes in flight. So a GPU sorts all rows whole: more work, and scratch memory for the whole vocabulary.
     candidates = min(FIRST_CANDIDATES, vocab) if scores.device.type == "cpu" else vocab
     drawn, suffice = _draw_from_first(scores, probabilities, settings, candidates)
     if candidates == vocab:
         return drawn
-    rows = (~suffice).nonzero().squeeze(1)  # mostly none: a handful of operators on nothing
+    rows = (~suffice).nonzero().squeeze(1)  # usually empty
     settings = _Settings(*(column[rows] for column in settings))
     return drawn.index_copy(0, rows, _draw_from_first(scores[rows], probabilities[rows], settings, vocab)[0])
 
@@ -386,18 +386,18 @@ def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) ->
 def _draw_from_first(
     scores: Tensor, probabilities: Tensor, settings: _Settings, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The same from the `count` most likely tokens -> the tokens [R], and whether so many were enough [R]."""
+    """Sample from the `count` most likely tokens. Returns the tokens [R], and whether `count` was enough [R]."""
     ids, complete = _most_likely(scores, count)
     kept, suffice = _keep_first(probabilities.gather(1, ids), complete, scores.shape[-1], settings)
     return ids.gather(1, _pick(kept, settings).unsqueeze(1)).squeeze(1), suffice
 
 
 def _most_likely(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` tokens in descending order, equal ones by their ids: [R, vocab] -> [R, count].
+    """Return the `count` best tokens in descending order, equal ones by id: [R, vocab] -> [R, count].
 
     Returns:
-        Their ids, and how many of them, from the first on, are what a sort of the whole row begins with [R, 1]:
-        of tokens as likely as the last one, others may have been left out.
+        Their ids, and how many of the first ids [R, 1] are certain to be the first of a sort of the whole row. The
+        others are as likely as the last one, and equally likely tokens may be missing.
     """
     if count == scores.shape[-1]:
         ids = scores.argsort(dim=-1, descending=True, stable=True)
@@ -410,17 +410,17 @@ def _most_likely(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _keep_first(
     probabilities: Tensor, complete: Tensor, vocab: int, settings: _Settings
 ) -> tuple[Tensor, Tensor]:
-    """Top-k, then the nucleus (Holtzman et al. 2019) of what that leaves.
+    """Apply top-k, then top-p (nucleus sampling, Holtzman et al. 2019) to the remaining tokens.
 
     Args:
-        probabilities: [R, n], each row's most likely tokens in descending order.
-        complete: [R, 1], how many of them are known to be those of the first ranks.
-        vocab: how many tokens there are.
+        probabilities: [R, n], of each row's most likely tokens, in descending order.
+        complete: [R, 1], how many of them are certain to have the first ranks.
+        vocab: size of the vocabulary.
         settings: of these rows.
 
     Returns:
-        The probabilities [R, n] with 0 for tokens that are filtered out, and whether all that are kept are among
-        the `complete` ones [R].
+        The probabilities [R, n] with 0 for filtered tokens, and whether all kept tokens are among the `complete`
+        ones [R].
     """
     ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
     top_k = settings.top_k.long()
@@ -428,7 +428,7 @@ def _keep_first(
     everything = top_k == vocab
     total = torch.where(everything, 1.0, sums.gather(1, top_k.clamp(max=len(ranks)) - 1))
     enough = settings.top_p * total
-    # A token is kept where those before it have not reached that: the first one always.
+    # A token is kept if the sum before it is below `enough`. The first token is always kept.
     kept = (ranks < top_k) & F.pad(sums[:, :-1] < enough, (1, 0), value=True)
     reached = (complete > 0) & (sums.gather(1, (complete - 1).clamp(min=0)) >= enough)
     suffice = torch.where(everything, reached, top_k <= complete)
@@ -436,13 +436,13 @@ def _keep_first(
 
 
 def _pick(probabilities: Tensor, settings: _Settings) -> Tensor:
-    """Min-p, then the first entry at which the running sum exceeds `u` of the total: [R, n] -> [R].
+    """Apply min-p, then return the first entry at which the running sum exceeds `u` times the total: [R, n] -> [R].
 
-    Sums are float64: over 100,000 small float32 entries the end of the distribution would be lost.
+    Sums are float64: in float32, a sum of 100,000 small entries would lose the end of the distribution.
     """
     floor = settings.min_p.float() * probabilities.amax(dim=-1, keepdim=True)
     cdf = probabilities.masked_fill(probabilities < floor, 0.0).cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:].clone()  # `contiguous` does nothing for one row, and would be missing in a recording
+    total = cdf[:, -1:].clone()  # not `contiguous`: for one row a recording would lack it
     picked = torch.searchsorted(cdf, settings.uniform * total, right=True)
-    # Rounding can put the target on the total itself: the entry that completes the sum is meant then.
+    # If rounding puts the target on the total itself, take the entry that completes the sum.
     return torch.minimum(picked, torch.searchsorted(cdf, total)).squeeze(1)

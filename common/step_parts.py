@@ -1,4 +1,4 @@
-"""What a step's time goes into, taken from an engine that runs.
+"""Times the parts of a running engine's steps.
 
 ```text
 step     [plan][ pass ................. ][sample][commit]            phases 4 to 8
@@ -25,7 +25,7 @@ class StepParts:
         self._engine.runner.time_stream(True)
 
     def take(self) -> list[Part]:
-        """Return the parts that have ended since the last call: the host's in order, then the stream's in order.
+        """Return the parts that have ended since the last call: first the host's, then the stream's, each in order.
         A part of the stream may belong to an earlier step."""
         return self._timer.take() + self._engine.runner.take_stream_parts()
 

@@ -1,32 +1,32 @@
-"""Step traces: what each step did, as frames that a viewer can draw.
+"""Step traces: a frame for each step, which a viewer can draw.
 
 ```text
 header  {"format": "infer-steps", "version": 1, "phase": [6, "Paged attention"], "seats": 4, "max_seq_len": 128}
 
 frame   step       its number
         start      when it began, in seconds on the engine's clock; `took`, in seconds
-        key        true: forget what earlier frames said, this one says all of it
+        key        true: a key frame, which has the whole state; discard the state of earlier frames
         memory     [blocks, columns of a block]
-        requests   [[request, id, prompt tokens, new tokens at the most], …]: who is named for the first time
-        waiting    [how many, [request, …]]: the first of those who wait for a seat, in order
-        running    [[request, seat, columns held, kind, …], …]: who holds a seat, and what was computed for it
-                     "p", start, end, padding    these columns of its prompt, and columns thrown away
-                     "d"                         the column of its latest token, which gives the next one
-                     "i"                         a row that is done, and goes along
+        requests   [[request, id, prompt tokens, most new tokens], …]: requests that appear for the first time
+        waiting    [number, [request, …]]: the number of waiting requests, and the first of them in order
+        running    [[request, seat, columns held, kind, …], …]: requests with a seat, and their work in this step
+                     "p", start, end, padding    prefill of these columns, and padding columns
+                     "d"                         decode: one column, which gives the next token
+                     "i"                         an idle row of a request that is done
                      ""                          nothing in this step
-        tables     [[request, entries that stay, block, …], …]: a block table, from where it has changed
-        kept       [[block, …], [block, …]]: blocks that are kept for requests to come, and that no longer are
-        found      [[request, tokens], …]: prompts that begin after what was found in memory
-        preempted  [request, …]: who lost its seat and its memory to others
+        tables     [[request, unchanged entries, block, …], …]: a block table from its first changed entry on
+        kept       [[block, …], [block, …]]: unused blocks that the prefix cache now keeps, and keeps no longer
+        found      [[request, tokens], …]: prefix hits of requests whose prefill begins
+        preempted  [request, …]: requests that were preempted
         ended      [[request, reason], …]
 ```
 
-A request is a number here; its id is told with the first frame that names it. Blocks are numbers, too: one that is
-in several tables is shared. `memory`, `waiting`, `tables` and `kept` are told when they change, `requests`,
-`found`, `preempted` and `ended` when there are any. Who is not `running` has no table. A reader may start at any
-frame with `key`, and needs those after it up to the one that it shows.
+Requests and blocks are numbers. A request's id is in the first frame that names it. A block in several tables is
+shared. `memory`, `waiting`, `tables` and `kept` are written when they change, `requests`, `found`, `preempted` and
+`ended` when there are any. A request that is not `running` has no table. A reader may start at any key frame, and
+needs all frames from there to the one it shows.
 
-Steps may be left out: a frame tells what has changed since the last, and what its own step computed.
+Steps may be left out. A frame has the changes since the previous frame, and the work of its own step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from common.scheduling import PrefillChunk, StepPlan
 from common.telemetry import StepRecord
 
 VERSION = 1
-KEY_EVERY = 64  # frames; who jumps to a frame reads as many at the most
-WAITING_NAMED = 24  # of those who wait; of the others a frame has the number
+KEY_EVERY = 64  # frames from one key frame to the next: the most that a jump to a frame reads
+WAITING_NAMED = 24  # waiting requests that a frame names; the others are only counted
 
 Header = dict[str, Any]
 Frame = dict[str, Any]
 
 
 def header(engine: Engine) -> Header:
-    """What holds for all frames of an engine."""
+    """Return the header for all frames of an engine."""
     return {
         "format": "infer-steps",
         "version": VERSION,
@@ -61,21 +61,20 @@ def header(engine: Engine) -> Header:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What frames have said of a request."""
+    """A request's state as of the latest frame."""
 
     request: Request
     number: int
-    named_in: int = -1  # step of the frame that named it last
+    named_in: int = -1  # step of the latest frame with its id
     ended: bool = False
     slot: int | None = None
     table: list[int] = field(default_factory=list)
 
 
 class FrameMaker:
-    """Frames of an engine's steps, each the difference to the one before.
+    """Makes frames of an engine's steps, each with the changes since the frame before.
 
-    `note` is told of every step, `frame` asked for those that are to be shown. It asks scheduler and pool what
-    anybody may ask, between two steps, in the thread that steps.
+    Call `note` for every step, and `frame` for the steps to be shown: in the engine's thread, between two steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -86,21 +85,20 @@ class FrameMaker:
         self._memory = (-1, -1)
         self._waiting: tuple[int, list[int]] = (0, [])
         self._kept: set[int] = set()
-        self._ended: list[StepOutput] = []  # not told yet
+        self._ended: list[StepOutput] = []  # terminal outputs since the latest frame
         self._until_key = 0
-        self._key_step = 0  # of the latest frame that told everything
+        self._key_step = 0  # step of the latest key frame
 
     def next_is_key(self) -> None:
-        """Let the next frame say all there is: somebody begins to read, or has missed some. Any thread may call
-        this."""
+        """Make the next frame a key frame: a reader starts, or has missed frames. Any thread may call this."""
         self._until_key = 0
 
     def note(self, outputs: Sequence[StepOutput]) -> None:
-        """What a step gave its requests: those that ended are told with the next frame."""
+        """Note a step's outputs. The requests that ended are part of the next frame."""
         self._ended += [output for output in outputs if output.finished]
 
     def frame(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> Frame:
-        """What the latest step did, from what its watchers are told of it."""
+        """Return the frame of the latest step; arguments as for a `StepWatcher`."""
         frame: Frame = {
             "step": record.step,
             "start": round(record.started_s, 6),
@@ -112,28 +110,28 @@ class FrameMaker:
             self._forget()
         self._until_key -= 1
         before, self._running = self._running, self._seated(frame)
-        self._tell_waiting(frame)
-        self._tell_memory(frame)
-        self._tell_work(frame, record, plan, outputs)
-        self._tell_ends(frame, before)
+        self._add_waiting(frame)
+        self._add_memory(frame)
+        self._add_work(frame, record, plan, outputs)
+        self._add_ends(frame, before)
         return frame
 
     def _forget(self) -> None:
-        """Begin anew, but for the numbers of requests that are still here."""
+        """Reset the state for a key frame. Requests that are still live keep their numbers."""
         self._until_key = KEY_EVERY
         self._memory, self._waiting, self._kept = (-1, -1), (0, []), set()
         for known in self._known.values():
             known.table = []
         seated = set(self._engine.scheduler.active)
-        told_next = {output.request_id for output in self._ended}
+        just_ended = {output.request_id for output in self._ended}
         self._known = {
             name: known
             for name, known in self._known.items()
-            if known.request in seated or name in told_next or not known.request.is_terminal
+            if known.request in seated or name in just_ended or not known.request.is_terminal
         }
 
     def _know(self, request: Request, frame: Frame) -> _Known:
-        """A request's number, told if this frame is the first to name it."""
+        """Return a request's entry. The frame gets its id if it is the first frame to name it."""
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
             known = self._known[request.request_id] = _Known(request, self._named)
@@ -145,12 +143,12 @@ class FrameMaker:
             )
         return known
 
-    # ------------------------------------------------------------------ who and where
+    # ------------------------------------------------------------------ seats, queue and memory
 
     def _seated(self, frame: Frame) -> list[_Known]:
         return [self._know(request, frame) for request in self._engine.scheduler.active]
 
-    def _tell_waiting(self, frame: Frame) -> None:
+    def _add_waiting(self, frame: Frame) -> None:
         scheduler = self._engine.scheduler
         first = [scheduler.waiting[i] for i in range(min(WAITING_NAMED, len(scheduler.waiting)))]
         waiting = scheduler.num_waiting, [self._know(request, frame).number for request in first]
@@ -158,7 +156,7 @@ class FrameMaker:
             self._waiting = waiting
             frame["waiting"] = waiting
 
-    def _tell_memory(self, frame: Frame) -> None:
+    def _add_memory(self, frame: Frame) -> None:
         pool = self._engine.runner.pool
         memory = pool.num_blocks, pool.block_size
         if memory != self._memory:
@@ -182,16 +180,16 @@ class FrameMaker:
         if tables:
             frame["tables"] = tables
 
-    # ------------------------------------------------------------------ what was computed
+    # ------------------------------------------------------------------ work and endings
 
-    def _tell_work(
+    def _add_work(
         self, frame: Frame, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]
     ) -> None:
         pool = self._engine.runner.pool
         chunks = {chunk.request: chunk for chunk in plan.prefill}
         decoding = set(plan.decode)
         answered = {output.request_id for output in outputs if output.token_id is not None}
-        # Where anything is padded, all prompts are, to the longest: see `StepRecord`.
+        # If a step pads, it pads all prompts to the longest: see `StepRecord.padded_tokens`.
         longest = max((chunk.end for chunk in plan.prefill), default=0) if record.padded_tokens else 0
         running = frame["running"] = []
         found = []
@@ -212,8 +210,8 @@ class FrameMaker:
         if found:
             frame["found"] = found
 
-    def _tell_ends(self, frame: Frame, before: Sequence[_Known]) -> None:
-        """Who lost its seat, and who is done."""
+    def _add_ends(self, frame: Frame, before: Sequence[_Known]) -> None:
+        """Add the requests that were preempted and those that ended."""
         preempted = [self._know(known.request, frame).number for known in before if _was_preempted(known)]
         if preempted:
             frame["preempted"] = preempted
@@ -227,7 +225,7 @@ class FrameMaker:
         self._ended.clear()
 
     def _end(self, output: StepOutput, frame: Frame) -> int:
-        """The number of a request that has ended. One that came and went between two frames is named here."""
+        """Return the number of an ended request. If no frame has named it, this frame does."""
         known = self._known.get(output.request_id)
         if known is not None and not known.ended:
             known.ended = True
@@ -243,23 +241,23 @@ def _prefill(chunk: PrefillChunk, longest: int) -> list[Any]:
 
 
 def _was_preempted(known: _Known) -> bool:
-    """Whether a request that had a seat waits again, or has found another since."""
+    """Return whether a request that had a seat waits again, or was admitted again since."""
     request = known.request
     return request.state is RequestState.WAITING or (not request.is_terminal and request.slot != known.slot)
 
 
 def _common(old: list[int], new: list[int]) -> int:
-    """How many entries both begin with."""
-    if new[: len(old)] == old:  # it has grown, as most do
+    """Return the length of the common beginning of two block tables."""
+    if new[: len(old)] == old:  # usually a table has only grown
         return len(old)
     return next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
 
 
 class StepTrace:
-    """All steps of an engine, from now on: for runs that are short.
+    """Collects the frames of all steps of an engine from now on. For short runs.
 
     Attributes:
-        frames: of each step, in order.
+        frames: the frame of each step, in order.
     """
 
     def __init__(self, engine: Engine) -> None:

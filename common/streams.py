@@ -1,18 +1,18 @@
-"""Where steps compute: work is handed in, done in that order, and waited for later.
+"""Streams run the passes of phase 9: work is submitted, runs in order, and is waited for later.
 
 ```text
 host     submit t   submit t+1         wait t        submit t+2        wait t+1
 stream     └─ t ────────┴─ t+1 ──────────┴───────────────┴─ t+2 ─ …
 ```
 
-Work is a function of tensors that returns tensors. Its last argument list changes from step to step; what else it
-reads and writes (weights, KV memory, the latest tokens) stays where it is.
+Work is a function of tensors that returns tensors. Its inputs change from step to step. The other tensors it reads
+and writes (weights, KV memory, the latest tokens) stay at their addresses.
 
-| stream | who computes | what the host's Python costs it |
+| stream | runs on | slowed by Python on the host |
 | --- | --- | --- |
-| `TapeStream` | a thread of C++ that plays recordings (`kernels.tape`) | nothing: it never asks for the lock |
-| `ThreadStream` | a thread of Python | a wait for the interpreter's lock between any two operators |
-| `CudaStream` | the GPU | nothing, as long as it has work; launching is cheap where a graph is |
+| `TapeStream` | a C++ thread that plays recordings (`kernels.tape`) | no: it never takes the interpreter's lock |
+| `ThreadStream` | a Python thread | waits for the interpreter's lock between any two operators |
+| `CudaStream` | the GPU | not while it has work queued; a captured graph is cheap to launch |
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ T = TypeVar("T")
 
 
 class Pending(ABC):
-    """Work that was handed in."""
+    """Submitted work."""
 
     @abstractmethod
     def done(self, within_s: float = 0.0) -> bool:
-        """Whether `wait` would return, or raise, at once: now, or within some seconds."""
+        """Return whether the work has ended, waiting at most `within_s` seconds for it."""
 
     @abstractmethod
     def wait(self) -> tuple[Tensor, ...]:
-        """What the work returned, on the host if that is to read it. Waits for this work and for none after it.
+        """Block until the work has ended. Returns its results, on the host if it was submitted with `fetch`.
+
+        Later work is not waited for.
 
         Raises:
-            Exception: what the work raised.
+            Exception: any error that the work raised.
         """
 
 
 class Stream(ABC):
-    """Does what it is given, one after the other."""
+    """Runs submitted work in order."""
 
     @abstractmethod
     def submit(
@@ -69,16 +71,17 @@ class Stream(ABC):
         fetch: bool = True,
         by_row: bool = False,
     ) -> Pending:
-        """Hand in `function(*inputs)`.
+        """Submit `function(*inputs)`.
 
         Args:
-            key: equal only for functions that do the same to other inputs: one of them may be called for all.
-            function: calls operators, names no sizes and reads no number.
-            inputs: not to be changed until the work is done.
-            after: earlier work that nobody waits for: what it returns comes before `inputs`.
-            fetch: whether the host will read what it returns.
-            by_row: row i of what it returns comes of row i of its inputs, which lie on the host: a recording that
-                holds for one number of rows may be given more than are wanted.
+            key: names the function. Functions with equal keys must compute the same, so that a recording of one
+                replaces them all.
+            function: calls operators only. It must not depend on sizes or read values from the device.
+            inputs: must not change until the work is done.
+            after: earlier submitted work whose results are passed before `inputs`, without the host waiting.
+            fetch: whether the host will read the results.
+            by_row: row i of each result depends on row i of the inputs alone, and the inputs are on the host. The
+                stream may then add rows, to fit a graph that was captured for a fixed number of rows.
         """
 
     def entered(self) -> AbstractContextManager[object]:
@@ -87,7 +90,7 @@ class Stream(ABC):
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function where the stream computes, after all submitted work. Returns what it returns."""
+        """Run a function where the stream computes, after all submitted work. Returns its result."""
 
     def aside(self, function: Callable[[], T]) -> T:
         """Like `call`, for functions that touch finished work only. A stream that can run them without waiting for
@@ -96,25 +99,25 @@ class Stream(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until nothing computes: no submitted work, and no `call` that was interrupted while it waited."""
+        """Block until all submitted work has ended, and any `call` whose caller was interrupted."""
 
-    def time_work(self, wanted: bool) -> None:  # noqa: B027 - one that cannot tell has nothing to prepare
-        """Whether `take_times` is going to be asked."""
+    def time_work(self, wanted: bool) -> None:  # noqa: B027 - a stream without timing has nothing to prepare
+        """Start or stop timing the work, for `take_times`."""
 
     def take_times(self) -> list[Work]:
-        """What was done since the last call, in that order; the latest `MOST_TIMES` at the most."""
+        """Return the work that has ended since the last call, in order: the latest `MOST_TIMES` at most."""
         return []
 
 
 def open_stream(device: torch.device, *, recorded: bool) -> Stream:
-    """A stream for work on `device`; `recorded`: the work can be recorded, and is to be."""
+    """Return a stream for work on `device`. `recorded`: record the work, or capture it on a GPU."""
     if device.type == "cuda":
         return CudaStream(device, recorded=recorded)
     return TapeStream() if recorded else ThreadStream()
 
 
 def call_apart(function: Callable[[], T]) -> T:
-    """Run a function in a thread of its own that ends with it. Returns what the function returns.
+    """Run a function in a thread of its own that ends with it. Returns its result.
 
     libgomp keeps a pool of workers for every thread that has computed. That pool ends with the thread, so it does
     not compete with the pool of the thread that computes from then on.
@@ -125,7 +128,12 @@ def call_apart(function: Callable[[], T]) -> T:
 
 
 class _Apart(Generic[T]):
-    """A function in a thread of its own, and what will become of it."""
+    """Runs a function in a thread of its own.
+
+    Attributes:
+        outcome: the function's result or error.
+        thread: the thread.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.outcome: Future[T] = Future()
@@ -152,7 +160,7 @@ class _Played(Pending):
         return self._outcome is not None or bool(self._player.is_done(self.ticket, within_s))
 
     def wait(self) -> tuple[Tensor, ...]:
-        if self._outcome is None:  # the player tells once
+        if self._outcome is None:  # the player returns a result only once
             try:
                 self._outcome = tuple(self._player.wait(self.ticket))
             except Exception as error:
@@ -163,7 +171,7 @@ class _Played(Pending):
 
 
 class Done(Pending):
-    """Work that was done while it was handed in."""
+    """Work that was run during `submit`."""
 
     def __init__(self, outputs: tuple[Tensor, ...]) -> None:
         self.outputs = outputs
@@ -176,13 +184,13 @@ class Done(Pending):
 
 
 class TapeStream(Stream):
-    """Records each kind of work when it first comes, and plays it from then on."""
+    """A CPU's stream: records work the first time a key is submitted, and plays the recording after that."""
 
     def __init__(self) -> None:
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
-        self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # of tickets
-        self._apart: _Apart[Any] | None = None  # a `call` that may not have ended
+        self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # tickets and their work's keys
+        self._apart: _Apart[Any] | None = None  # a `call` that may still run
 
     def submit(
         self,
@@ -219,11 +227,11 @@ class TapeStream(Stream):
             self._apart = None
 
     def set_threads(self, threads: int) -> None:
-        """How many threads share what is handed in from now on."""
+        """Set the number of threads that share each operator of work submitted from now on."""
         self._player.set_threads(threads)
 
-    def time_work(self, wanted: bool) -> None:  # noqa: ARG002 - the player looks at its clock anyway
-        self.take_times()  # what is old
+    def time_work(self, wanted: bool) -> None:  # noqa: ARG002 - the player always takes times
+        self.take_times()  # drops old times
 
     def take_times(self) -> list[Work]:
         keys = dict(self._keys)
@@ -231,7 +239,7 @@ class TapeStream(Stream):
         return [Work(keys[ticket], began, ended) for ticket, began, ended in times if ticket in keys]
 
     def aside(self, function: Callable[[], T]) -> T:
-        """In this thread, alone: helpers would be workers of its own."""
+        """Run a function in the calling thread, on one core: more threads would be a second pool of workers."""
         threads = torch.ops.infer.set_threads_here(1)
         try:
             return function()
@@ -254,7 +262,7 @@ class _Called(Pending):
 
 
 class ThreadStream(Stream):
-    """Calls the functions themselves, from a thread of its own."""
+    """A CPU's stream without recordings: calls the functions in a Python thread of its own."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream")
@@ -293,7 +301,7 @@ class ThreadStream(Stream):
 
 
 class _Launched(Pending):
-    """Kernels on their way; if the host is to read what they give, a copy behind them, on a stream of copies."""
+    """Launched kernels. If the host will read their results, a copy follows on the stream for copies."""
 
     def __init__(self, outputs: tuple[Tensor, ...], copies: torch.cuda.Stream | None) -> None:
         self.outputs = outputs
@@ -302,9 +310,7 @@ class _Launched(Pending):
         if copies is None:
             return
         with torch.cuda.stream(copies):
-            copies.wait_event(
-                self._ready
-            )  # for this work alone: what is launched behind it is not waited for
+            copies.wait_event(self._ready)  # waits for this work alone, not for work launched later
             self.outputs = tuple(output.to("cpu", non_blocking=True) for output in outputs)
             for output in outputs:
                 output.record_stream(copies)
@@ -313,7 +319,7 @@ class _Launched(Pending):
 
     def done(self, within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s
-        # An event is waited for without limit, or asked.
+        # CUDA events have no wait with a timeout.
         while not self._ready.query():  # type: ignore[no-untyped-call]
             if time.monotonic() >= deadline:
                 return False
@@ -325,24 +331,24 @@ class _Launched(Pending):
         return self.outputs
 
 
-#: Rows of a captured graph. A graph holds for one number of them; missing ones are copies of the first.
+#: Numbers of rows that graphs are captured for. Each is fixed; missing rows are copies of the first.
 CAPTURED_ROWS = (1, 2, 4, 8, *range(16, 257, 16))
 
 
 def graph_sizes(sequences: int) -> list[int]:
-    """Return the sizes of the graphs that passes over up to so many sequences use, smallest first.
+    """Return the sizes (rows) of the graphs that passes over up to `sequences` sequences use, smallest first.
 
-    The last one has a row for each of them, unless that is beyond the largest size there is.
+    The last size has a row for each sequence, unless the largest captured size is smaller.
     """
     last = next((size for size in CAPTURED_ROWS if size >= sequences), CAPTURED_ROWS[-1])
     return [size for size in CAPTURED_ROWS if size <= last]
 
 
 class _Graph:
-    """A function's kernels, captured with where their inputs lie: launched as one.
+    """A CUDA graph: a function's kernels, captured with the addresses of their inputs and launched together.
 
     Args:
-        memory: which graphs share, since one runs at a time: what they return stays held, and apart.
+        memory: a memory pool that all graphs share, since one runs at a time. Each graph's outputs stay allocated.
     """
 
     def __init__(self, function: Function, inputs: Sequence[Tensor], memory: Any) -> None:
@@ -354,7 +360,7 @@ class _Graph:
             self._outputs = function(*self._inputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the function returns, good until the next replay."""
+        """Launch the graph. Returns the function's outputs, valid until the next replay."""
         for kept, given in zip(self._inputs, inputs, strict=True):
             kept.copy_(given, non_blocking=True)
         self._graph.replay()
@@ -362,13 +368,14 @@ class _Graph:
 
 
 class CudaStream(Stream):
-    """One stream for all kernels, one for copies to the host.
+    """A GPU's stream: one CUDA stream for all kernels, one for copies to the host.
 
-    Kernels are launched from Python, some hundred a pass; those of work by rows, where that is wanted, as a graph.
-    What builds on such work must be handed in before more of it: a graph returns its results in one place.
+    Kernels are launched from Python, some hundred a pass, or as one graph for work that is submitted `by_row`. A
+    graph writes its results to the same tensors each time. So work that reads them must be submitted before the
+    graph is launched again.
 
     Attributes:
-        captures: whether work by rows becomes graphs; not after a capture has failed.
+        captures: whether work `by_row` is captured as graphs; False after a capture has failed.
     """
 
     def __init__(self, device: torch.device, *, recorded: bool) -> None:
@@ -376,7 +383,7 @@ class CudaStream(Stream):
         self._device = device
         self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._compute.wait_stream(torch.cuda.default_stream(device))  # which has loaded the weights
+        self._compute.wait_stream(torch.cuda.default_stream(device))  # the weights were loaded there
         self._graphs: dict[Hashable, _Graph] = {}
         self._memory: Any = None
         self._times: DeviceTimes | None = None
@@ -403,13 +410,13 @@ class CudaStream(Stream):
         count = len(inputs[0])
         size = next((size for size in CAPTURED_ROWS if size >= count), None)
         if size is None or not self.captures:
-            return function(*self._moved(inputs))
-        filled = self._moved(
+            return function(*self._to_device(inputs))
+        filled = self._to_device(
             [torch.cat([each, each[:1].expand(size - count, *each.shape[1:])]) for each in inputs]
         )
         graph = self._graphs.get((key, size))
         outputs = function(*filled) if graph is None else graph.replay(filled)
-        if graph is None:  # the call has compiled and opened all that a capture must find done
+        if graph is None:  # captured after a plain call: kernels must not be compiled during a capture
             self._capture(key, size, function, filled)
         return tuple(output[:count] for output in outputs)
 
@@ -422,7 +429,7 @@ class CudaStream(Stream):
             self.captures = False
             logger.warning("steps cannot be captured here, their kernels are launched one by one: %s", error)
 
-    def _moved(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _to_device(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [each.pin_memory().to(self._device, non_blocking=True) for each in inputs]
 
     def entered(self) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""What the engine did: a ring buffer of steps, counters over its whole life, and how long its requests took."""
+"""Telemetry: a ring buffer of the engine's steps, counters since its start, and the durations of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from common.request import FinishReason, StepOutput
 
-PAGE_STEPS = 256  # of one answer: while it is made, no other thread of the process runs
+PAGE_STEPS = 256  # steps of one page: while a page is made, no other thread of the process runs
 
 
 @dataclass(slots=True)
@@ -27,19 +27,19 @@ class StepRecord:
     passes: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
-    padded_tokens: int = 0  # computed for the sake of a rectangle, thrown away
-    idle_rows: int = 0  # decode rows of requests that were done already
+    padded_tokens: int = 0  # padding that is computed to fill a rectangle
+    idle_rows: int = 0  # decode rows of requests that are done already
     kv_used_tokens: int = 0
     kv_reserved_tokens: int = 0
     prompt_tokens: int = 0  # of requests whose prefill begins
-    cached_tokens: int = 0  # of those, found in memory
+    cached_tokens: int = 0  # of these prompt tokens: prefix hits
 
 
 class Part(NamedTuple):
-    """Something that was done for a step, and when, in seconds on the engine's clock.
+    """One part of a step with its times, in seconds on the engine's clock.
 
     Attributes:
-        lane: who did it: the `host`, or the `stream` where another computes beside it.
+        lane: `host` or `stream`, whichever ran the part.
         what: `plan`, `pass`, `commit` and so on.
     """
 
@@ -88,11 +88,11 @@ class Counters:
     padded_tokens: int = 0
     idle_rows: int = 0
     failed_passes: int = 0
-    reclaimed_slots: int = 0  # slots or blocks held for nobody, found after a failed pass; 0 in health
+    reclaimed_slots: int = 0  # leaked slots or blocks, found after a failed pass; 0 in a healthy engine
     preemptions: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # their share in prompt_tokens is the prefix cache's hit rate
-    evictions: int = 0  # blocks of it that were needed otherwise
+    cached_tokens: int = 0  # divided by prompt_tokens: the prefix cache's hit rate
+    evictions: int = 0  # blocks evicted from the prefix cache
     busy_s: float = 0.0
 
 
@@ -101,7 +101,7 @@ class Telemetry:
     """The latest `capacity` steps and the totals. Written by the engine's thread only.
 
     Attributes:
-        timer: times the parts of each step; None: nobody watches.
+        timer: times the parts of each step; None: parts are not timed.
     """
 
     capacity: int = 4096
@@ -119,7 +119,7 @@ class Telemetry:
         return self.current
 
     def part(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager whose inside is one part of the step: `plan`, `pass`, `commit` and so on."""
+        """Return a context manager that times one part of the step: `plan`, `pass`, `commit` and so on."""
         return _UNTIMED if self.timer is None else self.timer.part(what)
 
     def end_step(self, now: float) -> None:
@@ -133,20 +133,20 @@ class Telemetry:
 
     @property
     def latest(self) -> StepRecord:
-        """The latest step that has ended; before the first, one of nothing."""
+        """The latest step that has ended; before the first, an empty record."""
         return self.records[-1] if self.records else self.current
 
     def snapshot(self, *, since_step: int | None = None) -> dict[str, Any]:
-        """The counters and a page of the kept steps, as plain values. Safe from any thread, and soon done.
+        """Return the counters and a page of the kept steps, as plain values. Fast, and any thread may call it.
 
         Args:
-            since_step: the page's first step, or the oldest that is kept if that is newer; None: the latest page.
+            since_step: first step of the page, or the oldest kept step if that is newer; None: the latest page.
 
         Returns:
-            `counters`; `steps`, at most `PAGE_STEPS`; `next_step`, where the next page begins. That one is there
-            already if `next_step` is less than the steps counted.
+            `counters`; `steps`, at most `PAGE_STEPS`; `next_step`, the first step of the next page. If it is less
+            than the number of steps counted, that page is available already.
         """
-        kept = tuple(self.records)  # before the counters: those know of every step on a page
+        kept = tuple(self.records)  # read before the counters, so that they include every step on the page
         oldest = kept[0].step if kept else 0
         latest_page = max(oldest, oldest + len(kept) - PAGE_STEPS)
         first = latest_page if since_step is None else max(since_step, oldest)
@@ -161,7 +161,7 @@ class Telemetry:
 # ---------------------------------------------------------------------- requests, as their clients see them
 
 
-#: Bounds of durations, in seconds: from less than a step to more than anybody waits.
+#: Bounds of durations, in seconds: from less than a step to more than any client waits.
 SECONDS: tuple[float, ...] = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
@@ -189,11 +189,11 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """For each bound, how many were not above it; last, how many there were."""
+        """Return for each bound the number of values not above it, and last the number of all values."""
         return list(itertools.accumulate(self._counts))
 
 
-#: Why a request ended, by a name for whoever counts them.
+#: The name in metrics of each reason why a request ended.
 ENDINGS: dict[FinishReason | None, str] = {
     "eos": "stop",
     "stop": "stop",
@@ -204,7 +204,7 @@ ENDINGS: dict[FinishReason | None, str] = {
 
 
 class RequestTimes(NamedTuple):
-    """When a request that has ended came to each stage, in seconds on one clock; None: it never did."""
+    """When an ended request reached each stage, in seconds on one clock; None: it never did."""
 
     submitted_s: float
     scheduled_s: float | None  # its prefill was planned
@@ -223,7 +223,7 @@ def _lengths() -> Histogram:
 
 @dataclass(slots=True)
 class RequestTelemetry:
-    """What became of requests. Written by the thread that hands their outputs to clients, and by no other."""
+    """Endings and durations of requests. Written only by the thread that delivers outputs to clients."""
 
     generation_tokens: int = 0
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDINGS.values(), 0))
@@ -231,11 +231,11 @@ class RequestTelemetry:
     inter_token_latency_s: Histogram = field(default_factory=_durations)
     end_to_end_s: Histogram = field(default_factory=_durations)
     queue_s: Histogram = field(default_factory=_durations)  # until it was scheduled, or left the queue
-    prefill_s: Histogram = field(default_factory=_durations)  # from there to its first token
-    decode_s: Histogram = field(default_factory=_durations)  # from there to its last token
+    prefill_s: Histogram = field(default_factory=_durations)  # from scheduling to the first token
+    decode_s: Histogram = field(default_factory=_durations)  # from the first token to the last
     prompt_lengths: Histogram = field(default_factory=_lengths)
     answer_lengths: Histogram = field(default_factory=_lengths)
-    longest_choices: Histogram = field(default_factory=_lengths)  # of the choices that continue one prompt
+    longest_choices: Histogram = field(default_factory=_lengths)  # the longest of each prompt's choices
 
     def end(self, output: StepOutput, times: RequestTimes) -> None:
         """Count a request by its terminal output and its times."""
@@ -264,5 +264,5 @@ _COLUMNS = tuple(each.name for each in fields(StepRecord))
 
 
 def _values(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """`dataclasses.asdict` of plain values; that copies each of them, which takes ten times as long."""
+    """Return fields by name. Ten times as fast as `dataclasses.asdict`, which copies each value."""
     return {name: getattr(record, name) for name in names}

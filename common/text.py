@@ -1,4 +1,4 @@
-"""Text in and out: a checkpoint's tokenizer, and token ids turned into text as they arrive."""
+"""Tokenizes prompts and detokenizes answers, token by token."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from tokenizers.decoders import DecodeStream
 from common.chat_template import ChatTemplate
 from common.errors import StartupError
 
-# Texts are tokenized one at a time, by the thread that asks: its priority is the work's. The library's own threads
-# would help with batches only.
+# Each text is tokenized by the calling thread, so that its priority applies. The library's own threads help only
+# with batches.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
     """The `tokenizer.json` of a checkpoint, and its chat template.
 
-    A model may have more ids than its tokenizer (a dummy that borrows one); those print as `<1234>`.
+    A model may have more ids than its tokenizer, such as a dummy that borrows one. Such foreign ids decode to
+    `<1234>`.
 
     Attributes:
-        chat_template: how a conversation is written for this model; None if its checkpoint does not say.
+        chat_template: renders conversations for this model; None if its checkpoint has no template.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._token_texts: dict[int, str] = {}  # grows to one entry for each id of the model at the most
+        self._token_texts: dict[int, str] = {}  # a cache: at most one entry for each id of the model
 
     @classmethod
     def from_folder(cls, folder: Path, *, vocab_size: int, chat_template: Path | None = None) -> Tokenizer:
-        """Read a checkpoint's tokenizer, with the chat template of a file of its own if one is given.
+        """Read a checkpoint's tokenizer. The file `chat_template` replaces the checkpoint's template.
 
-        Truncation and padding, which `tokenizer.json` may ask for, are switched off: a prompt is all that was sent.
+        Truncation and padding, which `tokenizer.json` may set, are switched off: prompts are taken as sent.
 
         Raises:
-            StartupError: no readable tokenizer.json, or a chat template that is none.
+            StartupError: tokenizer.json cannot be read, or the chat template is invalid.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -67,20 +68,20 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, chat_template=template)
 
     def min_tokens(self, text: str) -> int:
-        """A bound from below on the tokens of `text`, without tokenizing it."""
+        """Return a lower bound on the number of tokens of `text`, without tokenizing it."""
         return len(text) // self._longest_token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens that the checkpoint puts around every text (BOS, say).
+        """Return the token ids of `text`, with the tokens that the checkpoint adds to every text (BOS, say).
 
-        Other threads run meanwhile: the library lets go of the GIL for batches only, so a text is a batch of one.
+        The library releases the GIL for batches only. So the text is a batch of one, and other threads can run.
         """
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`."""
+        """Return the text of `token_ids`."""
         parts: list[str] = []
         for foreign, run in itertools.groupby(token_ids, key=self.is_foreign):
             ids = list(run)
@@ -92,7 +93,7 @@ class Tokenizer:
         return "".join(parts)
 
     def token_text(self, token_id: int) -> str:
-        """A token by itself; special tokens, which are left out of text, by their names. Each is decoded once."""
+        """Return the text of one token, or the name of a special token. Cached."""
         text = self._token_texts.get(token_id)
         if text is None:
             special = token_id in self.special_ids
@@ -101,11 +102,11 @@ class Tokenizer:
         return text
 
     def spelled(self, token_id: int) -> str:
-        """A token as the tokenizer's vocabulary has it, where a space may be a `Ġ`, say."""
+        """Return a token as it is spelled in the tokenizer's vocabulary, where a space may be a `Ġ`."""
         return str(self.backend.id_to_token(token_id))
 
     def is_foreign(self, token_id: int) -> bool:
-        """Whether the model has this id and the tokenizer does not."""
+        """Return whether the model has this id and the tokenizer does not."""
         return token_id >= self.foreign_from
 
     @staticmethod
@@ -113,31 +114,30 @@ class Tokenizer:
         return f"<{token_id}>"
 
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
+REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that form no character
 
 
 class IncrementalDetokenizer:
-    """One request's tokens turned into text as they come, stop strings held back and cut out.
+    """Turns one request's tokens into text as they arrive, and cuts the text off at a stop string.
 
-    Until `min_tokens` tokens have come, none of them stops the text: a stop string counts if a later token
-    completes it.
-
-    Two things are never said too early: half a character (its bytes may be spread over several tokens), and text
-    that may turn out to be the start of a stop string. The second is why `add` may return less than was decoded:
+    Text is held back in two cases. A character's bytes may be spread over several tokens, so half a character is
+    held. And text that may be the start of a stop string is held, so `add` may return less than was decoded:
 
     ```text
-    stop = "END"      decoded so far   "the E"  ->  said "the ", held "E"
-                      then             "N"      ->  said "",     held "EN"
-                      then             "D"      ->  said "",     stopped; held text is dropped
-                      or then          "J"      ->  said "ENJ"
+    stop = "END"      decoded so far   "the E"  ->  return "the ", hold "E"
+                      then             "N"      ->  return "",     hold "EN"
+                      then             "D"      ->  return "",     stopped; held text is dropped
+                      or then          "J"      ->  return "ENJ"
     ```
+
+    A stop string that one of the first `min_tokens` tokens completes is ignored.
     """
 
-    #: Tokens in a row without a full character after which their bytes are taken for broken, not for unfinished:
-    #: UTF-8 needs at most four bytes a character.
+    #: After so many tokens in a row without a full character, their bytes count as broken: UTF-8 needs at most four
+    #: bytes a character.
     MAX_UNFINISHED = 4
 
-    #: Tokens of the prompt that set the context of the first new one (does a space come before it?).
+    #: Tokens of the prompt that are the context of the first new token (does a space come before it?).
     CONTEXT = 8
 
     def __init__(
@@ -148,26 +148,26 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._unstoppable = min_tokens  # how many more tokens cannot complete a stop string
+        self._unstoppable = min_tokens  # stop strings that the next so many tokens complete are ignored
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in self._stop), default=0)
         self._held = ""
         self._unfinished: list[int] = []
         self.stopped = False
-        self._context: list[int] = []  # the latest tokens that ended a character
+        self._context: list[int] = []  # the tokens of the latest full character
         self._stream = self._new_stream(())
         for token_id in self._tail(prompt_token_ids):
             self._decode(token_id)
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-        """The end of a prompt, from where a character begins: cut in half, it would show up in the answer."""
+        """Return a prompt's last tokens, from the start of a character: half of one would appear in the answer."""
         tail = [i for i in prompt_token_ids[-self.CONTEXT :] if not self._tokenizer.is_foreign(i)]
         while tail and self._tokenizer.decode(tail).startswith(REPLACEMENT):
             tail = tail[1:]
         return tail
 
     def _new_stream(self, context: Sequence[int]) -> DecodeStream:
-        """A stream that has heard `context`: the next token is spaced as it would be after it."""
+        """Return a decode stream that has decoded `context`, so that the next token is spaced correctly."""
         stream = DecodeStream(skip_special_tokens=True)
         for token_id in context:
             try:
@@ -185,7 +185,7 @@ class IncrementalDetokenizer:
         return self._release(text)
 
     def finish(self) -> str:
-        """What was held back in case of a stop string. Bytes of an unfinished character are dropped."""
+        """Return the text that was held back for a stop string. Bytes of an unfinished character are dropped."""
         held, self._held = self._held, ""
         return "" if self.stopped else held
 
@@ -198,8 +198,8 @@ class IncrementalDetokenizer:
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:
-            # The library's "invalid prefix": the earlier tokens decode to something else now that this one
-            # follows (byte fallback does that). What waited for its end is broken; begin anew with this token.
+            # The library's "invalid prefix": with this token, earlier ones decode differently (byte fallback).
+            # The unfinished character is broken. Start again with this token.
             broken = self._flush_broken()
             self._stream = self._new_stream(self._context)
             text = self._stream.step(self._tokenizer.backend, token_id)
@@ -212,14 +212,16 @@ class IncrementalDetokenizer:
         return broken + (self._flush_broken() if self._is_broken() else "")
 
     def _is_broken(self) -> bool:
-        """Whether characters before the last can no longer be mended. Tokens that each begin with the end of
-        one character and end with the beginning of the next are merely unfinished, however many they are."""
+        """Return whether a character before the last unfinished one is broken.
+
+        Tokens that each end one character and begin the next are unfinished, not broken, however many they are.
+        """
         if len(self._unfinished) < self.MAX_UNFINISHED:
             return False
         return REPLACEMENT in self._tokenizer.decode(self._unfinished)[:-1]
 
     def _flush_broken(self) -> str:
-        """Tokens that will never form a character become U+FFFD, so that those after them are heard."""
+        """Return U+FFFD for tokens that will never form a character, so that later tokens can be decoded."""
         if not self._unfinished:
             return ""
         text = self._tokenizer.decode(self._unfinished)
@@ -230,12 +232,12 @@ class IncrementalDetokenizer:
     # ------------------------------------------------------------------ stop strings
 
     def _release(self, text: str, *, stoppable: bool = True) -> str:
-        """Add decoded text to the held text and return as much of it as can be delivered."""
+        """Add decoded text to the held text. Returns the part that can be delivered."""
         if not self._stop:
             return text
         before = len(self._held)
         self._held += text
-        # The stop string that is complete first wins; among those complete at the same character, the longest
+        # The stop string that is complete first wins. Of several that end at the same character, the longest wins
         # (it begins first). Only matches that end in the new text count.
         ends = [
             (start + len(stop), start)
@@ -253,7 +255,7 @@ class IncrementalDetokenizer:
         return said
 
     def _longest_unfinished_stop(self) -> int:
-        """Length of the longest suffix of the held text that a stop string begins with."""
+        """Return the length of the longest suffix of the held text that a stop string begins with."""
         for length in range(min(self._longest_stop - 1, len(self._held)), 0, -1):
             suffix = self._held[-length:]
             if any(stop.startswith(suffix) for stop in self._stop):

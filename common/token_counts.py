@@ -1,6 +1,7 @@
-"""Which tokens' scores a request changes, as arrays that are kept from step to step.
+"""The tokens whose scores a request's penalties and biases change, as arrays that are kept between steps.
 
-A step joins the arrays of its requests. A token is looked at when it is new, and not again in every later step.
+A step concatenates the arrays of its requests. Each new token is added to its array once, so a step does not go
+through all earlier tokens.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ import torch
 
 
 class TokenCounts:
-    """The tokens that a request's penalties fall on, and how often it has generated each.
+    """The tokens that a request's penalties apply to, and how often each was generated.
 
-    Only tokens that occurred have an entry, so a request takes 12 bytes for each token of its prompt and of its
-    longest answer. A count for each token of the vocabulary would take half a megabyte.
+    Only tokens that occurred have an entry: 12 bytes for each token of the prompt and of the longest answer. A
+    count for each token of the vocabulary would take half a megabyte.
 
     Args:
-        prompt: the request's.
-        max_new_tokens: how many it can generate.
+        prompt: the request's prompt.
+        max_new_tokens: the most tokens that the request can generate.
         with_prompt: whether the prompt's tokens are penalised, too.
     """
 
     def __init__(self, prompt: Sequence[int], max_new_tokens: int, *, with_prompt: bool) -> None:
         known = dict.fromkeys(prompt) if with_prompt else {}
         self._places = {token_id: place for place, token_id in enumerate(known)}
-        # Row of the pass, token, times generated; one column for each token.
+        # [3, n]: row of the pass, token id, times generated. One column for each token.
         self._entries = np.zeros((3, len(known) + max_new_tokens), dtype=np.int32)
         self._entries[1, : len(known)] = list(known)
         self._counted = len(prompt)
         self._row = 0
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Count the tokens since the last call. `token_ids`: the prompt and all that was generated."""
+        """Count the tokens that are new since the last call. `token_ids`: prompt and all generated tokens."""
         for token_id in token_ids[self._counted :]:
             place = self._places.setdefault(token_id, len(self._places))
             self._entries[:2, place] = self._row, token_id
@@ -42,11 +43,11 @@ class TokenCounts:
         self._counted = len(token_ids)
 
     def at_row(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the entries of a request that is row `row` of a pass.
+        """Return the entries of the request for a pass in which it has row `row`.
 
         Returns:
-            [3, n]: the row, each token once, and how often it was generated; 0 for tokens of the prompt alone. Good
-            until the next call.
+            [3, n]: the row, each token once, and how often it was generated (0 for tokens of the prompt alone).
+            Valid until the next call.
         """
         entries = self._entries[:, : len(self._places)]
         if row != self._row:
@@ -55,7 +56,7 @@ class TokenCounts:
 
 
 class TokenBiases:
-    """The tokens whose scores a request raises or lowers, and by how much.
+    """The tokens whose scores a request's biases change.
 
     Args:
         biases: token ids and biases.
@@ -70,6 +71,6 @@ class TokenBiases:
         self._entries = np.array([[0] * len(token_ids), token_ids], dtype=np.int32)
 
     def at_row(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the entries of a request that is row `row` of a pass: [2, b], the row and each token."""
+        """Return the entries for a pass in which the request has row `row`: [2, b], the row and each token."""
         self._entries[0] = row
         return self._entries

@@ -1,4 +1,4 @@
-"""Traces: what an engine did in time, as Chrome's trace events, which Perfetto (ui.perfetto.dev) shows.
+"""Traces: an engine's activity over time as Chrome's trace events, which Perfetto (ui.perfetto.dev) displays.
 
 ```text
 engine       [ step 7 ................................ ][ step 8 ........ ]       B[egin] and duration in one: X
@@ -10,8 +10,8 @@ request 3    [ request-3 .....................................            ]     
 KV tokens    used, empty                                                          counters: C
 ```
 
-A trace is a JSON array of events that may lack its end: what a killed server has written is one, too. Times are in
-microseconds since the recording began.
+A trace is a JSON array of events. Its end may be missing, so the file of a killed server is a valid trace. Times
+are in microseconds since the recording began.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 Event = dict[str, Any]
 
 PROCESS = 1
-TRACKS = {"host": 1, "stream": 2}  # a track is a thread to the format
+TRACKS = {"host": 1, "stream": 2}  # the format calls a track a thread
 
 
-# ---------------------------------------------------------------------- where a trace goes
+# ---------------------------------------------------------------------- sinks
 
 
 class Sink(Protocol):
-    """Takes a trace's bytes, whole events at a time.
+    """Receives a trace's bytes, whole events at a time.
 
     Raises:
-        OSError: it cannot take any more.
+        OSError: no more bytes can be written.
     """
 
     def write(self, data: bytes) -> None: ...
@@ -56,10 +56,10 @@ class Sink(Protocol):
 
 
 class TraceFile:
-    """A file that has every event as soon as its step is over, whatever becomes of the process.
+    """A file to which each event is written when its step ends, so that a crash loses none.
 
     Raises:
-        StartupError: it cannot be written.
+        StartupError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,10 +76,11 @@ class TraceFile:
 
 
 class TraceBuffer:
-    """Events that wait to be fetched, `MOST_BYTES` of them at the most.
+    """Holds events until they are fetched, at most `MOST_BYTES`.
 
     Attributes:
-        closed: nothing more will come: the trace is complete, or nobody has fetched for so long that it ends early.
+        closed: True if no more events will come: the trace is complete, or it ended early because the buffer was
+            full.
     """
 
     MOST_BYTES = 16 * 2**20
@@ -99,7 +100,7 @@ class TraceBuffer:
         self.closed = True
 
     def fetch(self) -> bytes:
-        """What has been written since the last call. Another thread than the writer's may ask."""
+        """Return the bytes written since the last call. Any thread may call it."""
         with self._lock:
             waiting, self._waiting = self._waiting, bytearray()
         return bytes(waiting)
@@ -111,7 +112,7 @@ _ADMITTED = {RequestState.PREFILL: "prefill", RequestState.DECODE: "decode"}
 
 
 class RequestTrack:
-    """A request's events. Spans of one track are nested: what was begun last ends first."""
+    """Makes a request's events. Spans of one track are nested: the span begun last ends first."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -131,9 +132,16 @@ class RequestTrack:
         return [self._begin(now, _plain(request.request_id), known), self._begin(now, stage)]
 
     def step(self, began: float, ended: float, chunk: PrefillChunk | None, first_token: bool) -> list[Event]:
-        """What a step has done with the request: its chunk in it, and whether the client got its first token."""
+        """Return the events of a step for this request.
+
+        Args:
+            began: when the step began, in microseconds.
+            ended: when it ended.
+            chunk: the request's chunk in the step, if it has one.
+            first_token: whether the step returned the request's first token.
+        """
         state = self.request.state
-        began = max(began, self._since)  # it may have come while the step waited for an earlier one
+        began = max(began, self._since)  # the request may arrive while the step waits for an earlier one
         events: list[Event] = []
         prefills_again = self.stage == "decode" and chunk is not None
         if prefills_again or (self.stage != "waiting" and state is RequestState.WAITING):
@@ -149,7 +157,7 @@ class RequestTrack:
         return events + (self.end(ended) if self.request.is_terminal else [])
 
     def end(self, now: float) -> list[Event]:
-        """The request has ended, or the recording has while it went on."""
+        """Return the events that close the track: the request has ended, or the recording ends before it."""
         request = self.request
         reason = request.finish_reason or ("error" if request.error else "still running")
         known = {
@@ -172,13 +180,13 @@ class RequestTrack:
         return self._event("n", now, name)
 
     def _event(self, kind: str, now: float, name: str, known: Event | None = None) -> Event:
-        # Ids may be used again once their request is done; arrivals are not.
+        # By arrival: an id may be used again once its request is done.
         event: Event = {"ph": kind, "cat": "request", "id": self.request.arrival, "name": name, "ts": now}
         return event | ({"args": known} if known else {})
 
 
 def _plain(text: str) -> str:
-    """A text that a client may have had a part in, as JSON can hold it: half a UTF-16 character becomes a `?`."""
+    """Make a client's text valid for JSON: half a UTF-16 character becomes a `?`."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -186,10 +194,10 @@ def _plain(text: str) -> str:
 
 
 class Recording:
-    """Makes events of what an engine does, from `begin` to `end`. It remembers the requests that live, and no more.
+    """Writes an engine's events to a sink, from `begin` to `end`. Keeps state of the live requests only.
 
     Attributes:
-        ended_early: its sink took no more.
+        ended_early: True if the sink could not be written any more.
     """
 
     def __init__(self, sink: Sink, phase: Phase) -> None:
@@ -237,7 +245,7 @@ class Recording:
         self._write(events)
 
     def end(self, now_s: float) -> None:
-        """Complete the array, and close the sink."""
+        """Complete the JSON array, and close the sink."""
         now, events = self._at(now_s), []
         for track in self._tracks.values():
             events += track.end(now)
@@ -246,7 +254,7 @@ class Recording:
         self._sink.close()
 
     def give_up(self) -> None:
-        """The sink takes no more: what it has is the trace."""
+        """End the trace early: the sink cannot be written any more."""
         self.ended_early = True
         self._tracks.clear()
         self._sink.close()
@@ -264,7 +272,7 @@ class Recording:
         return event | ({"args": known} if known else {})
 
     def _at(self, now_s: float) -> float:
-        """Microseconds since the recording began; what began before is cut."""
+        """Return microseconds since the recording began; 0 for earlier times."""
         return round(max(now_s - self._zero_s, 0.0) * 1e6, 3)
 
     def _write(self, events: Iterable[Event]) -> None:
@@ -278,9 +286,9 @@ class Recording:
 
 
 class Tracer:
-    """One engine's recordings, any number of them at a time; while there are none the engine is as it was.
+    """Runs the recordings of one engine, any number at a time. The engine is watched only while there are any.
 
-    Its methods are called in the engine's thread, between two steps.
+    Call its methods in the engine's thread, between two steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -289,20 +297,20 @@ class Tracer:
         self._recordings: dict[Sink, Recording] = {}
 
     def start(self, sink: Sink) -> None:
-        """Record into a sink from now on, requests that live already included."""
+        """Start a recording into a sink. Live requests are included."""
         engine = self._engine
         if not self._recordings:
             self._watch()
         recording = self._recordings[sink] = Recording(sink, engine.phase)
-        self._tell([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
+        self._write_to([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
 
     def stop(self, sink: Sink) -> None:
-        """Complete what is recorded into a sink, if anything is; what has ended early is left as it is."""
+        """Complete the recording into a sink. Does nothing if there is none, or if it ended early."""
         recording = self._recordings.pop(sink, None)
         if recording is None:
             return
         now_s = self._engine.clock()
-        self._tell([recording], lambda one: one.end(now_s))
+        self._write_to([recording], lambda one: one.end(now_s))
         if not self._recordings:
             self._unwatch()
 
@@ -319,19 +327,19 @@ class Tracer:
 
     def _arrived(self, request: Request) -> None:
         now_s = self._engine.clock()
-        self._tell(self._recordings.values(), lambda one: one.arrived(now_s, request))
+        self._write_to(self._recordings.values(), lambda one: one.arrived(now_s, request))
 
     def _stepped(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         parts = self._parts.take()
-        self._tell(self._recordings.values(), lambda one: one.stepped(record, plan, outputs, parts))
+        self._write_to(self._recordings.values(), lambda one: one.stepped(record, plan, outputs, parts))
 
-    def _tell(self, recordings: Iterable[Recording], tell: Callable[[Recording], None]) -> None:
-        """A recording that cannot be written ends; the engine has nothing to do with it."""
+    def _write_to(self, recordings: Iterable[Recording], write: Callable[[Recording], None]) -> None:
+        """Call `write` for each recording. If its sink fails, that recording ends and the engine goes on."""
         for recording in recordings:
             if recording.ended_early:
                 continue
             try:
-                tell(recording)
+                write(recording)
             except OSError as error:
                 logger.warning("a trace ends early: %s", error.strerror or error)
                 recording.give_up()

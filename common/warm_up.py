@@ -1,6 +1,6 @@
-"""Records or captures the passes of a stream before the first client comes, and chooses its number of threads.
+"""Records or captures the passes of a stream before the first request, and chooses its number of threads.
 
-All of it by made-up requests, which go through the runner's `execute` and leave nothing behind.
+Made-up requests run through the runner's `execute`. Their memory is freed afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.streams import TapeStream, graph_sizes
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
-HOST_S = 3e-4  # about what the host needs for a step
+HOST_S = 3e-4  # seconds of host work in a step, roughly
 
 
 def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
@@ -27,8 +27,8 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
 
     Args:
         runner: with nothing in flight.
-        stream: the runner's.
-        threads: how many share a pass. None: time a pass with all threads and with one less, and choose.
+        stream: the runner's stream.
+        threads: number of threads for a pass. None: time a pass with all threads and with one less, and choose.
     """
     logger.info("warming up")
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
@@ -41,10 +41,10 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
             stream.set_threads(count)
             stream.take_times()
             _decode(runner, [best], TRIALS)
-            passes = stream.take_times()[2::2]  # without the prompt's, and between them choices of tokens
+            passes = stream.take_times()[2::2]  # without the prompt's pass, and without sampling in between
             seconds[count] = min((ended - began for _, began, ended in passes), default=0.0)
-        # A thread that waits for its share of the next operator keeps a core busy. With as many as there are cores,
-        # the next pass begins when the host rests; with one less, the two go on side by side.
+        # Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a
+        # core. With one thread less, both run at the same time.
         threads = most - (seconds[most - 1] < seconds[most] + HOST_S)
         logger.debug("%d threads a pass; seconds of one: %s", threads, seconds)
     stream.set_threads(threads or most)
@@ -52,9 +52,9 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
 
 
 def capture(runner: Runner) -> None:
-    """Capture the decode step on a GPU in every size that a batch of this engine can need.
+    """Capture the decode step on a GPU in every graph size that this engine's batches need.
 
-    A batch that fills all seats may be smaller than the graph that it needs; the graph's missing rows are copies.
+    The largest graph may have more rows than there are seats. Its missing rows are copies of the first.
     """
     started_s, before = time.perf_counter(), torch.cuda.memory_reserved(runner.model.device)
     seats = len(runner.pool.block_tables)
@@ -68,7 +68,7 @@ def capture(runner: Runner) -> None:
 
 
 def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:
-    """Compute prompts of one token, then `tokens` tokens more, a step at a time; nothing if memory is too small."""
+    """Compute prompts of one token and then `tokens` decode steps. Does nothing if the KV memory is too small."""
     requests = [Request(f"warm-up {i}", [0], params) for i, params in enumerate(batch)]
     if all(runner.pool.reserve(request, 1 + tokens) for request in requests):
         for request in requests:

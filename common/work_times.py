@@ -1,4 +1,4 @@
-"""When a stream (`common.streams`) did what it was given, for whoever wants to see it."""
+"""Records when a stream (`common.streams`) ran its work, for traces and measurements."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 T = TypeVar("T")
 
-MOST_TIMES = 1000  # that wait to be asked for; a tape's player keeps as many
+MOST_TIMES = 1000  # times kept until they are taken; a tape's player keeps as many
 
 
 class Work(NamedTuple):
-    """Work that was done: the key it was handed in under, and when, in seconds on the clock of `time.monotonic`."""
+    """Work that has ended: the key it was submitted with, and its times in seconds on the clock of
+    `time.monotonic`."""
 
     key: Hashable
     began_s: float
@@ -24,13 +25,13 @@ class Work(NamedTuple):
 
 
 class HostTimes:
-    """Of functions that a thread calls."""
+    """Times of functions that a thread calls."""
 
     def __init__(self) -> None:
         self._done: deque[Work] = deque(maxlen=MOST_TIMES)
 
     def timed(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
-        """The same function; when it has been called is remembered."""
+        """Wrap a function so that the time of its call is recorded."""
 
         def timed_function() -> T:
             began_s = time.monotonic()
@@ -42,14 +43,14 @@ class HostTimes:
         return timed_function
 
     def take(self) -> list[Work]:
-        """Those since the last call."""
+        """Return the work that has ended since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
 
 class DeviceTimes:
-    """Of kernels on a GPU, on the host's clock: the two clocks meet here, where nothing is in flight.
+    """Times of kernels on a GPU, converted to the host's clock. The two clocks are compared when this is made.
 
-    Made and entered in the stream that is timed.
+    Make and use it inside the timed CUDA stream, with nothing in flight.
     """
 
     def __init__(self) -> None:
@@ -60,14 +61,17 @@ class DeviceTimes:
 
     @contextmanager
     def around(self, key: Hashable) -> Iterator[None]:
-        """What is launched inside is timed."""
+        """Context manager: times the kernels launched inside it."""
         began = _mark()
         yield
         self._marks.append((key, began, _mark()))
 
     def take(self) -> list[Work]:
-        """What has ended since the last call. Each end is the zero of the next: an event tells its distance from
-        another in float32, too coarse after an hour."""
+        """Return the work that has ended since the last call.
+
+        Each end is the reference for the next time. The time between two events is a float32, too coarse after an
+        hour.
+        """
         done: list[Work] = []
         while self._marks and self._marks[0][2].query():  # type: ignore[no-untyped-call]
             key, began, ended = self._marks.popleft()
@@ -81,7 +85,7 @@ class DeviceTimes:
 
 
 def _mark() -> torch.cuda.Event:
-    """The time at which the present stream gets here."""
+    """Record an event in the current stream. Its time is when the stream reaches it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine, and its door to asyncio.
+"""The thread that owns the engine, and its interface to asyncio.
 
 ```text
 event loop                                engine thread
@@ -8,15 +8,15 @@ event loop                                engine thread
   streams <── one call_soon_threadsafe per step <──────┘
 ```
 
-The event loop never runs a forward pass, so it answers while one runs. An idle engine thread is blocked on a
-condition, not polling.
+The event loop never runs a forward pass, so it stays responsive while one runs. An idle engine thread blocks on a
+condition and does not poll.
 
-**One thread computes.** libgomp, which shares out a CPU's matrix products, keeps a pool of workers for every
-thread that has called an operator worth sharing out. With a second pool there are more workers than cores, and
-libgomp then puts them to sleep between the hundreds of parallel regions of a pass: a decode step takes twice as
-long. So one thread of the process calls such operators: the engine's in phases 4 to 8, that of the engine's stream
-in phase 9, where the engine's own thread makes small tensors only. A thread that ends builds the engine, and takes
-its pool of workers with it.
+**One thread computes.** libgomp, which runs a CPU's matrix products in parallel, keeps a pool of workers for every
+thread that has called a parallel operator. With a second pool there are more workers than cores. libgomp then puts
+them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So one
+thread of the process calls such operators. In phases 4 to 8 it is the engine's thread. In phase 9 it is the thread
+of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread that ends
+afterwards, and its pool of workers ends with it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ STOPPED = "the server was stopped"
 
 
 class RequestStream:
-    """One request's outputs as they come; iteration ends with the terminal one.
+    """Iterates over one request's outputs as they arrive. Ends after the terminal output.
 
-    Whoever stops reading early calls `cancel`.
+    A reader that stops early must call `cancel`.
 
     Attributes:
-        received_tokens: how many have come, read or not.
-        first_token_s: when the first came, on `time.monotonic`'s clock; None before.
-        latest_token_s: when the latest came.
-        longest_gap_s: the longest wait between two tokens.
-        last: the terminal output; None before it has come.
+        received_tokens: number of tokens that have arrived, read or not.
+        first_token_s: when the first token arrived, on the clock of `time.monotonic`; None before.
+        latest_token_s: when the latest token arrived.
+        longest_gap_s: the longest time between two tokens, in seconds.
+        last: the terminal output; None before it has arrived.
     """
 
     def __init__(self, worker: EngineWorker, request: Request) -> None:
@@ -100,7 +100,7 @@ class RequestStream:
         self._outputs.put_nowait(output)
 
     def put_error(self, error: Exception) -> None:
-        """End the stream without the engine, which may be in the middle of a step."""
+        """End the stream with an error at once. The engine may be in the middle of a step."""
         self.put(
             StepOutput(
                 request_id=self.request.request_id,
@@ -116,14 +116,14 @@ class RequestStream:
         )
 
     def cancel(self) -> None:
-        """Give up the request's place or memory; whoever still reads hears so. Harmless once it is done."""
+        """Cancel the request and free its place or memory. A reader gets its terminal output. No effect if done."""
         self._worker.cancel(self.request.request_id)
 
 
 class HeldPlaces:
-    """Places in the queue, held for requests that are still being tokenized.
+    """Context manager: holds places in the queue for requests that are still being tokenized.
 
-    A context manager: places that no request was submitted for are given back at its end.
+    On exit, places for which no request was submitted are released.
     """
 
     def __init__(self, worker: EngineWorker, count: int) -> None:
@@ -138,7 +138,7 @@ class HeldPlaces:
         self._count = 0
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Hand over as many requests as there are places: their streams, in order."""
+        """Submit as many requests as places are held. Returns their streams, in order."""
         if len(requests) != self._count:
             raise ValueError(f"{self._count} places are held, for {len(requests)} requests")
         self._count = 0
@@ -146,15 +146,15 @@ class HeldPlaces:
 
 
 class EngineWorker:
-    """Builds an engine and runs it, in a thread of its own.
+    """Builds an engine and runs it in a thread of its own.
 
-    `build` comes first; all other methods belong to the event loop's thread.
+    Call `build` first. Call all other methods in the event loop's thread, unless they say otherwise.
 
     Args:
-        make_engine: called in the engine's thread.
+        make_engine: builds the engine; called in the engine's thread.
 
     Attributes:
-        requests: what became of those that were submitted.
+        requests: telemetry of the submitted requests.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -167,38 +167,38 @@ class EngineWorker:
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
-        self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to be made between two steps
-        self._held = 0  # places whose requests are not yet with the scheduler
+        self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to run between two steps
+        self._held = 0  # places whose requests are not yet in the scheduler's queue
         self._abort: Exception | None = None
         self._stopping = False
-        self._turn_began_s: float | None = None  # on `time.monotonic`'s clock; None: it waits for work
-        # The event loop's own:
+        self._turn_began_s: float | None = None  # on the clock of `time.monotonic`; None: waits for work
+        # Used by the event loop's thread only:
         self._streams: dict[str, RequestStream] = {}
-        self._holders = 0  # of places whose requests are still to be handed over
+        self._holders = 0  # `HeldPlaces` objects that are still open
         self._draining = False
         self._aborted: ShuttingDownError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
     def build(self) -> Engine:
-        """Start the thread and wait until it has built its engine. Raises what building raises."""
+        """Start the thread and block until it has built its engine. Raises the errors of building."""
         self._thread.start()
         return self._built.result()
 
     @property
     def engine(self) -> Engine:
-        """The engine that was built."""
+        """The engine. Blocks until it is built."""
         return self._built.result()
 
     @property
     def dead(self) -> EngineDeadError | None:
-        """Why the engine ended; None while it lives."""
+        """The error that ended the engine; None while it runs."""
         return self.engine.dead
 
     @property
     def step_s(self) -> float:
-        """Seconds that the engine's thread has been in its present step; 0 while it waits for work. Any thread may
-        ask."""
+        """Seconds since the engine's thread began its present step; 0 while it waits for work. Any thread may read
+        it."""
         began_s = self._turn_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -207,7 +207,7 @@ class EngineWorker:
         return self._draining
 
     def start(self) -> None:
-        """Take requests from now on; call it on the event loop that will read the streams."""
+        """Start accepting requests. Call it on the event loop that will read the streams."""
         self._loop = asyncio.get_running_loop()
         if self._thread.ident is None:
             self.build()
@@ -215,13 +215,13 @@ class EngineWorker:
     # ------------------------------------------------------------------ requests (event loop)
 
     def hold_places(self, count: int = 1) -> HeldPlaces:
-        """Hold places in the queue for `count` requests, all or none, before any work is done for them.
+        """Hold places in the queue for `count` requests, all or none, before they are tokenized.
 
         Raises:
-            QueueFullError: there is no room for so many.
-            EngineDeadError, ShuttingDownError: nothing is taken any more.
+            QueueFullError: fewer places are free.
+            EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
-        self._refuse_at_the_end()
+        self._check_accepting()
         with self._wakeup:
             self._check_room(count)
             self._held += count
@@ -230,43 +230,43 @@ class EngineWorker:
         return HeldPlaces(self, count)
 
     def check_room(self, count: int) -> None:
-        """Raise what `hold_places` would raise now, and hold nothing."""
-        self._refuse_at_the_end()
+        """Raise the error that `hold_places` would raise now. Holds nothing."""
+        self._check_accepting()
         with self._wakeup:
             self._check_room(count)
 
     def _check_room(self, count: int) -> None:
-        """Check that so many requests may be queued at once. The lock is held.
+        """Check that `count` requests may be queued at once. Call with the lock held.
 
-        Beside other requests, several at once must leave a quarter of the queue free: a client with 32 choices does
-        not lock out those with one.
+        If other requests are in the server, several requests at once must leave a quarter of the queue free: a
+        client with 32 choices must not lock out clients with one.
 
         Raises:
-            QueueFullError: there are fewer places.
+            QueueFullError: fewer places are free.
         """
         alone = not self._streams and not self._held
         kept = 0 if count == 1 or alone else self.engine.config.max_waiting_requests // 4
         if count > self._queue_room() - kept:
             raise self._queue_full(count)
 
-    def _refuse_at_the_end(self) -> None:
+    def _check_accepting(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead))
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
 
     def queue_room(self) -> int:
-        """How many more requests would be taken now."""
+        """Return how many more requests the queue can take now."""
         with self._wakeup:
             return self._queue_room()
 
     def num_waiting(self) -> int:
-        """How many requests wait to be computed, those included that are still being tokenized."""
+        """Return how many requests wait to be computed, including those that are still being tokenized."""
         with self._wakeup:
             return self.engine.scheduler.num_waiting + self._held
 
     def _queue_room(self) -> int:
-        """Places neither taken nor held. The lock is held."""
+        """Return the number of places that are neither taken nor held. Call with the lock held."""
         return self.engine.scheduler.queue_room() - self._held
 
     def _queue_full(self, count: int) -> QueueFullError:
@@ -276,17 +276,17 @@ class EngineWorker:
         )
 
     def give_back_places(self, unused: int) -> None:
-        """A holder of places is done (`HeldPlaces` calls this): take back those that it did not use."""
+        """Release the unused places of a `HeldPlaces` that ends. Only `HeldPlaces` calls this."""
         with self._wakeup:
             self._held -= unused
         self._holders -= 1
         self._mark_idle()
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Hand over requests whose places are held (`HeldPlaces.submit` is the way to call this).
+        """Submit requests whose places are held. Call it through `HeldPlaces.submit`. Returns their streams.
 
         Raises:
-            ShuttingDownError: the time to drain is over, or the worker was stopped; nothing new begins.
+            ShuttingDownError: the time to drain is over, or the worker was stopped.
         """
         if self._aborted is not None:
             with self._wakeup:
@@ -301,7 +301,7 @@ class EngineWorker:
         return streams
 
     def cancel(self, request_id: str) -> None:
-        """End a request: its stream's last output comes with the next step."""
+        """Cancel a request. Its stream gets the terminal output after the next step."""
         if request_id not in self._streams:
             return
         with self._wakeup:
@@ -309,38 +309,38 @@ class EngineWorker:
             self._wakeup.notify()
 
     async def reset_prefix_cache(self) -> int:
-        """Between two steps, forget what is cached and used by nobody: how many blocks that were.
+        """Free the unused cached blocks between two steps. Returns their number.
 
         Raises:
-            EngineDeadError, ShuttingDownError: nothing is taken any more.
+            EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
-        self._refuse_at_the_end()
+        self._check_accepting()
         return await asyncio.wrap_future(self.call(lambda engine: engine.reset_prefix_cache()))
 
     async def pause(self) -> None:
-        """Let the engine plan nothing more until `resume`, and wait until all outputs in flight are delivered.
+        """Pause the engine until `resume`, and wait until all outputs in flight are delivered.
 
-        New requests queue meanwhile.
+        New requests queue during the pause.
 
         Raises:
-            EngineDeadError, ShuttingDownError: nothing is taken any more.
+            EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
-        self._refuse_at_the_end()
+        self._check_accepting()
         await asyncio.wrap_future(self.call(Engine.pause))
         while await asyncio.wrap_future(self.call(lambda engine: engine.runner.in_flight)):
-            pass  # each of these calls waits for a step, and each step delivers one that is in flight
-        self._refuse_at_the_end()
+            pass  # each call waits for a step, and each step delivers a step in flight
+        self._check_accepting()
 
     async def resume(self) -> None:
-        """Let the engine plan again. Raises as `pause` does."""
-        self._refuse_at_the_end()
+        """Let the engine plan steps again. Raises as `pause` does."""
+        self._check_accepting()
         await asyncio.wrap_future(self.call(Engine.resume))
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Between two steps, in the engine's thread, call a function of the engine: soon, what it returns.
+        """Run `function(engine)` on the engine's thread between two steps. Returns a future of its result.
 
         Raises:
-            ShuttingDownError: the thread is being ended.
+            ShuttingDownError: the engine's thread is stopping.
         """
         outcome: Future[T] = Future()
         with self._wakeup:
@@ -353,7 +353,7 @@ class EngineWorker:
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None:  # failed without waiting for the step
+            if stream is None:  # `_abort_all` has ended the stream
                 continue
             stream.put(output)
             if output.finished:
@@ -367,11 +367,11 @@ class EngineWorker:
     # ------------------------------------------------------------------ ending (event loop)
 
     def stop_accepting(self) -> None:
-        """From now on `hold_places` refuses; what was accepted goes on."""
+        """Let `hold_places` refuse new requests. Accepted requests go on."""
         self._draining = True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every accepted request is answered. False: some were not in time, and have been failed."""
+        """Wait until every accepted request is answered. Returns False if some timed out; they have been failed."""
         self.stop_accepting()
         try:
             async with asyncio.timeout(timeout_s):
@@ -382,10 +382,10 @@ class EngineWorker:
         return True
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread after the step it is in; what is still unanswered is failed at once.
+        """Fail the unanswered requests at once, and end the thread after its present step.
 
         Args:
-            timeout_s: how long to wait for that step; None: as long as it takes.
+            timeout_s: how long to wait for that step, in seconds; None: without a limit.
         """
         self.stop_accepting()
         with self._wakeup:
@@ -395,11 +395,11 @@ class EngineWorker:
 
     @property
     def running(self) -> bool:
-        """Whether the thread has not ended."""
+        """Whether the engine's thread is alive."""
         return self._thread.is_alive()
 
     def _abort_all(self, error: ShuttingDownError) -> None:
-        """Fail every stream now. The engine hears of it when its step ends, which may be long, or never."""
+        """Fail every stream now. The engine aborts when its step ends, which may be much later, or never."""
         self._aborted = error
         for stream in self._streams.values():
             stream.put_error(error)
@@ -414,7 +414,7 @@ class EngineWorker:
     def _run(self) -> None:
         try:
             self._built.set_result(self._make_engine())
-        except BaseException as error:  # whoever waits for the engine raises it
+        except BaseException as error:  # `build` raises it
             self._built.set_exception(error)
             return
         while True:
@@ -422,8 +422,8 @@ class EngineWorker:
                 if self._turn():
                     return
             except BaseException as error:
-                # Not a failed pass (the runner sees to those) but a mistake of ours, or something that ends
-                # threads: nothing is certain any more, and this thread stays to say so.
+                # The runner handles failed passes. This is a bug, or an exception that ends threads: the engine's
+                # state is unknown. The thread goes on, to fail later requests with this error.
                 if self.dead is not None:
                     raise
                 logger.exception("the engine failed")
@@ -432,16 +432,16 @@ class EngineWorker:
                 self._hand_back(self.engine.abort_all(self.engine.dead))
 
     def _turn(self) -> bool:
-        """Wait for work, take it in and compute a step; whether this was the last turn."""
+        """Wait for work, carry it to the engine and compute a step. Returns True if the thread is to end."""
         with self._wakeup:
             self._wait_for_work()
         self._turn_began_s = time.monotonic()
         try:
             if self.engine.is_due:
-                self.engine.wait()  # who comes meanwhile is taken in for this step
+                self.engine.wait()  # requests that arrive during this wait are part of the step
             with self._wakeup:
                 stopping = self._stopping
-                refused = self._take_in()
+                refused = self._empty_inbox()
             self._hand_back(refused)  # before the step, which may be long
             if not stopping and self.engine.is_due:
                 self._hand_back(self.engine.step())
@@ -450,7 +450,7 @@ class EngineWorker:
         return stopping
 
     def _wait_for_work(self) -> None:
-        """Block until there is news or the engine has something to do. The lock is held, and let go meanwhile."""
+        """Block until there is work. Call with the lock held; it is released while waiting."""
         while not (self._arrived or self._cancelled or self._calls or self._abort or self._stopping):
             wake = self.engine.next_wake()
             timeout = None if wake is None else wake - self.engine.clock()
@@ -458,11 +458,13 @@ class EngineWorker:
                 return
             self._wakeup.wait(timeout)
 
-    def _take_in(self) -> list[StepOutput]:
-        """Carry the news to the engine; outputs of requests it did not take. The lock is held.
+    def _empty_inbox(self) -> list[StepOutput]:
+        """Carry new requests, cancellations and calls to the engine. Call with the lock held.
 
-        A place stays held until its request is in the scheduler's queue, so that none is counted twice and none
-        is missed.
+        A place stays held until its request is in the scheduler's queue, so that each request is counted once.
+
+        Returns:
+            The terminal outputs of requests that the engine refused, and of aborted ones.
         """
         outputs: list[StepOutput] = []
         while self._arrived:
@@ -480,7 +482,7 @@ class EngineWorker:
             if outcome.set_running_or_notify_cancel():  # its client may have left
                 try:
                     outcome.set_result(function(self.engine))
-                except Exception as error:  # whoever waits raises it
+                except Exception as error:  # raised where the future is awaited
                     outcome.set_exception(error)
         self._calls.clear()
         if self._abort is not None:
@@ -493,7 +495,7 @@ class EngineWorker:
             self.on_event_loop(self._deliver, outputs)
 
     def on_event_loop(self, call: Callable[[T], None], argument: T) -> None:
-        """Make a call there, from the engine's thread."""
+        """Run `call(argument)` on the event loop. For the engine's thread."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(call, argument)

@@ -1,4 +1,4 @@
-"""`infer`: one command for what `python -m` serves, measures and shows.
+"""The command `infer`, which serves phases, measures them, and shows demos.
 
 `infer serve 7` is `python -m phase7_chunked`, `infer compare` is `python -m benchmarks compare`, `infer demo` is
 `python -m benchmarks.demo`, all with the same options.
@@ -21,10 +21,10 @@ usage: infer serve PHASE [options]      serve a phase; infer serve --help lists 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns or exits with an exit code, which is 2 for words that make no command."""
+    """Run the command line. Returns its exit code, or exits with it; 2 for an unknown command."""
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
-    except KeyboardInterrupt:  # while modules are loaded, say, which takes seconds: so they are, below
+    except KeyboardInterrupt:  # imports take seconds, so `_run` does them: Ctrl-C is caught here
         print("interrupted", file=sys.stderr)
         return 130
 

@@ -1,4 +1,4 @@
-"""Phase 4, static batching: fixed batches, padded to a rectangle, run until their last member is done."""
+"""Phase 4, static batching: fixed batches, padded to a rectangle, run until their last request is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV memory of one batch at a time: a row for each member, all as long as the longest may become.
+"""KV memory of one batch at a time: a row for each request, all of the greatest length that one may need.
 
 ```text
 prompts of 3, 7 and 5 tokens, up to 4 new ones       row length = 7 + 4 = 11
@@ -8,11 +8,12 @@ prompts of 3, 7 and 5 tokens, up to 4 new ones       row length = 7 + 4 = 11
   row 2   p p p p p g g g g · ·
 ```
 
-A row counts its own columns, so a short prompt's first new token is stored right after its last real one, whatever
-was padded beside it.
+Each sequence counts its own columns. So a short prompt's first new token is stored right after its last real token,
+over the padding.
 
-How long rows are is known when the batch is complete. So this pool, alone of all, takes its memory while a plan is
-executed: in the `view` of the batch's first pass. It gives it back with the batch's last member.
+The length of the rows is known once the batch is complete. So this pool, unlike those of later phases, allocates
+its store while a plan is executed: in the `view` of the batch's first pass. It frees the store with the batch's
+last request.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from phase4_static.config import Config
 
 
 class StaticKVCache(KVPool):
-    """Rows of equal length, allocated when a batch first runs and dropped when its last member leaves.
+    """Rows of equal length, allocated when a batch first runs and freed when its last request leaves.
 
     A row is a block of the store: block `i` belongs to slot `i`.
     """
@@ -56,7 +57,7 @@ class StaticKVCache(KVPool):
     def block_tables(self) -> Tensor:
         return torch.arange(self._rows).unsqueeze(1)
 
-    def reserve(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a row holds all a member can need
+    def reserve(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a row has the full length
         if self.k:
             raise RuntimeError("a static batch cannot grow once it has run")
         if request.slot is None:
@@ -69,7 +70,7 @@ class StaticKVCache(KVPool):
 
     def _free(self, slot: int) -> None:
         del self._lengths[slot]
-        if not self._lengths:  # the batch has left: so does its memory
+        if not self._lengths:  # the last request of the batch has left
             self.clear()
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""The rectangle: prompts padded to the longest, then one column a step until the last row is done."""
+"""Computes a rectangle: prompts padded to the longest, then one column a step until the last row is done."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from common.request import Request
 from common.runner import ForwardPass, PassShare, Runner
 from common.scheduling import PrefillChunk, StepPlan
 
-PAD_TOKEN = 0  # any id will do: pad columns lie above every real query and decode overwrites them
+PAD_TOKEN = 0  # any id: no real query sees the pad columns, and decode overwrites them
 
 
 class StaticRunner(Runner):
-    """One pass a step: either all prompts or one token of every row.
+    """Runs one pass a step: either all prompts, or one token of every row.
 
-    A pass is not split after a failure: the rectangle is the unit that fails.
+    A pass that fails is not split: the whole rectangle fails.
     """
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
@@ -25,7 +25,7 @@ class StaticRunner(Runner):
             yield self.prefill_pass(plan.prefill)
 
     def prefill_pass(self, chunks: Sequence[PrefillChunk]) -> ForwardPass:
-        """Every prompt padded on the right to the longest: T = B × longest. The padding is the lesson."""
+        """Return the pass of all prompts, each padded on the right to the longest: T = B × longest tokens."""
         longest = max(chunk.end for chunk in chunks)
         shares = tuple(
             PassShare(
@@ -40,12 +40,12 @@ class StaticRunner(Runner):
         return ForwardPass(shares, splittable=False, padded_tokens=padded)
 
     def decode_pass(self, requests: Sequence[Request]) -> ForwardPass:
-        """The last token of every row; rows that are done go along idle."""
+        """Return the pass of every row's last token. Rows of requests that are done are idle."""
         shares = tuple(self.idle_share(r) if r.is_terminal else self.decode_share(r) for r in requests)
         return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
     def idle_share(self, request: Request) -> PassShare:
-        """A dummy token into the row's own last column, again and again: it stands still and harms nobody."""
+        """Return an idle row's share. In each step it writes a dummy token into the row's own last column."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)

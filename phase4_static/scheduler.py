@@ -1,4 +1,4 @@
-"""Static batching: collect, run until the last member is done, take the next batch.
+"""Static batching: collects a batch, runs it until its last request is done, then collects the next.
 
 ```text
 time ──>
@@ -19,16 +19,16 @@ from phase4_static.config import Config
 
 
 class StaticScheduler(Scheduler):
-    """A batch at a time.
+    """Schedules one batch at a time.
 
-    A batch forms when `max_batch_size` requests wait, or `batch_wait_timeout_s` after the first of them came to
-    an idle engine. For a backlog the time starts when the batch before retires.
+    A batch starts when `max_batch_size` requests wait, or `batch_wait_timeout_s` seconds after the first of them
+    reached an idle engine. If requests wait already when a batch retires, the time starts then.
     """
 
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
         self.batch_wait_timeout_s = config.batch_wait_timeout_s
-        self._forming_since: float | None = None  # when the batch to come began to wait for company
+        self._forming_since: float | None = None  # when the next batch began to collect requests
 
     def add_request(self, request: Request) -> bool:
         taken = super().add_request(request)
@@ -41,22 +41,22 @@ class StaticScheduler(Scheduler):
         return retired
 
     def _clear_seats(self) -> list[Request]:
-        """The whole batch once its last member is done; nobody before."""
+        """Remove and return the whole batch once its last request is done. Returns nothing before."""
         if not all(request.is_terminal for request in self.active):
             return []
         done, self.active = self.active, []
         return done
 
     def admit(self, pool: SchedulerPool) -> None:
-        """Form a batch, if none runs and it is time."""
+        """Admit a batch if none runs, and it is full or has waited long enough."""
         if not self.active and self._is_due(self.clock()):
             self._fill_seats(pool)
             self._forming_since = None
 
     def plan(self) -> StepPlan:
-        """The whole rectangle: every member's prompt first, then every member's row in each step.
+        """Plan the whole rectangle: all prompts in the first step, one token of every row in later steps.
 
-        Members that are done are named too: their rows are part of the rectangle.
+        Requests that are done are part of the plan: their rows are part of the rectangle.
         """
         if any(request.state is RequestState.PREFILL for request in self.active):
             return StepPlan(prefill=tuple(PrefillChunk(r, 0, len(r.token_ids)) for r in self.active))
@@ -72,19 +72,19 @@ class StaticScheduler(Scheduler):
         return now if self._is_due(now) else self._deadline()
 
     def _start_timer(self) -> None:
-        """An idle engine with someone waiting begins to form a batch; without anyone it stops."""
+        """Start the timer of the next batch if no batch runs and requests wait. Clear it otherwise."""
         if self.active or not self.waiting:
             self._forming_since = None
         elif self._forming_since is None:
             self._forming_since = self.clock()
 
     def _is_due(self, now: float) -> bool:
-        """Whether those who wait are a full batch, or have waited for company long enough."""
+        """Return whether the waiting requests are a full batch, or the time to collect them is over."""
         return len(self.waiting) >= self.config.max_batch_size or (
             self._forming_since is not None and now >= self._deadline()
         )
 
     def _deadline(self) -> float:
-        """When the batch that is forming begins, full or not, on the engine's clock."""
+        """Return when the next batch starts, full or not, on the engine's clock."""
         assert self._forming_since is not None
         return self._forming_since + self.batch_wait_timeout_s

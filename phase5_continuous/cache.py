@@ -1,10 +1,10 @@
-"""KV memory as slots: one for every sequence that runs, taken at admission, given back at retirement.
+"""KV memory as slots: one for each running sequence, allocated at admission and freed at retirement.
 
 ```text
-slot 0   A A A A A A A · · · · · · · · ·      each slot is max_seq_len long,
+slot 0   A A A A A A A · · · · · · · · ·      each slot has max_seq_len columns,
 slot 1   · · · · · · · · · · · · · · · ·      whatever its sequence needs
-slot 2   B B B x x x x x · · · · · · · ·      x: stale, from an earlier occupant; above B's length,
-slot 3   C C C C C C C C C C C · · · · ·         so no query of B's sees it
+slot 2   B B B x x x x x · · · · · · · ·      x: stale, from an earlier sequence; beyond B's length,
+slot 3   C C C C C C C C C C C · · · · ·         so no query of B sees it
 ```
 """
 
@@ -35,7 +35,7 @@ class SlottedKVCache(KVPool):
     # ------------------------------------------------------------------ slots
 
     def allocate_slot(self) -> int:
-        """Take a slot; it starts empty. RuntimeError: none is free."""
+        """Allocate an empty slot. RuntimeError: none is free."""
         if not self._free_slots:
             raise RuntimeError(f"all {self.num_slots} KV slots are in use")
         slot = self._free_slots.pop()
@@ -43,15 +43,15 @@ class SlottedKVCache(KVPool):
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """Give a slot back. KeyError: it is not in use."""
+        """Free a slot. KeyError: it is not in use."""
         del self._lengths[slot]
         self._free_slots.append(slot)
 
     def free_slot_count(self) -> int:
-        """How many more sequences can begin."""
+        """Return how many more sequences can be admitted."""
         return len(self._free_slots)
 
-    # ------------------------------------------------------------------ the protocol
+    # ------------------------------------------------------------------ KVPool
 
     @property
     def block_size(self) -> int:

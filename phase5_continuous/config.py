@@ -8,7 +8,7 @@ from common.config import EngineConfig
 
 
 class Config(EngineConfig):
-    """The base options, and how many tokens a pass may compute. Nobody waits for a batch to fill."""
+    """The base options, and the most prompt tokens of a pass."""
 
     max_prefill_pass_tokens: int = Field(
         default=8192,

@@ -1,4 +1,4 @@
-"""Decode first, then the newcomers' prompts, end to end, in as few passes as their tokens allow.
+"""Computes decode tokens first, then new prompts end to end, in as few passes as the token limit allows.
 
 ```text
 phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p
@@ -6,8 +6,8 @@ phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p
           p p · · · · ·       no padding, whatever the lengths
 ```
 
-The order of passes changes nothing for a client: a step's tokens are handed out when its last pass has ended. It is
-fixed so that what a step computes can be foretold, and it is the order of sequences that share a pass (phase 7).
+The order of passes makes no difference to clients: a step's tokens are delivered after its last pass. A fixed order
+makes a step predictable. Sequences that share a pass (phase 7) have the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phase5_continuous.config import Config
 
 
 class ContinuousRunner(Runner):
-    """The flat pass takes any subset of slots and any lengths as they are."""
+    """Runs flat passes over any subset of slots, of any lengths, without padding."""
 
     config: Config
 
@@ -33,7 +33,7 @@ class ContinuousRunner(Runner):
     def share_out(self, prefill: Sequence[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
         """Divide chunks among passes, in order: a pass takes `max_prefill_pass_tokens` tokens, or one longer chunk.
 
-        The memory that a pass needs beside the weights and the KV memory grows with its tokens: this bounds it.
+        This bounds a pass's activation memory, which grows with its tokens.
         """
         chunks: list[PrefillChunk] = []
         tokens = 0

@@ -1,10 +1,10 @@
-"""Continuous batching (Yu et al. 2022, Orca): the batch is made anew on every step.
+"""Continuous batching (Yu et al. 2022, Orca): requests join and leave the batch on every step.
 
 ```text
 time ──>
   seat 1  A ██████████ D ██████████████    D takes A's seat in the step after A's last
   seat 2  B ████████████████████ F ████
-  seat 3  C ████ E ████████ G █████████    nobody waits for B
+  seat 3  C ████ E ████████ G █████████    no request waits for B
 ```
 """
 
@@ -16,13 +16,13 @@ from common.scheduling import PrefillChunk, Scheduler, StepPlan
 
 
 class ContinuousScheduler(Scheduler):
-    """Retire whoever is done, admit whoever waits, first come first served, in every step."""
+    """Retires finished requests and admits waiting ones, first come, first served, in every step."""
 
     def queue_room(self) -> int:
-        """Free seats count as room: the next step gives them to those who wait, as far as there is memory.
+        """Return how many more requests the queue takes. Free seats count, since the next step fills them.
 
-        A slot is there for every seat. Where memory is another limit (phase 6) and has run out, they stay free, and
-        that many more than `max_waiting_requests` may come to wait.
+        If memory is short (from phase 6 on) the seats may stay free. Then that many more requests than
+        `max_waiting_requests` can wait.
         """
         return super().queue_room() + self.free_seats
 
@@ -35,7 +35,7 @@ class ContinuousScheduler(Scheduler):
         self._fill_seats(pool)
 
     def plan(self) -> StepPlan:
-        """A token for everyone who decodes, and the newcomers' prompts."""
+        """Plan one token for each decoding request, and the prompts of newly admitted requests."""
         return StepPlan(
             decode=tuple(r for r in self.active if r.wants_token),
             prefill=tuple(PrefillChunk.rest(r) for r in self.active if r.state is RequestState.PREFILL),

@@ -1,4 +1,4 @@
-"""Which blocks are free and who holds the others: ids only, no tensors."""
+"""Tracks free blocks and the owners of allocated ones: ids only, no tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Owner = TypeVar("Owner")
 
 
 class OutOfBlocksError(RuntimeError):
-    """Fewer blocks are free than were asked for."""
+    """Fewer blocks are free than were requested."""
 
 
 class BlockAllocator(Generic[Owner]):
-    """Hands out block ids 0 to `num_blocks` - 1. Every operation is O(1) a block.
+    """Allocates block ids 0 to `num_blocks` - 1. Every operation is O(1) per block.
 
-    The block freed last is given out first: its bytes may still be in a cache of the machine.
+    The block freed last is allocated first: its bytes may still be in a CPU cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,22 +26,22 @@ class BlockAllocator(Generic[Owner]):
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def num_allocated(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks that have an owner."""
         return len(self._owners)
 
     def can_allocate(self, count: int) -> bool:
         return count <= self.num_free
 
     def allocate(self, count: int, owner: Owner) -> list[int]:
-        """Take `count` blocks for `owner`, all or none.
+        """Allocate `count` blocks for `owner`, all or none. Returns their ids.
 
         Raises:
-            OutOfBlocksError: not so many are free; nothing has changed.
+            OutOfBlocksError: fewer blocks are free; nothing has changed.
             ValueError: `count` is negative.
         """
         if count < 0:
@@ -53,10 +53,10 @@ class BlockAllocator(Generic[Owner]):
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
-            ValueError: one of them is not allocated, or is named twice; nothing has changed.
+            ValueError: a block is not allocated, or is named twice; nothing has changed.
         """
         blocks = list(blocks)
         wrong = [block for block in blocks if block not in self._owners]
@@ -65,7 +65,7 @@ class BlockAllocator(Generic[Owner]):
         self.force_free(blocks)
 
     def force_free(self, blocks: Iterable[int]) -> int:
-        """Give back those of `blocks` that are allocated; how many. For reclaiming what was lost track of."""
+        """Free the allocated ones of `blocks`. Returns their number. For reclaiming leaked blocks."""
         held = [block for block in dict.fromkeys(blocks) if block in self._owners]
         for block in held:
             del self._owners[block]
@@ -73,18 +73,18 @@ class BlockAllocator(Generic[Owner]):
         return len(held)
 
     def clear(self) -> None:
-        """Free all blocks, whoever holds them."""
+        """Free all blocks, whoever owns them."""
         self._free = list(reversed(range(self.num_blocks)))
         self._owners.clear()
 
     # ------------------------------------------------------------------ audits
 
     def allocated_block_ids(self) -> set[int]:
-        """A copy."""
+        """Return a copy of the set of allocated ids."""
         return set(self._owners)
 
     def find_leaked_blocks(self, active_owners: Iterable[Owner]) -> dict[Owner, set[int]]:
-        """Owners that are not among `active_owners`, and the blocks that each of them still has."""
+        """Return the blocks of owners that are not among `active_owners`, by owner."""
         active = set(active_owners)
         leaked: dict[Owner, set[int]] = defaultdict(set)
         for block, owner in self._owners.items():
@@ -93,5 +93,5 @@ class BlockAllocator(Generic[Owner]):
         return dict(leaked)
 
     def find_unreferenced_blocks(self, referenced: Iterable[int]) -> set[int]:
-        """Allocated blocks that are not among `referenced`."""
+        """Return the allocated blocks that are not among `referenced`."""
         return self.allocated_block_ids() - set(referenced)

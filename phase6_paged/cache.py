@@ -1,4 +1,4 @@
-"""KV memory as a heap of small blocks (Kwon et al. 2023, PagedAttention).
+"""KV memory in small blocks (Kwon et al. 2023, PagedAttention).
 
 ```text
 block size 4                       block table        physical blocks
@@ -9,7 +9,7 @@ block size 4                       block table        physical blocks
   at offset c % 4
 ```
 
-A sequence holds what it uses, rounded up to a block; what it may need later is anybody's until then.
+A sequence holds the blocks it uses now. Blocks that it will need later are free for other sequences until then.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class BlockTables:
-    """Rows of block ids, one for each sequence that holds memory, where torch sees them as a tensor.
+    """The block tables of all sequences, as rows of one tensor that shares memory with a Python array.
 
-    Writing an id costs what a list's append costs; to make a tensor of all tables anew would take longer than the
-    rest of what a step does on the host.
+    Writing an id is as fast as a list's append. Making a new tensor of all tables in each step would take longer
+    than the rest of the step's host work.
 
     Attributes:
         tensor: [seats, blocks] int64, on the host.
@@ -52,7 +52,7 @@ class BlockTables:
         return len(self._free)
 
     def take_seat(self) -> int:
-        """A row that nobody uses. IndexError: there is none."""
+        """Take a free row. Returns its index. IndexError: none is free."""
         return self._free.pop()
 
     def free_seat(self, seat: int) -> None:
@@ -63,13 +63,13 @@ class BlockTables:
         self._free = list(reversed(range(len(self.tensor))))
 
     def write(self, seat: int, first: int, blocks: Sequence[int]) -> None:
-        """Block ids from entry `first` of a row on."""
+        """Write block ids into a row, from entry `first` on."""
         at = seat * self._width + first
         self._ids[at : at + len(blocks)] = array("q", blocks)
 
 
 class PagedKVCachePool(KVPool):
-    """Block tables over one store of `num_blocks` blocks. A slot is the name of a table, never used again."""
+    """Block tables over one store of `num_blocks` blocks. A slot is a table's number; no number is used twice."""
 
     def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
         super().__init__(shape, device)
@@ -106,13 +106,13 @@ class PagedKVCachePool(KVPool):
         return self._seats[slot]
 
     def blocks_for(self, tokens: int) -> int:
-        """Whole blocks that hold `tokens` tokens."""
+        """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self._block_size)
 
     # ------------------------------------------------------------------ slots
 
     def allocate_slot(self) -> int:
-        """A new, empty block table. IndexError: as many sequences as can be computed together hold one."""
+        """Allocate an empty block table. Returns its slot. IndexError: `max_batch_size` sequences have one."""
         slot = next(self._names)
         self._seats[slot] = self._rows.take_seat()
         self._tables[slot] = []
@@ -124,7 +124,7 @@ class PagedKVCachePool(KVPool):
 
         Raises:
             KeyError: the slot is not in use.
-            OutOfBlocksError: not enough blocks are free; nothing has changed.
+            OutOfBlocksError: too few blocks are free; nothing has changed.
         """
         table = self._tables[slot]
         blocks = self.allocator.allocate(max(0, self.blocks_for(tokens) - len(table)), owner=slot)
@@ -132,17 +132,17 @@ class PagedKVCachePool(KVPool):
         table += blocks
 
     def free_slot(self, slot: int) -> None:
-        """Give back a slot and its blocks. KeyError: it is not in use."""
+        """Free a slot and its blocks. KeyError: it is not in use."""
         table = self._tables.pop(slot)
         self._rows.free_seat(self._seats.pop(slot))
         del self._lengths[slot]
         self.allocator.free(table)
 
     def free_slot_count(self) -> int:
-        """How many more sequences can begin: each takes a seat, and a block at least."""
+        """Return how many more sequences can be admitted: each takes a seat and at least one block."""
         return min(self._rows.num_free, self.allocator.num_free)
 
-    # ------------------------------------------------------------------ the protocol
+    # ------------------------------------------------------------------ KVPool
 
     def reserve(self, request: Request, tokens: int) -> bool:
         if request.slot is None:
@@ -186,11 +186,11 @@ class PagedKVCachePool(KVPool):
     # ------------------------------------------------------------------ audits
 
     def audit_blocks(self) -> set[int]:
-        """Blocks that are allocated and in no table: empty after any history."""
+        """Return the blocks that are allocated and in no table. Any such block is a leak."""
         return self.allocator.find_unreferenced_blocks(itertools.chain.from_iterable(self._tables.values()))
 
     def reclaim_leaked_blocks(self) -> int:
-        """Free what `audit_blocks` finds; how many blocks that were."""
+        """Free the blocks that `audit_blocks` finds. Returns their number."""
         return self.allocator.force_free(self.audit_blocks())
 
     def audit(self, holders: Iterable[Request]) -> int:
@@ -198,6 +198,6 @@ class PagedKVCachePool(KVPool):
 
 
 def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
-    """Return the pool that `kv_cache_backend` names. Neither engine nor runner asks which one it is."""
+    """Return the pool that `kv_cache_backend` names."""
     pools = {"paged": PagedKVCachePool, "contiguous": SlottedKVCache}
     return pools[config.kv_cache_backend](config, shape, device)

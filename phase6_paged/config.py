@@ -10,9 +10,9 @@ from phase5_continuous.config import Config as ContinuousConfig
 
 
 class Config(ContinuousConfig):
-    """Phase 5's options, and how KV memory is cut up.
+    """Phase 5's options, and those of KV blocks.
 
-    `max_batch_size` limits what is computed together, `num_blocks` what is held: they are independent.
+    `max_batch_size` limits the sequences computed together, `num_blocks` the KV memory. They are independent.
     """
 
     kv_cache_backend: Literal["paged", "contiguous"] = Field(
@@ -26,7 +26,7 @@ class Config(ContinuousConfig):
     )
 
     def resolve_num_blocks(self) -> int:
-        """Blocks in all. `max_seq_len` must be resolved."""
+        """Return the number of blocks in the pool. `max_seq_len` must be resolved."""
         if self.num_blocks is not None:
             return self.num_blocks
         return -(-super().kv_tokens() // self.block_size)

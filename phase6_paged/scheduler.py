@@ -1,4 +1,4 @@
-"""Admission by memory, growth by the block, and preemption when memory runs out.
+"""Admits by free memory, grows sequences block by block, and preempts when memory runs out.
 
 ```text
           free blocks                       a decode step needs a block and none is free:
@@ -14,14 +14,17 @@ from common.kv import SchedulerPool
 from common.request import Request
 from phase5_continuous.scheduler import ContinuousScheduler
 
-GROWTH_RESERVE = 0.2  # share of the free pool kept from newcomers, for those who decode to grow into
+GROWTH_RESERVE = 0.2  # share of free memory that admission leaves to the decoding sequences
 
 
 class PagedScheduler(ContinuousScheduler):
-    """Continuous batching on a budget of blocks. On a pool without one (slots) it is phase 5's."""
+    """Continuous batching with a budget of blocks. With a pool of slots it behaves like phase 5."""
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
-        """Reserve oldest first, so that the oldest request always goes on: it preempts later arrivals only."""
+        """Reserve memory for each decoding request's next token. If it runs out, preempt the latest arrival.
+
+        The oldest request reserves first and so always goes on.
+        """
         for request in sorted(self.active, key=lambda r: r.arrival):
             if request.wants_token and not pool.reserve(request, request.num_tokens):
                 return self._make_way()
@@ -32,7 +35,7 @@ class PagedScheduler(ContinuousScheduler):
         return [self._preempt(max(self.active, key=lambda r: r.arrival))]
 
     def _preempt(self, request: Request) -> Request:
-        """Send a request back to the queue with the tokens it has generated; its client sees only a pause."""
+        """Return a request to the front of the queue with its generated tokens. Its client sees only a pause."""
         self.active.remove(request)
         request.preempt()
         self.waiting.appendleft(request)
@@ -40,12 +43,12 @@ class PagedScheduler(ContinuousScheduler):
         return request
 
     def admit(self, pool: SchedulerPool) -> None:
-        """First come, first served, as long as whole blocks for prompt and generated tokens are within budget."""
+        """Admit waiting requests in order while the blocks for their prompt and generated tokens are in budget."""
         free = pool.free_token_capacity()
         budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
         while request := self.next_waiting():
             cost = pool.cost(request, len(request.token_ids))
-            # With nobody active nobody grows: a prompt that fits the pool must not wait forever.
+            # With no active request none grows: a prompt that fits the pool must not wait forever.
             if (cost > budget and self.active) or not self._seat(request, pool):
                 return
             self.waiting.popleft()

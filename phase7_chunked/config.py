@@ -10,15 +10,15 @@ from phase6_paged.config import Config as PagedConfig
 
 
 def one_chunk(validated: dict[str, Any]) -> int | None:
-    """The default of `prefill_token_budget`. Without a valid chunk size there is none, and no config either."""
+    """Return the default of `prefill_token_budget`: the chunk size, or None if that is invalid."""
     return validated.get("prefill_chunk_size")
 
 
 class Config(PagedConfig):
-    """Phase 6's options, and how much of all prompts one step computes.
+    """Phase 6's options, and limits on the prompt tokens of a step.
 
-    That is `prefill_token_budget` tokens at the most, of `max_prefill_chunks_per_step` prompts at the most,
-    `prefill_chunk_size` of each at the most; and a token for everybody who decodes.
+    A step computes at most `prefill_token_budget` prompt tokens, of at most `max_prefill_chunks_per_step` prompts,
+    and at most `prefill_chunk_size` of each prompt. Beside them it computes a token for each decoding request.
     """
 
     use_chunked_prefill: bool = Field(default=True, description="without it this phase is phase 6")
@@ -55,7 +55,7 @@ class Config(PagedConfig):
         return self
 
     def max_pass_tokens(self) -> int:
-        """Chunks within the step's budget, and a token for everybody who decodes."""
+        """Return the tokens of the widest pass: chunks within the step's budget, and a token for each seat."""
         whole = super().max_pass_tokens()
         if not self.use_chunked_prefill:
             return whole

@@ -1,7 +1,7 @@
-"""Chunks and decode tokens in one forward pass: the weights are read once a step.
+"""Computes chunks and decode tokens in one forward pass, so that the weights are read once a step.
 
-The flat pass needs nothing new. A chunk is tokens at positions `start` to `end` of its sequence, whose queries see
-the columns before them, those of earlier chunks included.
+The flat pass needs no change for that. A chunk is the tokens at positions `start` to `end` of its sequence. Their
+queries see all columns before them, including those of earlier chunks.
 
 ```text
   one pass     a b c d  | E256 E257 … E511           decode tokens of A, B, C and D, then a chunk of E
@@ -20,7 +20,7 @@ from phase7_chunked.config import Config
 
 
 class ChunkedRunner(ContinuousRunner):
-    """Phase 5's work, in one pass instead of two: decode goes along with the first chunks."""
+    """Phase 5's runner, with decode and the first chunks in one pass instead of two."""
 
     config: Config
 

@@ -1,7 +1,7 @@
-"""Long prompts a chunk at a time (Agrawal et al. 2023, Sarathi): nobody's next token waits for all of it.
+"""Computes long prompts in chunks (Agrawal et al. 2023, Sarathi): decoding requests never wait for a whole prompt.
 
-Who decodes is in every step; prompts share a budget of tokens, those that have begun first. That is the stall-free
-schedule of Sarathi-Serve (Agrawal et al., OSDI 2024).
+Each decoding request is in every step. Prompts share a budget of tokens, and prompts that have begun go first. That
+is the stall-free schedule of Sarathi-Serve (Agrawal et al., OSDI 2024).
 
 ```text
 a prompt of 1000 tokens arrives while A and B decode                                  time ──>
@@ -29,12 +29,12 @@ from phase7_chunked.config import Config
 
 
 class ChunkedScheduler(PagedScheduler):
-    """Phase 6's admission, which reserves a whole prompt's blocks; then the prompt advances chunk by chunk."""
+    """Admits like phase 6, which reserves blocks for the whole prompt, then plans the prompt chunk by chunk."""
 
     config: Config
 
     def plan(self) -> StepPlan:
-        """A token for everyone who decodes, and a chunk of each prompt that a step has room for."""
+        """Plan a token for each decoding request, and chunks of prompts within the step's budget."""
         if not self.config.use_chunked_prefill:
             return super().plan()
         return StepPlan(
@@ -52,9 +52,9 @@ class ChunkedScheduler(PagedScheduler):
         return not request.has_begun, request.arrival
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
-        """The next chunk of each, until the tokens of the budget are dealt out.
+        """Yield the next chunk of each request until the step's token budget is used up.
 
-        The last one to get some is cut to what is left: fewer steps then carry the same prompts.
+        The last chunk is cut to the rest of the budget, so that every step uses its whole budget.
         """
         size = self.config.prefill_chunk_size
         left = self.config.prefill_token_budget or size * self.config.max_batch_size  # a chunk for every seat

@@ -1,4 +1,4 @@
-"""Phase 8, prefix caching: requests that begin alike share the blocks of what they have in common."""
+"""Phase 8, prefix caching: requests with the same prefix share its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool whose blocks outlive their sequences, for those that begin alike.
+"""A pool that keeps blocks after their sequences end, for sequences with the same prefix.
 
 ```text
 block size 4                     table     columns  0 1 2 3  4 5 6 7  8 9
@@ -6,7 +6,7 @@ block size 4                     table     columns  0 1 2 3  4 5 6 7  8 9
   B  begins like A, tokens 0-8   5 0 3              block 5  block 0  block 3     B computes column 8 only
 ```
 
-A block enters the tree full, and is never written again. Unused, it stays until its memory is needed.
+A block enters the tree when it is full, and is never written again. An unused block stays until it is evicted.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from phase8_prefix.tree import Node, PrefixTree
 
 logger = logging.getLogger(__name__)
 
-CACHE = -1  # who owns the tree's blocks: no slot has this name
+CACHE = -1  # the owner of the tree's blocks; no slot has this number
 
 
 class CachingAllocator(BlockAllocator[int]):
-    """What the tree keeps and nobody uses counts as free, and is evicted when it is asked for."""
+    """Counts unused blocks of the tree as free, and evicts them when they are needed."""
 
     def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
         super().__init__(num_blocks)
         self.tree = tree
-        self.evictions = 0  # blocks, since the start
+        self.evictions = 0  # blocks evicted since the start
 
     @property
     def num_free(self) -> int:
@@ -52,23 +52,23 @@ class CachingAllocator(BlockAllocator[int]):
         return super().allocate(count, owner)
 
     def hand_over(self, blocks: Iterable[int]) -> None:
-        """These are the tree's from now on."""
+        """Make the tree the owner of blocks."""
         self._owners |= dict.fromkeys(blocks, CACHE)
 
 
 class PrefixCachingPool(PagedKVCachePool):
-    """Phase 6's pool, and a tree of what its blocks hold."""
+    """Phase 6's pool, with a prefix tree of its full blocks."""
 
     def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
         super().__init__(config, shape, device)
         self.tree = PrefixTree(config.block_size)
         self.allocator: CachingAllocator = CachingAllocator(config.resolve_num_blocks(), self.tree)
-        # Slot -> nodes it holds. Where another was first to register a block, the slot's table has a twin of it.
+        # Slot -> nodes it holds. If another slot registered the same text first, this slot keeps its own block.
         self._paths: defaultdict[int, list[Node]] = defaultdict(list)
-        self._looked: dict[int, int] = {}  # slot -> the tree's insertions when the slot last looked for hits
+        self._looked: dict[int, int] = {}  # slot -> `tree.insertions` at its latest search for hits
 
     def cost(self, request: Request, tokens: int) -> int:
-        """What must be allocated, and hits on blocks that nobody uses: they will not be evictable any more."""
+        """Return the memory that a request takes, in tokens: new blocks, and hits on blocks that were unused."""
         in_use = sum(node.users > 0 for node in self._match(request, ()))
         return super().cost(request, tokens) - in_use * self.block_size
 
@@ -83,21 +83,21 @@ class PrefixCachingPool(PagedKVCachePool):
         found = slice(len(path), len(path) + len(hits))
         self.tree.hold(hits)
         path += hits
-        self.allocator.free(table[found])  # reserved when there was less to find
+        self.allocator.free(table[found])  # blocks reserved before these hits existed
         table[found] = [node.block for node in hits]
         self._rows.write(self._seats[slot], found.start, table[found])
         self._lengths[slot] = len(path) * self.block_size
         request.start_after(len(path) * self.block_size)
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
-        """Hits after `held`. The last token is always computed, and in a block of the sequence's own."""
+        """Return the hits after `held`. The last token is always computed, in a block that the sequence owns."""
         if request.params.prompt_logprobs is not None:
-            return []  # what is asked of each token is not in memory
+            return []  # each token's log-probability must be computed
         limit = (len(request.token_ids) - 1) // self.block_size
         return self.tree.match(request.token_ids, request.cache_salt, held)[: limit - len(held)]
 
     def register_prefix(self, request: Request, columns: int) -> None:
-        """Put full blocks into the tree, if all their keys and values are finite."""
+        """Insert the request's full blocks into the tree, if all their keys and values are finite."""
         slot = request.slot
         assert slot is not None
         path = self._paths[slot]
@@ -108,10 +108,10 @@ class PrefixCachingPool(PagedKVCachePool):
             self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
 
     def _are_finite(self, blocks: Sequence[int]) -> bool:
-        """Return whether all keys and values of these blocks are finite; False if memory is too short to find out.
+        """Return whether all keys and values of these blocks are finite. False if memory is too short to check.
 
-        The last layer tells of all: what is not a number in an earlier one has spread, through its column's own
-        attention, to the column's keys and values there.
+        Checking the last layer is enough. A NaN or infinity in an earlier layer spreads, through its column's own
+        attention, to that column's keys and values in the last layer.
         """
         try:
             bounds = [torch.aminmax(store[i]) for store in (self.k[-1], self.v[-1]) for i in blocks]
@@ -121,7 +121,11 @@ class PrefixCachingPool(PagedKVCachePool):
             return False
 
     def release(self, request: Request) -> None:
-        """What was generated stays, too: a chat's next turn begins with it. (The latest token was not computed.)"""
+        """Free the request's memory, and keep its full blocks in the tree.
+
+        Blocks of generated tokens are kept too: a chat's next prompt begins with them. The latest token has no keys
+        and values yet.
+        """
         if request.slot is not None:
             self.register_prefix(request, len(request.token_ids) - 1)
         super().release(request)
@@ -141,7 +145,7 @@ class PrefixCachingPool(PagedKVCachePool):
 
     @property
     def used_tokens(self) -> int:
-        """What is shared counts once: only the ends of tables are reserved and not used."""
+        """Tokens in use. A shared block counts once. Only the ends of block tables are reserved and unused."""
         ends = sum(self.capacity(slot) - length for slot, length in self._lengths.items())
         return self.reserved_tokens - ends
 
@@ -160,6 +164,6 @@ class PrefixCachingPool(PagedKVCachePool):
 
 
 def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
-    """Return a pool that shares blocks, or phase 6's."""
+    """Return a pool with a prefix cache, or phase 6's pool if that is switched off."""
     pool = PrefixCachingPool if config.enable_prefix_caching else open_paged_pool
     return pool(config, shape, device)

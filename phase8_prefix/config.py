@@ -10,7 +10,7 @@ from phase7_chunked.config import Config as ChunkedConfig
 
 
 class Config(ChunkedConfig):
-    """Phase 7's options, and whether blocks are shared."""
+    """Phase 7's options, and the switch for prefix caching."""
 
     enable_prefix_caching: bool = Field(default=True, description="without it this phase is phase 7")
 

@@ -1,4 +1,4 @@
-"""Phase 7's schedule, where prompts begin after what others have computed.
+"""Phase 7's schedule, in which a prompt begins after the prefix that another request has computed.
 
 ```text
 a burst: A and B begin with the same 1008 tokens, and have 16 of their own         time ──>
@@ -19,7 +19,7 @@ from phase8_prefix.config import Config
 
 
 class PrefixScheduler(ChunkedScheduler):
-    """Phase 7's schedule; a request looks for hits again when its first chunk is about to be planned.
+    """Phase 7's scheduler. A request searches for hits again when its first chunk is about to be planned.
 
     Requests that arrive together miss the cache at admission, because none of them has been computed yet.
     """
@@ -28,14 +28,14 @@ class PrefixScheduler(ChunkedScheduler):
 
     def admit(self, pool: SchedulerPool) -> None:
         super().admit(pool)
-        # Without chunks, the step that admits a prompt computes all of it: there is no second look to take.
+        # Without chunks, the step that admits a prompt computes all of it: there is no time for a second search.
         if self.config.enable_prefix_caching and self.config.use_chunked_prefill:
-            # The step's chunks are dealt out as `plan` will do it, for a hit leaves tokens to the requests behind.
+            # As `plan` will do it: a hit leaves more of the budget to later requests, which then search too.
             for _ in self.chunks(self._looked_up(pool)):
                 pass
 
     def _looked_up(self, pool: SchedulerPool) -> Iterator[Request]:
-        """The requests whose prompts advance next. Those that have not begun look for hits first."""
+        """Yield the requests whose prompts advance next. A request that has not begun searches for hits first."""
         for request in self.prefill_requests():
             if not request.has_begun:
                 pool.match_prefix(request)

@@ -1,11 +1,11 @@
-"""Exercises of the size of a phase's idea: the phase's own package, emptied, and its own tests as the judge.
+"""Exercises: a copy of a phase's package without the bodies of its main methods, judged by the phase's tests.
 
 ```text
-make learn PHASE=6     phase6_paged/            copied, and the bodies that are the idea taken out
+make learn PHASE=6     phase6_paged/            copied, without the bodies of the main methods
                          └─> learn/phase6/phase6_paged/
-make check PHASE=6     tests/phase6_paged/      run with that package in the place of the real one
-                         └─> what holds, what does not, what is not written yet, and a hint
+make check PHASE=6     tests/phase6_paged/      run with the copy in place of the real package
+                         └─> tests that pass, tests that fail, methods not written yet, and a hint
 ```
 
-What is taken out, which tests belong to which idea, and the hints are in `learn.toml`, beside each phase's tests.
+`learn.toml`, beside each phase's tests, lists the emptied methods, the tests of each idea, and the hints.
 """

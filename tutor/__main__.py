@@ -13,7 +13,7 @@ from tutor.judging import judge, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code: 0 if all is well, 1 if something does not hold, 2 if nothing was done."""
+    """Run the command line. Returns 0 on success, 1 if a test of the copy fails, 2 if nothing was done."""
     parser = argparse.ArgumentParser(prog="python -m tutor", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="learn | check")
     for name, command, what in (

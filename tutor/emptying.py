@@ -1,4 +1,4 @@
-"""A copy of a phase's package in which the idea is missing: signatures and docstrings stay, bodies are gone."""
+"""Copies a phase's package without the bodies of its main methods. Signatures and docstrings stay."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INDENT = " " * 8
 
 
 def set_up(exercise: Exercise, tree: Path | None = None) -> dict[str, list[str]]:
-    """Make the learner's tree: what was taken out of each file, `Class.method` by `Class.method`.
+    """Make the learner's tree. Returns the emptied methods of each file, as `Class.method`.
 
     Raises:
-        StartupError: the tree is there already. What somebody wrote is never touched.
+        StartupError: the tree exists already. A learner's work is never overwritten.
     """
     tree = exercise.tree if tree is None else tree
     if tree.exists():
@@ -40,10 +40,12 @@ def set_up(exercise: Exercise, tree: Path | None = None) -> dict[str, list[str]]
 
 
 def empty(text: str, module: str, names: Sequence[str]) -> tuple[str, list[str]]:
-    """A module's source without the bodies of some methods, and which these are.
+    """Return a module's source without the bodies of some methods, and the names of these methods.
 
     Args:
-        names: `Class`, or `Class.method`.
+        text: the module's source.
+        module: the module's name.
+        names: `Class` for all its methods but `__init__`, or `Class.method`.
 
     Raises:
         ValueError: there is no such method, or it has no body of its own.
@@ -73,7 +75,7 @@ def empty(text: str, module: str, names: Sequence[str]) -> tuple[str, list[str]]
 
 
 def _has_body(method: ast.FunctionDef) -> bool:
-    """Whether there is more than a docstring, and on lines of its own."""
+    """Return whether a method has more than a docstring, on lines of its own."""
     last = method.body[-1]
     return last.lineno > method.lineno and not (
         isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant)
@@ -81,14 +83,14 @@ def _has_body(method: ast.FunctionDef) -> bool:
 
 
 def _owing(words: str) -> list[str]:
-    """What stands in the place of a body: an error that says what it owes."""
+    """Return the lines that replace a body: they raise an error that says what to write."""
     *parts, last = textwrap.wrap(words, 90)
     quoted = [json.dumps(part, ensure_ascii=False) for part in (*(f"{part} " for part in parts), last)]
     return [f"{INDENT}raise NotImplementedError(", *(f"{INDENT}    {part}" for part in quoted), f"{INDENT})"]
 
 
 def owed_words(module: str, name: str) -> str:
-    """What a method owes to whoever calls it: its docstring's first words, or those of what it overrides."""
+    """Return a method's task: the first paragraph of its docstring, or of that of the method it overrides."""
     owner, _, method = name.partition(".")
     for each in getattr(importlib.import_module(module), owner).__mro__:
         doc = inspect.getdoc(vars(each)[method]) if method in vars(each) else None

@@ -1,4 +1,4 @@
-"""One phase's exercise, as `learn.toml` beside its tests has it."""
+"""Reads a phase's exercise from `learn.toml` beside its tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Idea:
     """A part of a phase's idea.
 
     Attributes:
-        tests: pytest's names of the tests that judge it, without parameters: `tests/…/test_x.py::test_y`.
+        title: its name in the report.
+        tests: pytest's names of its tests, without parameters: `tests/…/test_x.py::test_y`.
     """
 
     title: str
@@ -33,10 +34,11 @@ class Idea:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What to say to a solution that is half right.
+    """A hint for a solution that is half right.
 
     Attributes:
-        fails, holds: names of tests, by which it is known: the first do not hold, and the others do.
+        fails, holds: names of tests. The hint fits if all of `fails` fail and all of `holds` pass.
+        says: the hint.
     """
 
     fails: frozenset[str]
@@ -49,11 +51,15 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """What is to be written, and how it is judged.
+    """The exercise of one phase.
 
     Attributes:
-        package: of the phase, by its module's name.
-        empty: what is taken out: `module.Class.method`, or `module.Class` for all that it defines but `__init__`.
+        number: the phase's number.
+        package: the phase's module name.
+        title: the phase's title.
+        empty: methods to be emptied: `module.Class.method`, or `module.Class` for all but `__init__`.
+        ideas: the parts that the report lists.
+        hints: the hints, the first that fits is shown.
     """
 
     number: int
@@ -65,7 +71,7 @@ class Exercise:
 
     @property
     def tree(self) -> Path:
-        """Where the learner's copy lies."""
+        """The folder of the learner's copy."""
         return TREES / f"phase{self.number}"
 
     @property
@@ -74,7 +80,7 @@ class Exercise:
 
 
 def load_exercise(phase: str) -> Exercise:
-    """The exercise of a phase, which has a number, a word or a name.
+    """Return the exercise of a phase, given by number or name.
 
     Raises:
         StartupError: there is no such phase, or it has no exercise.
@@ -107,8 +113,8 @@ def _idea(folder: Path, entry: dict[str, Any]) -> Idea:
 
 
 def find_tests(folder: Path, part: str) -> list[str]:
-    """The tests that an entry stands for: `test_x.py`, all of it; `test_x.py::test_y`; or `test_x.py [heading]`,
-    those below that heading.
+    """Return the tests of an entry: `test_x.py` is the whole file, `test_x.py::test_y` one test, and
+    `test_x.py [heading]` the tests below that heading.
 
     Raises:
         ValueError: there are none.
@@ -135,5 +141,5 @@ def find_tests(folder: Path, part: str) -> list[str]:
 
 
 def sentence(test: str) -> str:
-    """A test's name as what it says: `…::test_nobody_overtakes` is `nobody overtakes`."""
+    """Return a test's name as a sentence: `…::test_nobody_overtakes` is `nobody overtakes`."""
     return test.rpartition("::")[2].removeprefix("test_").replace("_", " ")

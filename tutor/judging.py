@@ -1,4 +1,4 @@
-"""What holds of a learner's package and what does not, in words: the phase's tests, with it in its place."""
+"""Judges a learner's package: runs the phase's tests with it in place of the real one, and reports the results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from common.errors import StartupError
 from tutor import plugin
 from tutor.exercise import ROOT, Exercise, Idea, sentence
 
-TEST_TIMEOUT_S = 30  # of a test: a loop that does not end fails it alone
-SHOWN = 4  # tests of one idea that are told of
+TEST_TIMEOUT_S = 30  # for each test: an endless loop fails one test only
+SHOWN = 4  # most tests of one idea in the report
 LINE = 110
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the tests have said.
+    """The results of the tests.
 
     Attributes:
-        held, failed, unwritten: names of tests; those that failed and met what is not written, with the reason.
-        broken: why the package cannot even be imported; "" if it can.
+        held: names of tests that passed.
+        failed: tests that failed, with the reason.
+        unwritten: tests that called a method that is not written yet, with that method's task.
+        broken: why the package cannot be imported; "" if it can.
     """
 
     held: set[str] = field(default_factory=set)
@@ -88,7 +90,7 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
 
 
 def report(exercise: Exercise, judgement: Judgement) -> str:
-    """A judgement for its learner."""
+    """Return a judgement as text for the learner."""
     return "\n".join(_lines(exercise, judgement))
 
 
@@ -131,7 +133,7 @@ def _some(what: str, lines: list[str]) -> Iterator[str]:
 
 
 def hint_for(exercise: Exercise, judgement: Judgement) -> str:
-    """The first hint that fits; "" if none does."""
+    """Return the first hint that fits; "" if none does."""
     failed, held = (
         {test.rpartition("::")[2] for test in tests} for tests in (judgement.failed, judgement.held)
     )

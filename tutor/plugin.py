@@ -1,4 +1,4 @@
-"""Loaded by pytest while it judges: the learner's package in the real one's place, and results for the tutor."""
+"""A pytest plugin: puts the learner's package in place of the real one, and writes the results for the tutor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _results: dict[str, Any] = {}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before any test is read: who imports the package gets this one, wherever the repository is on the path."""
+    """Import the learner's package before any test is read, so that every later import gets it."""
     sys.path.insert(0, os.environ[TREE])
     try:
         importlib.import_module(os.environ[PACKAGE])
@@ -35,7 +35,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # One for all parameters: what is not written says most, and then the first failure.
+    # One result for all parameters of a test: "unwritten" if any is, else the first failure.
     known = _results.setdefault(item.nodeid.partition("[")[0], {"outcome": "held", "why": ""})
     if report.failed and known["outcome"] != "unwritten":
         assert call.excinfo is not None

@@ -1,4 +1,4 @@
-"""The shape of a model, and the entries of a checkpoint's `config.json` that it is read from.
+"""The shape of a model, read from a checkpoint's `config.json`.
 
 Each architecture's file reads its own configs with a `ConfigReader`, in both styles in use: that of transformers
 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`, `sliding_window_pattern`) and that of 5.x (`rope_parameters`,
@@ -54,9 +54,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What differs from layer to layer: how far attention sees, and the rotary embedding it uses."""
+    """The settings that differ from layer to layer."""
 
-    window: int | None
+    window: int | None  # columns that attention sees; None: all
     rope: RopeConfig
 
 
@@ -108,7 +108,7 @@ class ConfigReader:
             )
 
     def get(self, key: str, default: Any) -> Any:
-        """The entry, or `default` where it is absent or null."""
+        """Return an entry, or `default` if it is absent or null."""
         value = self.raw.get(key)
         return default if value is None else value
 
@@ -140,9 +140,9 @@ class ConfigReader:
         return token_id_set(self.raw.get("eos_token_id"))
 
     def rope(self, layer_type: str | None = None, theta: float = 10_000.0) -> RopeConfig:
-        """Return the rotary embedding, of one layer type where the file holds one per type.
+        """Return the rotary embedding: that of `layer_type` if the file has one for each type.
 
-        `theta` is the base where the file names none.
+        `theta` is the base if the file names none.
         """
         parameters = self.raw.get("rope_parameters")
         if isinstance(parameters, Mapping):
@@ -164,7 +164,7 @@ class ConfigReader:
         Args:
             full: a layer whose attention sees every earlier token.
             sliding: a layer whose attention sees a window.
-            is_sliding: tells by a layer's index which of the two it is, if the file has no `layer_types`.
+            is_sliding: returns whether the layer with an index is sliding, if the file has no `layer_types`.
         """
         count = self.positive_int("num_hidden_layers")
         types = self.raw.get("layer_types")
@@ -191,9 +191,9 @@ class ConfigReader:
         tie_word_embeddings: bool = False,
         attention_scale: float | None = None,
     ) -> ModelConfig:
-        """Read the entries that all architectures name alike.
+        """Read the entries whose names all architectures share.
 
-        The arguments are what an architecture settles itself, and its defaults for entries that are absent.
+        The arguments are the architecture's own settings, and its defaults for absent entries.
         """
         heads = self.positive_int("num_attention_heads")
         kv_heads = self.positive_int("num_key_value_heads", heads)
@@ -231,10 +231,10 @@ class ConfigReader:
 
 
 def token_id_set(value: Any) -> frozenset[int]:
-    """EOS ids as `config.json` and `generation_config.json` write them: null, one id, or a list.
+    """Return the EOS ids of `config.json` or `generation_config.json`: null, one id, or a list.
 
     Raises:
-        StartupError: anything else.
+        StartupError: `value` is something else.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):

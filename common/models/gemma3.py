@@ -1,7 +1,7 @@
 """Gemma 3: norms on both sides of attention and MLP, weights stored as `w` of `1 + w`, scaled embeddings.
 
-Most layers see a sliding window of the latest tokens and rotate by a small base; every few layers one sees
-everything and rotates by a large one (both are in `ModelConfig.layers`).
+Most layers see a sliding window of the latest tokens, and their rotary embedding has a small base. Every few layers
+one sees all tokens, with a large base (see `ModelConfig.layers`).
 
 Multimodal checkpoints (`Gemma3ForConditionalGeneration`) hold this model and one for images, which is not loaded.
 """
@@ -19,7 +19,7 @@ from common.kv import KVView
 from common.models.config import ConfigReader, LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import Attention, CausalLM, GatedMLP, RMSNorm
 
-# Published multimodal checkpoints leave these out of `text_config` where they equal transformers' defaults.
+# Published multimodal checkpoints omit these from `text_config` if they equal transformers' defaults.
 _TEXT_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -50,7 +50,7 @@ class Gemma3Layer(nn.Module):
 
 class Gemma3(CausalLM):
     layer_type = Gemma3Layer
-    # Multimodal checkpoints are written in two ways, with `language_model` outside or inside `model`.
+    # Multimodal checkpoints have `language_model` either outside or inside `model`.
     renamed_prefixes: ClassVar[Mapping[str, str]] = {
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
@@ -73,7 +73,7 @@ class Gemma3(CausalLM):
         full = LayerConfig(None, reader.rope("full_attention", theta=1_000_000.0))
         if isinstance(reader.raw.get("rope_parameters"), Mapping):
             local = reader.rope("sliding_attention")
-        else:  # transformers 4.x, where `rope_scaling` is for layers that see everything
+        else:  # transformers 4.x: `rope_scaling` applies to the layers without a window
             local = RopeConfig(reader.number("rope_local_base_freq", 10_000.0))
         sliding = LayerConfig(reader.positive_int("sliding_window", 4096), local)
         pattern = reader.positive_int("sliding_window_pattern", 6)
@@ -92,7 +92,7 @@ class Gemma3(CausalLM):
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        # The factor is rounded to the weights' type, as it was in training.
+        # The factor is rounded to the weights' type, as in training.
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype)
         return super().embed(token_ids) * scale
 

@@ -1,7 +1,7 @@
-"""What the architectures share: the flat pass and the layers it runs through.
+"""The layers that all architectures share, and the flat pass through them.
 
-A pass is a flat list of `T` tokens of any sequences. Linear layers, norms and rotary embeddings see rows; only
-attention must know which token belongs to whom, and it asks the KV view (`KVView.attend`).
+A pass is a flat list of `T` tokens of any sequences. Linear layers, norms and rotary embeddings work on rows. Only
+attention must know which sequence a token belongs to, and uses the KV view for that (`KVView.attend`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kernels.rope import rope
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of one forward pass, of any sequences end to end (selective batching: Yu et al. 2022, Orca).
+    """The tokens of one forward pass, of several sequences end to end (selective batching: Yu et al. 2022, Orca).
 
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, each token's place in its own sequence.
-        logit_rows: [S] int64, S >= 1: which of the T rows need logits.
+        logit_rows: [S] int64, S >= 1: the rows that need logits.
     """
 
     token_ids: Tensor
@@ -50,7 +50,7 @@ class TokenBatch:
 class Linear(nn.Module):
     """`y = x W^T (+ b)`: [T, in] -> [T, sum of sizes].
 
-    Several matrices of a checkpoint that read the same input are one matrix here: one product instead of three.
+    A checkpoint's matrices with the same input are fused into one: one product instead of three.
     """
 
     def __init__(self, in_features: int, *sizes: int, dtype: torch.dtype, bias: bool = False) -> None:
@@ -64,16 +64,16 @@ class Linear(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
         )
-        self.packed: Tensor | None = None  # the weight in panels, once `pack` has put it there
+        self.packed: Tensor | None = None  # the weight in panels, after `pack`
 
     def pack(self) -> None:
-        """Keep the weight in the form that a CPU computes with, where there is one, instead of the checkpoint's."""
+        """Replace the weight by its form for native CPU kernels, if there is one."""
         self.packed = self.in_panels(self.weight)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def in_panels(self, weight: Tensor) -> Tensor | None:
-        """`weight` in the form that a CPU computes with, or None."""
+        """Return `weight` in the form for native CPU kernels, or None if there is none."""
         return pack_linear(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """Gates and ups of one input, and what they come to: [T, in] -> [T, outs of one of the two parts]."""
+    """Gate and up projections with the activation: `act(gate(x)) * up(x)`, [T, in] -> [T, size]."""
 
     def __init__(
         self, in_features: int, size: int, activation: str, *, dtype: torch.dtype, bias: bool
@@ -119,7 +119,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions: [head_dim / 2] float32."""
+    """Return the angle per position of each pair of dimensions: [head_dim / 2] float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -134,7 +134,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position's angles: [max_positions, head_dim / 2] float32 each."""
+    """Tables of cos and sin of every position's angles: [max_positions, head_dim / 2] float32 each."""
 
     cos: Tensor
     sin: Tensor
@@ -154,7 +154,7 @@ class RotaryTable(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] -> cos, sin [T, head_dim / 2]: picked once a pass, used by every layer."""
+        """Positions [T] -> cos, sin [T, head_dim / 2]. Called once a pass, used by every layer."""
         return self.cos[positions], self.sin[positions]
 
 
@@ -209,31 +209,31 @@ class GatedMLP(nn.Module):
 class CausalLM(nn.Module, ABC):
     """A decoder-only language model on the flat pass."""
 
-    #: The class of a layer. It is made with (config, layer, index, dtype) and called as in `states`.
+    #: The class of a layer. It is constructed with (config, layer, index, dtype) and called as in `states`.
     layer_type: type[nn.Module]
-    #: Beginnings of tensor names in checkpoints that hold more than this model: the beginnings of ours.
+    #: For checkpoints that hold more than this model: prefixes of tensor names -> the prefixes here.
     renamed_prefixes: ClassVar[Mapping[str, str]] = {}
-    #: Beginnings of the names of tensors that are not this model's.
+    #: Prefixes of the names of tensors that do not belong to this model.
     skipped_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.max_positions = max_positions  # rotary tables end here
+        self.max_positions = max_positions  # length of the rotary tables
         table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table, _freeze=True)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
         self._tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
-        # Which table each layer rotates by.
+        # The index of each layer's rotary table.
         self.rotary_of_layer = [ropes.index(layer.rope) for layer in config.layers]
         self.layers = nn.ModuleList(
             self.layer_type(config, layer, index, dtype) for index, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config, dtype)
-        self.batch_invariant = False  # until it has been measured
+        self.batch_invariant = False  # set by `measure_batch_invariance`
 
     @classmethod
     @abstractmethod
@@ -241,7 +241,7 @@ class CausalLM(nn.Module, ABC):
         """Read a `config.json` of the architecture."""
 
     def _tie(self) -> None:
-        """Let the embedding and the head be one parameter, if the model is one that ties them."""
+        """Make the embedding and the head one parameter, if the model ties them."""
         if self.config.tie_word_embeddings:
             self.embed_tokens.weight = self.lm_head.weight
 
@@ -254,7 +254,7 @@ class CausalLM(nn.Module, ABC):
         return self.embed_tokens.weight.device
 
     def materialise(self, device: torch.device) -> None:
-        """Give a model built on the meta device its memory: weights uninitialised, rotary tables filled."""
+        """Allocate a model built on the meta device: weights uninitialised, rotary tables filled."""
         if self.config.tie_word_embeddings:
             del self.embed_tokens.weight  # `to_empty` would give it memory of its own
         self.to_empty(device=device)
@@ -265,15 +265,15 @@ class CausalLM(nn.Module, ABC):
 
     @torch.inference_mode()
     def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run one pass: `view` tells attention whose token is whose. Returns logits [S, vocab]."""
+        """Run one pass. `view` tells attention which sequence each token belongs to. Returns logits [S, vocab]."""
         logits: Tensor = self.lm_head(self.states(batch, view))
         return logits
 
     @torch.inference_mode()
     def states(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """The same up to the head: [S, hidden].
+        """Run one pass up to the head. Returns states [S, hidden].
 
-        No line here depends on what is in a tensor, so that a pass can be captured whole.
+        No branch here depends on a tensor's values, so a pass can be captured whole.
         """
         angles = [table(batch.positions) for table in self.rotary]
         hidden = self.embed(batch.token_ids)
@@ -281,7 +281,7 @@ class CausalLM(nn.Module, ABC):
         for table, layer in zip(self.rotary_of_layer, self.layers, strict=True):
             cos, sin = angles[table]
             hidden, residual = layer(hidden, residual, cos, sin, view)
-        # The rows that need logits are picked before the head: full-prompt logits are never computed.
+        # Only rows that need logits reach the head: logits of a whole prompt are never computed.
         rows = batch.logit_rows
         hidden, _ = self.norm.add_and_norm(hidden[rows], residual[rows])
         return hidden
@@ -293,10 +293,9 @@ class CausalLM(nn.Module, ABC):
                 yield Product(module.in_features, module.out_features, module)
 
     def pack(self) -> None:
-        """Keep the weights of all products in the form that a CPU computes with, layer by layer.
+        """Replace the weights of all linear layers by their form for native CPU kernels, layer by layer.
 
-        Nothing is held twice but a tied embedding: tokens are looked up in one form, and the head multiplies by the
-        other.
+        Only a tied embedding is held twice: tokens are looked up in one form, and the head multiplies by the other.
         """
         for module in self.modules():
             if isinstance(module, Linear):
@@ -304,11 +303,11 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def is_packed(self) -> bool:
-        """Whether its products are native kernels'. A pass then decides nothing by what is in a tensor."""
+        """Whether native kernels compute its linear layers. No branch of a pass then depends on tensors' values."""
         return self.lm_head.packed is not None
 
     def measure_batch_invariance(self) -> None:
-        """Find out whether a token's logits have the same bits whoever shares its passes, on native kernels.
+        """Measure whether a token's logits have the same bits in any batch, on native kernels.
 
         Takes the time of a few hundred small products.
         """

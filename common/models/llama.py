@@ -1,4 +1,4 @@
-"""Llama 3: the plain pre-norm decoder that the others vary."""
+"""Llama 3: the plain pre-norm decoder. The other architectures are variants of it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Weights from safetensors files straight into a model's parameters.
+"""Reads weights from safetensors files straight into a model's parameters.
 
 A file is a header (JSON: name, dtype, shape, byte range of every tensor) and the bytes. The safetensors library
-reads and validates the header. The bytes are read here, each tensor into the rows of the parameter that takes it:
-loading then needs the model's own memory and little more. The library's tensors are views of a mapped file, and
-copying from there doubled the peak; its `pread` backend makes each tensor apart, which took twice the CPU time.
+reads and validates the header. The bytes are read here, each tensor into its rows of a parameter, so that loading
+needs little more than the model's own memory. The library's tensors are views of a mapped file, and copying them
+doubled the peak. Its `pread` backend allocates each tensor separately, which took twice the CPU time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.models.layers import CausalLM, Linear
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-#: Our matrices that hold several of a checkpoint's, one below the other, and the checkpoint's names in that order.
+#: Fused matrices, and the names of the checkpoint's matrices that they hold, one below the other in this order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _DTYPES = {
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies on disk."""
+    """One tensor's type, shape and place on disk."""
 
     file: Path
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint's folder. StartupError: unreadable, or not an object."""
+    """Read a JSON object from a checkpoint's folder. StartupError: it is unreadable, or not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -61,10 +61,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint, single file or sharded, by name.
+    """Return all tensors of a checkpoint by name, from a single file or shards.
 
     Raises:
-        StartupError: no safetensors here, or a file is missing, truncated or malformed.
+        StartupError: there are no safetensors files, or a file is missing, truncated or malformed.
     """
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
@@ -88,7 +88,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """A file's tensors by name. The library checks that they fill the file without gaps, in the order it gives."""
+    """Return a file's tensors by name. The library checks that they fill the file without gaps, in file order."""
     tensors: dict[str, StoredTensor] = {}
     try:
         with path.open("rb") as raw:
@@ -114,9 +114,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Return the tensors that a model's checkpoint holds, by name: each is the rows of the parameter that takes it.
+    """Return the tensors that a model's checkpoint holds, by name, each as a view of its rows of a parameter.
 
-    Modules are named as in checkpoints, so a module's path is the tensor's name but for the fused matrices.
+    Modules are named as in checkpoints. So, except for fused matrices, a module's path is the tensor's name.
     """
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -134,10 +134,10 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
 def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
     """Fill a model that was built on the meta device from the checkpoint in `folder`.
 
-    Everything is checked against the files' headers before memory is taken.
+    All names and shapes are checked against the files' headers before memory is allocated.
 
     Raises:
-        StartupError: tensors missing, unexpected or of another shape; each is named.
+        StartupError: tensors are missing, unexpected or of a wrong shape; the message names them.
     """
     stored = {
         _rename(name, model.renamed_prefixes): tensor
@@ -173,7 +173,7 @@ def _place(tensor: StoredTensor) -> tuple[str, int]:
 def _check(model: CausalLM, stored: Mapping[str, StoredTensor], folder: Path) -> None:
     held = checkpoint_tensors(model)
     missing = sorted(set(held) - set(stored))
-    # A tied model's file may repeat the embedding as its head, and old files hold the rotary frequencies.
+    # A tied model's file may hold the embedding again as its head. Old files hold rotary frequencies.
     unexpected = sorted(
         name
         for name in set(stored) - set(held)
@@ -200,7 +200,7 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 
 def _read_into(target: Tensor, tensor: StoredTensor, file: BinaryIO) -> None:
-    """Read one tensor's bytes into `target`, by way of a temporary only where type or device differ."""
+    """Read one tensor's bytes into `target`; through a temporary tensor if type or device differ."""
     direct = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
     buffer = target if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
     view = memoryview(buffer.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a Buffer
@@ -216,7 +216,7 @@ def _read_into(target: Tensor, tensor: StoredTensor, file: BinaryIO) -> None:
 
 
 def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
-    """Give a dummy its weights: normal with the usual 0.02, norms that neither scale nor shift."""
+    """Fill a dummy's weights: normally distributed with deviation 0.02, and norms that do not scale."""
     model.materialise(device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Mistral: Llama. In its first version, every layer sees a window of the latest tokens."""
+"""Mistral: Llama, in its first version with a window of the latest tokens on every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model's name to its files: a folder, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub id."""
+"""Finds and loads models by name: a folder, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 }
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
-DUMMY_SEED = 0  # every phase measures the same weights
+DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
 _HUB_FILES = [
@@ -54,11 +54,11 @@ _HUB_FILES = [
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model that has been found: its shape, where its weights are, where its tokenizer is."""
+    """A model that was found: its shape, and the folders of its weights and tokenizer."""
 
     name: str
     config: ModelConfig
-    weights: Path | None  # None: a dummy, which makes up its own
+    weights: Path | None  # None: a dummy with random weights
     tokenizer_folder: Path
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
@@ -72,8 +72,8 @@ def parse_config(raw: JsonObject) -> ModelConfig:
     """Read a `config.json` object.
 
     Raises:
-        StartupError: an architecture we do not implement, a missing or contradictory entry. The message names the
-            entry; the caller adds the file's name.
+        StartupError: the architecture is not implemented, or an entry is missing or contradicts another. The
+            message names the entry; the caller adds the file's name.
     """
     model_type = raw.get("model_type")
     architecture = ARCHITECTURES.get(str(model_type))
@@ -85,16 +85,16 @@ def parse_config(raw: JsonObject) -> ModelConfig:
 
 
 def open_checkpoint(name: str) -> Checkpoint:
-    """Find a model and read its config; downloads a hub id's files.
+    """Find a model and read its config. The files of a hub id are downloaded.
 
     Raises:
-        StartupError: no such model, or its config is not one we can run.
+        StartupError: there is no such model, or its config cannot be run.
     """
     if name.startswith("dummy:"):
         return _open_dummy(name)
     folder = _find_folder(name)
     config = _read(folder / "config.json", parse_config)
-    # The generation config is where chat models keep the ids that end a turn.
+    # Chat models have the token ids that end a turn in their generation config.
     path = folder / "generation_config.json"
     if path.is_file():
         more = _read(path, lambda raw: token_id_set(raw.get("eos_token_id")))
@@ -103,7 +103,7 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 
 def _read(path: Path, parse: Callable[[JsonObject], T]) -> T:
-    """Parse a JSON file. If it is refused, the message begins with its path."""
+    """Parse a JSON file. Error messages begin with its path."""
     raw = read_json(path)
     try:
         return parse(raw)
@@ -118,9 +118,9 @@ def load_model(
 
     Args:
         checkpoint: from `open_checkpoint`.
-        device: where the weights go.
-        dtype: the type they are kept and computed in.
-        max_positions: where the rotary tables end.
+        device: the device of the weights.
+        dtype: the type of weights and activations.
+        max_positions: length of the rotary tables.
 
     Raises:
         StartupError: the weights do not fit the config, or cannot be read.
@@ -134,7 +134,7 @@ def load_model(
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = False) -> int:
-    """Bytes that a model's weights take in `dtype`; none are taken to find out.
+    """Return the bytes that a model's weights take in `dtype`, without allocating them.
 
     Args:
         packed: for native kernels. A tied embedding is then held a second time, as the head.
@@ -145,7 +145,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = Fals
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> CausalLM:
-    """A model on the meta device: shapes and types, nothing else."""
+    """Build a model on the meta device: shapes and types without memory."""
     with torch.device("meta"):
         return ARCHITECTURES[config.architecture](config, dtype, max_positions)
 
@@ -162,10 +162,10 @@ def _open_dummy(name: str) -> Checkpoint:
 
 
 def _find_folder(name: str) -> Path:
-    """Return the folder of a model's files; downloads a hub id's.
+    """Return the folder of a model's files. The files of a hub id are downloaded.
 
     Raises:
-        StartupError: no such model, or only in a format that is not read.
+        StartupError: there is no such model, or its format is not supported.
     """
     if name.startswith("zoo:"):
         folder = ZOO / name.removeprefix("zoo:")
@@ -198,7 +198,7 @@ def _is_gguf(name: str) -> StartupError:
 
 
 def _download(hub_id: str) -> Path:
-    """A hub id's files, only those needed; from the local cache where they are there already."""
+    """Download the needed files of a hub id, unless the local cache has them. Returns their folder."""
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except GatedRepoError:
