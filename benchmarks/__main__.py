@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare | run | plots | export`."""
+"""`python -m benchmarks compare | run | publish | plots | export`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.markup import escape
 from benchmarks.calibrate import LOADS, CalibrationError
 from benchmarks.compare import Comparison, compare
 from benchmarks.export import export_dummy
+from benchmarks.files import publish
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers.registry import peer_targets
 from benchmarks.report import report, summary
@@ -85,9 +86,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
     top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
-    commands = top.add_subparsers(required=True, metavar="compare | run | plots | export")
+    commands = top.add_subparsers(required=True, metavar="compare | run | publish | plots | export")
     _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
     _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
+    _add_publish(commands.add_parser("publish", help="make small files of complete comparisons"))
     plots = commands.add_parser("plots", help="draw every figure from the results")
     plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
     plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
@@ -133,6 +135,22 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "With variants, only the phases in --phases are measured beside them",
     )
     command.set_defaults(command=_compare)
+
+
+def _add_publish(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--results", type=Path, default=LOCAL, help=f"folder with the runs ({LOCAL})")
+    command.add_argument("--out", type=Path, default=RESULTS, help=f"folder to publish in ({RESULTS})")
+    command.add_argument(
+        "--only", nargs="+", default=[], help="names of comparisons, such as 20261123-030937"
+    )
+    command.add_argument(
+        "--timelines",
+        default="typical",
+        choices=["typical", "all", "none"],
+        help="whose requests and engine steps are kept: of each server the run with the median throughput, "
+        "which figures draw; of all runs, for the simulator; or of none (typical)",
+    )
+    command.set_defaults(command=_publish)
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
@@ -232,6 +250,18 @@ def _measure(
 def exit_code(runs: Sequence[Run]) -> int:
     """0 if every run is complete."""
     return 0 if all(run.status == "ok" for run in runs) else 1
+
+
+def _publish(options: argparse.Namespace, console: Console) -> int:
+    published = publish(options.results, options.out, timelines=options.timelines, only=options.only)
+    for each in published:
+        comparison, workload, model, quick = each.key
+        name = f"{workload}{' (quick)' if quick else ''}, {model}"
+        console.print(f"{comparison}: {name}, {len(each.runs)} runs", highlight=False)
+    if not published:
+        raise ValueError(f"--results {options.results}: no complete comparison to publish")
+    console.print(f"published in {options.out}")
+    return 0
 
 
 def _plots(options: argparse.Namespace, console: Console) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
+from benchmarks.results import DIGITS, Distribution, Metrics, Percentiles, RequestRecord, ServerMetrics
 
 GOOD_SHARE = 0.99  # of a request's gaps must be within the objective for the request to count as good
 
@@ -34,6 +34,23 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
         p99=percentile(values, 0.99),
         max=max(values),
         mean=sum(values) / len(values),
+    )
+
+
+def distribution(values: Sequence[float], limit: int = 300) -> Distribution:
+    """Reduce latencies in seconds to at most `limit` points, the smallest and the largest among them."""
+    ordered = sorted(values)
+    places = list(range(len(ordered)))
+    if len(ordered) > limit:
+        # Even steps would leave out the tail, which is what one looks at: half of the points go to the last 5 %.
+        coarse, fine = limit // 2, limit - limit // 2
+        bend = 0.95 * (len(ordered) - 1)
+        places = sorted(
+            {round(bend * step / coarse) for step in range(coarse)}
+            | {round(bend + (len(ordered) - 1 - bend) * step / (fine - 1)) for step in range(fine)}
+        )
+    return Distribution(
+        seconds=[round(ordered[place], DIGITS) for place in places], counts=[place + 1 for place in places]
     )
 
 

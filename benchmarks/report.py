@@ -112,6 +112,12 @@ def median_of(runs: Iterable[Run], line: Line) -> Value:
     return statistics.median(values) if values else None
 
 
+def typical(runs: Sequence[Run]) -> Run:
+    """Return the repeat with the median throughput, for figures of one run: timelines cannot be averaged."""
+    ordered = sorted(runs, key=lambda run: run.metrics.output_tokens_per_s if run.metrics else 0.0)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
     """The repeats of each server, servers in their order."""
     labels = {run.server.label: run.server.order for run in runs}

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file with everything needed to check its numbers, or to draw them.
+"""What a run leaves behind: everything needed to check its numbers, or to draw them. `benchmarks.files` keeps it.
 
 All times are in seconds. A run's clock starts at zero when its first request is due; requests and engine steps are
 on that same clock, so they can be drawn over each other.
@@ -7,7 +7,6 @@ on that same clock, so they can be drawn over each other.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -128,6 +127,18 @@ class Percentiles(_Model):
     p99: float
     max: float
     mean: float
+
+
+class Distribution(_Model):
+    """Latencies in a few points: how many of them are at or below each of `seconds`. The last point counts all."""
+
+    seconds: list[float]
+    counts: list[int]
+
+    @property
+    def shares(self) -> list[float]:
+        """What part of all latencies lies at or below each point."""
+        return [count / self.counts[-1] for count in self.counts]
 
 
 class Metrics(_Model):
@@ -297,46 +308,12 @@ class Run(_Model):
         return write_whole(folder / self.file_name, self.model_dump_json() + "\n")
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file so that nobody finds half of it, also where the writer is killed meanwhile."""
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file so that nobody finds half of it, also if the writer is killed meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
     return part.replace(path)
-
-
-def run_folders(results: Path) -> list[Path]:
-    """The folder of results and those below it, as far as they hold runs; measured tables lie elsewhere."""
-    return sorted({path.parent for path in results.rglob("*.json")} - set(results.rglob(TABLES)))
-
-
-def load_runs(folder: Path) -> list[Run]:
-    """Every run in a folder, in the order of their files' names.
-
-    Raises:
-        ValueError: a file is not a run; the message names it.
-    """
-    runs = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            runs.append(Run.model_validate_json(path.read_bytes()))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a run's result: {error}") from None
-    return runs
-
-
-def load_comparisons(results: Path) -> list[tuple[str, list[Run]]]:
-    """Runs that may be compared: those of one workload and model that were measured together. Oldest first.
-
-    Before each comparison stands the folder that its files lie in, below the results: "" or, say, "h200".
-    """
-    found: dict[tuple[str, str, str, bool, str], list[Run]] = defaultdict(list)
-    for path in run_folders(results):
-        folder = "" if path == results else path.relative_to(results).as_posix()
-        for run in load_runs(path):
-            workload = run.workload
-            found[run.comparison, workload.name, run.server.model, workload.quick, folder].append(run)
-    return [(key[-1], found[key]) for key in sorted(found)]
 
 
 def is_complete(runs: Sequence[Run]) -> bool:

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks.results import Run, load_runs, run_folders
+from benchmarks.files import load_comparisons
+from benchmarks.results import Run
 from benchmarks.tables import Cell, MeasuredTable, load_tables
 from common.config import EngineConfig
 from simulator.cost import LinearCost, Work
@@ -227,7 +228,7 @@ def held_out(measured: Sequence[Measured]) -> Mapping[str, LinearCost | None]:
 
 def measured_runs(results: Path) -> dict[Group, list[Measured]]:
     """All phases' runs below a folder that are complete, replayed, by what their steps cost alike."""
-    runs = [run for folder in run_folders(results) for run in load_runs(folder)]
+    runs = [run for each in load_comparisons(results) for run in each.runs]
     usable = [
         run for run in runs if run.status == "ok" and run.engine_steps and run.server.options is not None
     ]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.plots.groups import Group, Server, distribution, prefill_start_s, thin, watched_client
+from benchmarks.plots.groups import Group, Server, prefill_start_s, thin, watched_client
 from benchmarks.plots.style import BLUE, GREY, ORANGE, SKY, VERMILION, Theme
 from benchmarks.report import LINES, Line, format_seconds
 from benchmarks.results import Run
@@ -112,13 +112,10 @@ def _draw_cdf(group: Group, _theme: Theme) -> Figure:
     figure.suptitle(group.title, fontsize=10)
     ttft, itl = figure.subplots(1, 2, sharey=True)
     for server in group.servers:
-        done = [record for run in server.runs for record in run.requests if record.error is None]
-        for axes, values in (
-            (ttft, [record.ttft_s * 1000 for record in done]),
-            (itl, [gap * 1000 for record in done for gap in record.gaps_s]),
-        ):
-            xs, ys = distribution(values)
-            axes.step(xs, ys, where="post", color=server.colour, linestyle=server.dash, label=server.label)
+        for axes, found in ((ttft, server.latencies.ttft), (itl, server.latencies.itl)):
+            xs = [seconds * 1000 for seconds in found.seconds]
+            look = {"color": server.colour, "linestyle": server.dash, "label": server.label}
+            axes.step(xs, found.shares, where="post", **look)
     ttft.set_xscale("log")
     itl.set_xscale("symlog", linthresh=1.0)  # tokens that came together have no gap: 0 has a place, too
     itl.set_xlim(left=0.0)
@@ -187,7 +184,7 @@ def _stall_caption(group: Group) -> str:
 
 
 def _draw_gantt(group: Group, theme: Theme) -> Figure:
-    rows = len(group.first.requests)
+    rows = len(group.requests)
     figure, panels = _panels(group, len(group.servers), max(1.2, rows * 0.055))
     for axes, server in zip(panels, group.servers, strict=True):
         steps = server.typical.engine_steps or {}
@@ -298,13 +295,20 @@ def _waste_caption(group: Group) -> str:
 # ---------------------------------------------------------------------------------------------- all of them
 
 
+def _has_several(group: Group) -> bool:
+    metrics = group.first.metrics
+    return metrics is not None and metrics.requests > 1
+
+
+def _has_timelines(group: Group) -> bool:
+    return _has_several(group) and all(server.typical.requests for server in group.servers)
+
+
 def _has_gaps(group: Group) -> bool:
+    if not all(server.typical.requests for server in group.servers):
+        return False
     watched = watched_client(group)
     return all(len(server.typical.requests[watched].token_times_s) > 2 for server in group.servers)
-
-
-def _has_several(group: Group) -> bool:
-    return len(group.first.requests) > 1
 
 
 def _has_steps(group: Group) -> bool:
@@ -319,7 +323,7 @@ KINDS: Sequence[FigureKind] = (
     FigureKind("bars", _always, _draw_bars, _bars_caption),
     FigureKind("cdf", _has_several, _draw_cdf, _cdf_caption),
     FigureKind("stall", _has_gaps, _draw_stall, _stall_caption),
-    FigureKind("gantt", _has_several, _draw_gantt, _gantt_caption),
+    FigureKind("gantt", _has_timelines, _draw_gantt, _gantt_caption),
     FigureKind("kv", _has_steps, _draw_kv, _kv_caption),
     FigureKind("waste", _has_steps, _draw_waste, _waste_caption),
 )

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import load_comparisons
 from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
-from benchmarks.results import LOCAL, Run, is_complete, load_comparisons
+from benchmarks.results import LOCAL, Run, is_complete
 from benchmarks.tables import MeasuredTable, load_tables, show
 from docs.building.folding import folded
 
@@ -82,7 +83,7 @@ class Group:
 @functools.cache
 def groups(results: Path = RESULTS) -> tuple[Group, ...]:
     """All comparisons below the folder of results, newest first."""
-    return tuple(Group(folder, runs) for folder, runs in reversed(load_comparisons(results)))
+    return tuple(Group(each.folder, each.runs) for each in reversed(load_comparisons(results)))
 
 
 def complete_groups(results: Path) -> list[Group]:
