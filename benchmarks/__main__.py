@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare | run | publish | plots | export`."""
+"""`python -m benchmarks compare | run | publish | micro | plots | export`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks import micro
 from benchmarks.calibrate import LOADS, CalibrationError
 from benchmarks.compare import Comparison, compare
 from benchmarks.export import export_dummy
@@ -34,9 +35,14 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
     """The command line; returns the exit code: 0 only if every run did what was asked."""
-    options = parser(prog).parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     console = Console()
     try:
+        if words[:1] == [
+            "micro"
+        ]:  # the options are those of the measurement, whose module is loaded for them
+            return micro.main(words[1:], console)
+        options = parser(prog).parse_args(words)
         code: int = options.command(options, console)
     except (StartupError, CalibrationError, ValueError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", markup=True, highlight=False)
@@ -86,10 +92,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
     top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
-    commands = top.add_subparsers(required=True, metavar="compare | run | publish | plots | export")
+    commands = top.add_subparsers(required=True, metavar="compare | run | publish | micro | plots | export")
     _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
     _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
     _add_publish(commands.add_parser("publish", help="make small files of complete comparisons"))
+    commands.add_parser("micro", help="measurements that answer one question each")
     plots = commands.add_parser("plots", help="draw every figure from the results")
     plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
     plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")

@@ -69,7 +69,7 @@ def routing_picture(workload: str, results: Path = RESULTS) -> str:
     """Hit rates of random and of prefix routing, as bars, with the median TTFT beside each."""
     table = _newest("cluster_routing", results)
     if table is None:
-        return "Not measured yet: `.venv/bin/python -m benchmarks.cluster routing` does it.\n"
+        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
     shapes: list[str] = []
     y = 0
     for _, replicas, routing, hits, ttft_ms, _ in (row for row in table.rows if row[0] == workload):
@@ -92,7 +92,7 @@ def loss_picture(results: Path = RESULTS) -> str:
     """Tokens a second before and after a replica was killed, and how many replicas there were."""
     table = _newest("cluster_loss", results)
     if table is None:
-        return "Not measured yet: `.venv/bin/python -m benchmarks.cluster loss` does it.\n"
+        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_loss` does it.\n"
     height, base = 120, 140
     most = max(_number(row[1]) for row in table.rows) or 1.0
     step = WIDTH / len(table.rows)

@@ -27,7 +27,7 @@ def pipeline_timeline(runs: str, results: Path = RESULTS) -> str:
     found = [table for table in load_tables(results) if table.name == "pipeline_trace"]
     rows = [row for row in found[0].rows if row[0] == runs] if found else []
     if not rows:
-        return "Not drawn yet: `.venv/bin/python -m benchmarks.pipeline --trace` writes the trace.\n"
+        return "Not drawn yet: `.venv/bin/python -m benchmarks micro pipeline_trace` writes the trace.\n"
     spans = [
         (int(depth or 0), str(lane), str(what), float(a or 0), float(b or 0))
         for _, depth, lane, what, a, b in rows

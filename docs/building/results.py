@@ -160,11 +160,11 @@ def measured_table(name: str, results: Path = RESULTS, *, program: str | None = 
 
     Args:
         name: the table's.
-        program: what makes it; `benchmarks.NAME` if None.
+        program: what makes it; `benchmarks micro NAME` if None.
     """
     found = [table for table in load_tables(results) if table.name == name]
     if not found:
-        return f"Not measured yet: `.venv/bin/python -m {program or f'benchmarks.{name}'}` does it.\n"
+        return f"Not measured yet: `.venv/bin/python -m {program or f'benchmarks micro {name}'}` does it.\n"
     return "\n".join(map(described, found))
 
 

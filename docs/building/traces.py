@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.long_prompt_trace import TRACES
+from benchmarks.micro.long_prompt import TRACES
 from common.phases import find_phase
 from docs.building.pictures import figure, text
 from docs.building.results import RESULTS
@@ -66,7 +66,7 @@ def trace_pictures(what: str, *phases: str, results: Path = RESULTS) -> str:
     """Traces of several phases, one above the other on one scale."""
     paths = {phase: results / TRACES / f"{what}-{phase}.trace" for phase in phases}
     if not all(path.is_file() for path in paths.values()):
-        return f"Not drawn yet: `.venv/bin/python -m benchmarks.{what}_trace` writes the traces.\n"
+        return f"Not drawn yet: `.venv/bin/python -m benchmarks micro {what}` writes the traces.\n"
     found = {phase: read(path) for phase, path in paths.items()}
     longest = max(drawn.end for drawn in found.values())
     scale = (WIDTH - LABEL) / longest

@@ -16,7 +16,6 @@ from rich.progress import Progress, TaskID
 import benchmarks.__main__ as command_line
 import benchmarks.compare
 import benchmarks.load
-from benchmarks import attention_kernel, batch_invariance, decode_step, memory_pressure, server_cost
 from benchmarks.compare import Comparison, compare
 from benchmarks.files import load_comparisons, load_runs
 from benchmarks.measure import Measurement
@@ -291,9 +290,7 @@ def test_results_are_the_visitors_own_unless_told_otherwise(
     assert f"1 runs written to {LOCAL}" in capsys.readouterr().out
 
 
-def test_every_program_that_writes_writes_there() -> None:
-    for module in (attention_kernel, batch_invariance, decode_step, memory_pressure, server_cost):
-        assert module.parser().parse_args([]).out == LOCAL, module.__name__
+def test_what_is_measured_goes_there() -> None:
     assert command_line.parser("infer").parse_args(["compare"]).out == LOCAL
 
 
