@@ -17,7 +17,7 @@ from common.server.answer_counts import CountAnswers
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS, answer_unexpected_error
-from common.server.middleware import ApiKeys, HeadAsGet, RequestIds, RootPath, cors_settings
+from common.server.middleware import ApiKeys, HeadAsGet, PaceRefusals, RequestIds, RootPath, cors_settings
 from common.server.openapi import openapi_document
 from common.server.own_pages import AllowedHosts, OwnPages
 from common.server.pulse import Pulse
@@ -117,6 +117,7 @@ def create_app(
         )
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
+    app.add_middleware(PaceRefusals, is_computing=lambda: engine.telemetry.latest.active > 0)
     app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app
