@@ -264,7 +264,7 @@ def _publish(options: argparse.Namespace, console: Console) -> int:
     for each in published:
         comparison, workload, model, quick = each.key
         name = f"{workload}{' (quick)' if quick else ''}, {model}"
-        console.print(f"{comparison}: {name}, {len(each.runs)} runs", highlight=False)
+        console.print(f"{comparison}: {name}, runs: {len(each.runs)}", highlight=False)
     if not published:
         raise ValueError(f"--results {options.results}: no complete comparison to publish")
     console.print(f"published in {options.out}")

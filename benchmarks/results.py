@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA = 2  # 1 had no lineup, and called SLO attainment goodput
+SCHEMA = 2
 RESULTS = Path("benchmarks/results")  # what is published
 LOCAL = RESULTS / "local"  # what is measured goes here unless told otherwise; git ignores it
 TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
@@ -167,7 +167,7 @@ class Metrics(_Model):
     itl_s: Percentiles | None
     latency_s: Percentiles | None
     longest_stall_s: float | None
-    slo_attainment: float = Field(validation_alias=AliasChoices("slo_attainment", "goodput"))
+    slo_attainment: float
     slo_ttft_s: float
     slo_itl_s: float
 
@@ -274,7 +274,7 @@ class Run(_Model):
 
     Attributes:
         comparison: runs with the same one were measured together and may be compared.
-        lineup: which other runs there are if it was not cut short; None in files of schema 1.
+        lineup: which other runs there are if it was not cut short; None: only this one.
         notes: what a reader of the numbers should know, such as a generator that was late.
         engine_steps: the engine's telemetry, one list per column.
     """

@@ -68,6 +68,11 @@ def show(cell: Cell) -> str:
     return str(cell)
 
 
+def newest_table(name: str, results: Path) -> MeasuredTable | None:
+    """Return the newest table of a name below a folder of results; None: it was not measured."""
+    return next((table for table in load_tables(results) if table.name == name), None)
+
+
 def load_tables(results: Path) -> list[MeasuredTable]:
     """Every table below a folder of results, newest first.
 

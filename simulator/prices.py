@@ -22,7 +22,7 @@ from rich.progress import track
 
 from benchmarks.files import load_comparisons
 from benchmarks.results import Run
-from benchmarks.tables import Cell, MeasuredTable, load_tables
+from benchmarks.tables import Cell, MeasuredTable, newest_table
 from common.config import EngineConfig
 from simulator.cost import LinearCost, Work
 from simulator.fitting import Floats, fit_prices
@@ -268,7 +268,7 @@ def _rounded(value: float) -> float:
 
 def load_fits(results: Path) -> list[Fit]:
     """The fits in the newest table below a folder of results, newest runs first; none where there is no table."""
-    table = next((table for table in load_tables(results) if table.name == COSTS), None)
+    table = newest_table(COSTS, results)
     fits = [_read_fit(row) for row in table.rows] if table is not None else []
     return sorted(fits, key=lambda fit: fit.newest, reverse=True)
 

@@ -68,11 +68,9 @@ def main(words: Sequence[str], console: Console) -> int:
     """
     name, *rest = words or ["--help"]
     if name in ("-h", "--help"):
-        console.print(
-            "usage: python -m benchmarks micro NAME [options]; micro NAME --help lists the options\n"
-        )
-        for known, entry in ENTRIES.items():
-            console.print(f"  {known:<18}{entry.says}", highlight=False)
+        usage = "usage: python -m benchmarks micro NAME [options]; micro NAME --help lists the options\n"
+        lines = [f"  {known:<18}{entry.says}" for known, entry in ENTRIES.items()]
+        console.print("\n".join([usage, *lines]), markup=False, highlight=False)
         return 0
     if name not in ENTRIES:
         raise ValueError(f"micro {name}: there are {', '.join(ENTRIES)}")

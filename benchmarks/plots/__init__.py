@@ -19,7 +19,7 @@ from benchmarks.plots.figures import KINDS, FigureKind, runs_drawn
 from benchmarks.plots.groups import Group, load_groups
 from benchmarks.plots.replicas import CAPTION, KIND, NAME, draw_replicas
 from benchmarks.plots.style import THEMES, Theme, themed
-from benchmarks.tables import MeasuredTable, load_tables
+from benchmarks.tables import MeasuredTable, newest_table
 
 CAPTIONS = "captions.json"
 
@@ -43,7 +43,7 @@ def draw_all(results: Path, out: Path) -> list[Path]:
                 files = _draw(functools.partial(kind.draw, group), f"{group.name}-{kind.name}", out)
                 written += files.values()
                 captions[f"{group.name}-{kind.name}"] = _entry(group, kind, files)
-    for table in [table for table in load_tables(results) if table.name == NAME][:1]:  # the newest
+    if table := newest_table(NAME, results):
         files = _draw(functools.partial(draw_replicas, table), table.name, out)
         written += files.values()
         captions[table.name] = _table_entry(table, files)

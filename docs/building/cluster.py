@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.tables import Cell, MeasuredTable, load_tables
+from benchmarks.tables import Cell, newest_table
 from cluster.options import ClusterOptions
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
@@ -67,7 +67,7 @@ def load_table() -> str:
 
 def routing_picture(workload: str, results: Path = RESULTS) -> str:
     """Hit rates of random and of prefix routing, as bars, with the median TTFT beside each."""
-    table = _newest("cluster_routing", results)
+    table = newest_table("cluster_routing", results)
     if table is None:
         return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
     shapes: list[str] = []
@@ -90,7 +90,7 @@ def routing_picture(workload: str, results: Path = RESULTS) -> str:
 
 def loss_picture(results: Path = RESULTS) -> str:
     """Tokens a second before and after a replica was killed, and how many replicas there were."""
-    table = _newest("cluster_loss", results)
+    table = newest_table("cluster_loss", results)
     if table is None:
         return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_loss` does it.\n"
     height, base = 120, 140
@@ -120,14 +120,10 @@ def loss_picture(results: Path = RESULTS) -> str:
 
 def loss_story(*names: str, results: Path = RESULTS) -> str:
     """Lines of that run's setup, by name."""
-    table = _newest("cluster_loss", results)
+    table = newest_table("cluster_loss", results)
     if table is None:
         return ""
     return "; ".join(f"{name} {table.setup[name]}" for name in names) + "."
-
-
-def _newest(name: str, results: Path) -> MeasuredTable | None:
-    return next((table for table in load_tables(results) if table.name == name), None)
 
 
 def _number(cell: Cell) -> float:

@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.plots.replicas import NAME as REPLICAS
 from benchmarks.plots.replicas import series
 from benchmarks.report import format_seconds
-from benchmarks.tables import MeasuredTable, load_tables, show
+from benchmarks.tables import newest_table, show
 from benchmarks.workloads import WORKLOADS
 from docs.building.results import RESULTS
 from docs.building.stories import figures
@@ -27,13 +27,8 @@ THROUGHPUT, TTFT = "output tokens/s", "TTFT p99, s"
 NOTHING = "Not there yet: `.venv/bin/python -m simulator.calibrate` makes it.\n"
 
 
-def _table(name: str, results: Path) -> MeasuredTable | None:
-    """The newest of that name."""
-    return next((table for table in load_tables(results) if table.name == name), None)
-
-
 def _rows(name: str, results: Path) -> list[Row]:
-    table = _table(name, results)
+    table = newest_table(name, results)
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows] if table is not None else []
 
 
@@ -180,7 +175,7 @@ def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7"
 
 def replicas_setup(results: Path = RESULTS) -> str:
     """What was simulated, in a sentence."""
-    table = _table(REPLICAS, results)
+    table = newest_table(REPLICAS, results)
     if table is None:
         return "Not there yet: `.venv/bin/python -m simulator.plan` makes it.\n"
     return ", ".join(f"{name} {value}" for name, value in table.setup.items()) + ".\n"
@@ -193,7 +188,7 @@ def replicas_figure() -> str:
 
 def replicas_table(results: Path = RESULTS) -> str:
     """Every number of replicas and policy."""
-    table = _table(REPLICAS, results)
+    table = newest_table(REPLICAS, results)
     if table is None:
         return ""
     kept = [place for place, name in enumerate(table.columns) if name != "requests"]
@@ -204,7 +199,7 @@ def replicas_table(results: Path = RESULTS) -> str:
 
 def router_limits(results: Path = RESULTS) -> str:
     """Whether one router's policy keeps up, at the largest number of replicas simulated."""
-    table = _table(REPLICAS, results)
+    table = newest_table(REPLICAS, results)
     if table is None:
         return ""
     found = []

@@ -99,7 +99,7 @@ def test_the_command_says_what_it_published(tmp_path: Path, capsys: pytest.Captu
     save(tmp_path / "runs", make_run(quick=True))
     command = ["publish", "--results", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     assert command_line.main(command) == 0
-    assert "20260101-000000: mixed (quick), zoo:llama-tiny, 1 runs" in capsys.readouterr().out
+    assert "20260101-000000: mixed (quick), zoo:llama-tiny, runs: 1" in capsys.readouterr().out
 
 
 def test_a_run_that_failed_is_published_and_counts_nowhere(tmp_path: Path) -> None:

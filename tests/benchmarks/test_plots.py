@@ -200,19 +200,6 @@ def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
     assert group.first.comparison == "20990101-000000"
 
 
-def test_files_from_before_runs_knew_their_lineup_are_drawn(tmp_path: Path) -> None:
-    """And those that call SLO attainment goodput."""
-    for run in two_phases():
-        fields = json.loads(run.model_dump_json())
-        fields["schema_version"] = 1
-        del fields["lineup"]
-        fields["metrics"]["goodput"] = fields["metrics"].pop("slo_attainment")
-        (tmp_path / run.file_name).write_text(json.dumps(fields))
-    (group,) = load_groups(tmp_path)
-    assert [server.label for server in group.servers] == ["phase 4", "phase 5"]
-    assert group.first.metrics == two_phases()[0].metrics
-
-
 def test_figures_of_the_readers_own_results_say_so(tmp_path: Path) -> None:
     save(tmp_path, make_run())
     save(tmp_path / "local", make_run())
