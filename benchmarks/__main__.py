@@ -34,7 +34,7 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
-    """The command line; returns the exit code: 0 only if every run did what was asked."""
+    """Run the command line. Returns the exit code: 0 only if every run did what was asked."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     console = Console()
     try:
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
 
 
 def exit_on_sigterm() -> None:
-    """Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`."""
+    """Turn SIGTERM into an exception, which passes through the `with` of each server and stops it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """Every option, in groups that commands share."""
+    """Return the parser of all commands."""
     load = argparse.ArgumentParser(add_help=False)
     group = load.add_argument_group("workload")
     group.add_argument(
@@ -255,7 +255,7 @@ def _measure(
 
 
 def exit_code(runs: Sequence[Run]) -> int:
-    """0 if every run is complete."""
+    """Return 0 if every run is complete, else 1."""
     return 0 if all(run.status == "ok" for run in runs) else 1
 
 
@@ -294,7 +294,7 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 
 
 def parse_workloads(names: str) -> list[Workload]:
-    """Workloads by name.
+    """Find workloads by their names.
 
     Raises:
         ValueError: there is no such workload.
@@ -308,7 +308,7 @@ def parse_workloads(names: str) -> list[Workload]:
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Options]:
-    """`6:num-blocks=512` as `{"6": {"num-blocks": "512"}}`.
+    """Parse `6:num-blocks=512` into `{"6": {"num-blocks": "512"}}`.
 
     Raises:
         ValueError: one is not of that form.
@@ -323,7 +323,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
 
 
 def parse_variant(text: str) -> tuple[str, Options]:
-    """`7:prefill-chunk-size=64,no-mixed-batches` as a phase and its options.
+    """Parse `7:prefill-chunk-size=64,no-mixed-batches` into a phase and its options.
 
     Raises:
         ValueError: it is not of that form.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: everything needed to check its numbers, or to draw them. `benchmarks.files` keeps it.
+"""The result of a run: everything needed to check its numbers or to draw them. `benchmarks.files` stores it.
 
 All times are in seconds. A run's clock starts at zero when its first request is due; requests and engine steps are
 on that same clock, so they can be drawn over each other.
@@ -54,25 +54,25 @@ class RequestRecord(_Model):
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token. Only for requests that have one."""
+        """Return the time to first token, of a request that has one."""
         assert self.sent_s is not None
         return self.token_times_s[0] - self.sent_s
 
     @property
     def latency_s(self) -> float:
-        """From sending to the end of the answer. Only for requests that were sent and ended."""
+        """Return the time from sending to the end of the answer, of a request that has both."""
         assert self.sent_s is not None
         assert self.finished_s is not None
         return self.finished_s - self.sent_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Every inter-token latency: one fewer than there are tokens."""
+        """Return every inter-token latency: one fewer than there are tokens."""
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def rounded(self) -> RequestRecord:
-        """The same with its times as a file keeps them: metrics are computed from these, so both agree."""
+        """Return a copy with times rounded as in a file. Metrics are computed from the copy, so both agree."""
         keep = {"scheduled_s": round(self.scheduled_s, DIGITS)}
         keep |= {
             name: round(value, DIGITS)
@@ -84,7 +84,7 @@ class RequestRecord(_Model):
 
 
 class Generator(_Model):
-    """What the load generator itself cost: if its share is high, the numbers are its own and not the server's.
+    """The load generator's own cost. If its share of a core is high, the generator was measured, not the server.
 
     Attributes:
         cpu_s: processor time of the generator's process while the run lasted.
@@ -98,12 +98,12 @@ class Generator(_Model):
 
     @property
     def cpu_share(self) -> float:
-        """Of one core."""
+        """Return the generator's share of one core."""
         return self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class LoadResult(_Model):
-    """What the load generator hands back.
+    """The load generator's result.
 
     Attributes:
         origin_s: the machine's monotonic clock when the run's clock was at zero.
@@ -120,7 +120,7 @@ class LoadResult(_Model):
 
 
 class Percentiles(_Model):
-    """Seconds."""
+    """Percentiles, maximum and mean of some latencies, in seconds."""
 
     p50: float
     p95: float
@@ -137,12 +137,12 @@ class Distribution(_Model):
 
     @property
     def shares(self) -> list[float]:
-        """What part of all latencies lies at or below each point."""
+        """Return the share of all latencies at or below each point."""
         return [count / self.counts[-1] for count in self.counts]
 
 
 class Metrics(_Model):
-    """What the client saw. Latencies are None where no request got that far.
+    """Metrics that clients see. Latencies are None if no request got that far.
 
     Attributes:
         duration_s: from the first request's sending to the last one's end.
@@ -173,7 +173,7 @@ class Metrics(_Model):
 
 
 class ServerMetrics(_Model):
-    """What the engine's telemetry adds. Counts are of this run alone, warm-up left out.
+    """Metrics from the engine's telemetry. Counts are of this run alone, without the warm-up.
 
     Attributes:
         mean_batch: tokens that were kept, per decoding step: what the batch really held.
@@ -203,7 +203,7 @@ class ServerMetrics(_Model):
 
 
 class Calibration(_Model):
-    """How `--rate` became a factor; see `benchmarks.calibrate`.
+    """The factor that `--rate` led to, and how; see `benchmarks.calibrate`.
 
     Attributes:
         mode: auto, table, or given.
@@ -225,7 +225,7 @@ class Calibration(_Model):
 
 
 class WorkloadInfo(_Model):
-    """What was sent."""
+    """The workload that was sent."""
 
     name: str
     arrivals: str
@@ -236,7 +236,7 @@ class WorkloadInfo(_Model):
 
 
 class ServerInfo(_Model):
-    """Who answered.
+    """The server that answered.
 
     Attributes:
         label: its column in a table, such as `phase 5`.
@@ -258,7 +258,7 @@ class ServerInfo(_Model):
 
 
 class Lineup(_Model):
-    """What a comparison consists of, for each of its workloads.
+    """The runs that a complete comparison has of each workload.
 
     Attributes:
         servers: labels, one a column.
@@ -317,7 +317,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def is_complete(runs: Sequence[Run]) -> bool:
-    """Whether a comparison has all its runs, failed ones included: one that was killed half-way has not.
+    """True if a comparison has all its runs, failed ones included. A comparison that was killed has not.
 
     Its medians would be those of fewer repeats, and its columns those of some servers only.
     """
@@ -332,6 +332,6 @@ def is_complete(runs: Sequence[Run]) -> bool:
 
 
 def slug(name: str) -> str:
-    """A name that is safe as part of a file's: `dummy:llama-60m` becomes `llama-60m`."""
+    """Make a name safe as part of a file name: `dummy:llama-60m` becomes `llama-60m`."""
     tail = name.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     return "".join(char if char.isalnum() or char in ".-_" else "-" for char in tail)

@@ -48,7 +48,7 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request before there is an engine."""
+    """Prompt and sampling parameters of a request, before an engine creates it."""
 
     prompt: list[int]
     params: SamplingParams
@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an engine did with all orders.
+    """An engine's answers to all orders, and how crowded its steps were.
 
     Attributes:
         answers: of each order.
@@ -91,7 +91,7 @@ def greedy_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
 
 
 def sampled_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
-    """One in four with a repetition penalty, one in five with a stop string."""
+    """Draw sampled requests: one in four with a repetition penalty, one in five with a stop string."""
     return [
         Order(
             prompt,
@@ -110,7 +110,7 @@ def sampled_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
 
 
 def _draw(tokenizer: Tokenizer, count: int, kind: str) -> list[tuple[random.Random, list[int], int]]:
-    """A source of chance, a prompt, and the most new tokens, for each request."""
+    """Draw a random generator, a prompt and a number of new tokens for each request."""
     writer = PromptWriter(tokenizer)
     sources = [random.Random(f"batch invariance:{kind}:{number}") for number in range(count)]
     return [
@@ -119,7 +119,7 @@ def _draw(tokenizer: Tokenizer, count: int, kind: str) -> list[tuple[random.Rand
 
 
 def alone(engine: Engine, orders: Sequence[Order]) -> list[Answer]:
-    """The orders' answers, one order after the other."""
+    """Serve the orders one after the other, and return their answers."""
     return [serve(engine, [order], most_arrivals=1).answers[0] for order in orders]
 
 
@@ -154,7 +154,7 @@ def serve(engine: Engine, orders: Sequence[Order], most_arrivals: int = ARRIVALS
 
 
 def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) -> list[Cell]:
-    """A row, cells as in `COLUMNS`."""
+    """Return a row of the table for one model, type and choice of kernels; cells as in `COLUMNS`."""
     package = find_phase(phase)
     options = {
         "model": model,

@@ -1,4 +1,4 @@
-"""What one more row costs: decode steps by the number of sequences in them, beside what the machine allows.
+"""The time of a decode step by the number of sequences in it, beside the least that the machine allows.
 
 The model alone, one token of each sequence. Two bounds stand beside each step (Williams et al. 2009, *Roofline*):
 none is done before all weights and all keys have been read, nor before everything has been multiplied. How fast
@@ -40,25 +40,25 @@ PEAK_ROWS, PEAK_SIZE = 512, 2048  # a product in which nearly all time is arithm
 
 
 class Machine(NamedTuple):
-    """How fast this one reads and multiplies, with the threads that torch has."""
+    """This machine's bandwidth and arithmetic rate, with torch's number of threads."""
 
     bytes_per_s: float
     operations_per_s: float
 
 
 class Work(NamedTuple):
-    """What a decode step has to do at least."""
+    """The bytes a decode step must read, and the operations it must do."""
 
     bytes: float
     operations: float
 
     def bounds_ms(self, machine: Machine) -> tuple[float, float]:
-        """Milliseconds for reading alone, and for arithmetic alone."""
+        """Return the milliseconds that reading alone takes, and those that arithmetic alone takes."""
         return self.bytes / machine.bytes_per_s * 1e3, self.operations / machine.operations_per_s * 1e3
 
 
 def measure_machine(dtype: torch.dtype, repeats: int) -> Machine:
-    """The best of a few: reading a large tensor once, and one large product."""
+    """Measure bandwidth by reading a large tensor, and arithmetic by one large product: the best of a few."""
     numbers = torch.ones(READ_BYTES // 4)
     reading_ms = min(milliseconds(numbers.sum, 1) for _ in range(repeats))
     x, weight = (torch.randn(size, PEAK_SIZE).to(dtype) for size in (PEAK_ROWS, PEAK_SIZE))
@@ -72,7 +72,7 @@ def measure_machine(dtype: torch.dtype, repeats: int) -> Machine:
 
 
 def work_of(model: CausalLM, rows: int) -> Work:
-    """A decode step of `rows` sequences: each has `CONTEXT` columns and adds one."""
+    """Count the work of a decode step of `rows` sequences. Each has `CONTEXT` columns and adds one."""
     config = model.config
     weights = sum(product.inputs * product.outputs for product in model.products())
     columns = rows * (CONTEXT + 1)
@@ -84,7 +84,7 @@ def work_of(model: CausalLM, rows: int) -> Work:
 
 
 def measure(model: CausalLM, rows: Sequence[int], repeats: int, machine: Machine) -> list[list[Cell]]:
-    """A row of the table for each number of sequences; they take turns."""
+    """Time decode steps of each number of sequences in turns, and return a row of the table for each."""
     passes = Passes(model, rows)
     runs = [passes.plain(*passes.decode(count)) for count in rows]
     found: list[list[float]] = [[] for _ in rows]

@@ -1,4 +1,4 @@
-"""What a cluster costs, and what routing by prefix brings.
+"""A cluster's cost beside a plain server, and the gain of routing by prefix.
 
 All over HTTP. A replica computes with one thread, and so does the plain server. Needs Ray (the extra `cluster`).
 """
@@ -69,7 +69,7 @@ def cost(
 
 
 def cost_rows(phase: str, model: str, turns: int, console: Console) -> list[list[Cell]]:
-    """A row for each server; they take turns."""
+    """Measure the servers in turns, and return a row of the table for each."""
     length = 2 * (PROMPT_TOKENS + NEW_TOKENS)
     targets = [
         plain_target(phase, model, seats=SEATS, max_seq_len=length),
@@ -101,7 +101,7 @@ def cost_rows(phase: str, model: str, turns: int, console: Console) -> list[list
 
 
 def speed(result: LoadResult) -> tuple[float, float, float]:
-    """Output tokens a second of a burst, the median TTFT and the median gap, in seconds."""
+    """Return a burst's output tokens a second, its median TTFT and its median gap, in seconds."""
     records = result.requests
     begun = min(record.sent_s for record in records if record.sent_s is not None)
     ended = max(record.finished_s for record in records if record.finished_s is not None)
@@ -173,7 +173,7 @@ def profile(
 
 
 def processor_time(server: RunningServer, writer: PromptWriter, turns: int) -> dict[str, float]:
-    """Seconds for each output token, by process; prompts are computed in them, too."""
+    """Return the processor time of an output token by process, in seconds. The prompts are part of it."""
     before: dict[str, float] = {}
     for turn in range(turns + 1):
         orders = identical_requests(
@@ -189,7 +189,7 @@ def processor_time(server: RunningServer, writer: PromptWriter, turns: int) -> d
 
 
 def times_of(pid: int) -> dict[str, float]:
-    """Processor time in seconds of a server and all that it has started, by process."""
+    """Return the processor time of a server and of all processes below it, in seconds, by process."""
     root = psutil.Process(pid)
     children = root.children(recursive=True)
     found: dict[str, float] = {}
@@ -214,7 +214,7 @@ def routing(
     rate: float = 1.0,
     turns: int = 3,
 ) -> Iterator[MeasuredTable]:
-    """Send shared beginnings and chats to clusters that route by prefix, and at random.
+    """Send prompts with shared prefixes, and chats, to clusters that route by prefix and at random.
 
     Args:
         phase: number, word or module
@@ -264,7 +264,7 @@ def cache_uses(
 
 
 def cache_use(result: LoadResult) -> tuple[float, float, float]:
-    """The share of prompt tokens found in a cache, and TTFT's p50 and p95 in seconds."""
+    """Return the share of prompt tokens found in a cache, and TTFT's p50 and p95 in seconds."""
     assert result.telemetry_before is not None
     assert result.telemetry_after is not None
     before, after = result.telemetry_before["counters"], result.telemetry_after["counters"]

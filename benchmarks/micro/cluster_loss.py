@@ -1,4 +1,4 @@
-"""A replica that is killed under load: what its clients see, and when another has taken its place.
+"""A replica is killed under load: the tokens its clients still get, and the time until it is replaced.
 
 All over HTTP. A replica computes with one thread. Needs Ray (the extra `cluster`).
 """
@@ -24,7 +24,7 @@ COLUMNS = ["second", "output tokens / s", "answers cut off", "replicas"]
 
 
 class Watch:
-    """Clients that ask again and again, and what became of their answers, on one clock."""
+    """Clients that send one request after the other. Notes when tokens, errors and refusals arrive."""
 
     def __init__(self, server: RunningServer, clients: int) -> None:
         self._url, self._model = server.url, server.model
@@ -136,7 +136,7 @@ def loss(
 
 
 def replica_processes(pid: int) -> list[psutil.Process]:
-    """The replicas among the processes that a cluster's command has started."""
+    """Return the replicas among the processes that a cluster has started."""
     return [
         each
         for each in psutil.Process(pid).children(recursive=True)

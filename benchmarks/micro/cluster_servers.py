@@ -1,4 +1,4 @@
-"""How the servers of `cluster` and `cluster_loss` are started, and a load that must come through whole."""
+"""Servers that `cluster` and `cluster_loss` start, and a load of which no request may fail."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ THREADS = 1  # of a replica, and of the plain server
 
 
 def plain_target(phase: str, model: str, *, seats: int, max_seq_len: int) -> Target:
-    """A phase's own server."""
+    """Return how to start a phase as a plain server."""
     return Target("plain server", 0, find_phase_module(phase), _options(model, seats, max_seq_len))
 
 
 def cluster_target(
     phase: str, model: str, replicas: int, *, seats: int, max_seq_len: int, routing: str = "auto"
 ) -> Target:
-    """The same behind a front. Replicas may be more than cores: they share them."""
+    """Return how to start a cluster of a phase. There may be more replicas than cores: they share the cores."""
     options = {
         "phase": phase,
         "replicas": str(replicas),
@@ -43,7 +43,7 @@ def _options(model: str, seats: int, max_seq_len: int) -> dict[str, str]:
 
 
 def load(server: RunningServer, requests: list[PlannedRequest], warmup: list[PlannedRequest]) -> LoadResult:
-    """Send requests to a server.
+    """Send requests to a server, and return what the load generator saw.
 
     Raises:
         RuntimeError: one of them failed.

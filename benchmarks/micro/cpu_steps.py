@@ -1,4 +1,4 @@
-"""The way to a fast CPU step, one stage at a time: what each kernel brings, on the same weights in one run.
+"""The gain of each native CPU kernel: the same pass with one kernel more in each row, in one run.
 
 A decode step and a prompt through the model alone, with torch's operations first, then with one native kernel more
 in each row; last the whole pass played from a tape, so that Python is not on the way from operator to operator. All
@@ -32,7 +32,7 @@ _CHOICE = {"linear": "has_native_products", "attention": "has_native_products"} 
 
 @contextmanager
 def only(modules: Sequence[str]) -> Iterator[None]:
-    """Native kernels in these modules of `kernels`, torch's operations in all others."""
+    """Context manager: native kernels in these modules of `kernels`, torch's operations in all others."""
     with ExitStack() as stack:
         for _, names in STAGES:
             for name in set(names) - set(modules):
@@ -42,7 +42,7 @@ def only(modules: Sequence[str]) -> Iterator[None]:
 
 
 def measure(name: str, batch: Sequence[int], repeats: int, dtype: torch.dtype) -> list[list[Cell]]:
-    """A row for each stage: decode steps by batch, then the prompt; milliseconds, the median of all turns."""
+    """Return a row for each stage: median milliseconds of decode steps by batch, then of the prompt."""
     unpacked, packed = (load_unpacked(name, dtype, max(CONTEXT + 1, PROMPT)) for _ in range(2))
     packed.pack()
     stages: list[tuple[str, list[str], list[tuple[Run, int]]]] = []

@@ -43,7 +43,7 @@ OWN_ENVIRONMENT = "transformers"  # the peer that lives in ours
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is generated at once."""
+    """Prompts that are generated from at once."""
 
     sequences: int
     prompt_tokens: int
@@ -66,7 +66,7 @@ COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
 
 @dataclass(slots=True)
 class Contender:
-    """Who is measured, and what was found: for each batch a timing of every turn.
+    """A worker that is measured, and the timings of its batches, one a turn.
 
     Attributes:
         ours: whether it is one of our phases.
@@ -77,14 +77,14 @@ class Contender:
     found: dict[Batch, list[Timing]] = field(default_factory=dict)
 
     def turn(self, turn: int, vocab_size: int) -> None:
-        """All batches, once."""
+        """Measure every batch once."""
         for batch in BATCHES:
             order = {"measure": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
             timing = Timing(**self.worker.ask(order))
             self.found.setdefault(batch, []).append(timing)
 
     def medians_s(self) -> list[float]:
-        """Of every column."""
+        """Return the median seconds of every column."""
         return [
             statistics.median(
                 seconds for timing in self.found[batch] if (seconds := read(timing)) is not None
@@ -93,25 +93,25 @@ class Contender:
         ]
 
     def first_tokens(self) -> list[int]:
-        """Of every sequence of every turn."""
+        """Return the first token of every sequence of every turn."""
         return [token for batch in BATCHES for timing in self.found[batch] for token in timing.first_tokens]
 
 
 def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
-    """A turn's own, the same for everybody."""
+    """Draw the prompts of a turn: others in each turn, the same for every contender."""
     draw = random.Random(f"{batch}:{turn}")
     return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
 
 
 def options_of(weights: Weights, threads: int) -> Options:
-    """What all are started with: room for the most that is generated at once."""
+    """Return the options of every worker: memory for the largest batch."""
     return weights.options(
         max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
     )
 
 
 def find_peer(name: str) -> tuple[str, Environment | None]:
-    """A peer and its environment, which stands after the `=`; None: it lives in ours.
+    """Return a peer and its virtual environment, which stands after the `=`; None: it lives in ours.
 
     Raises:
         StartupError: there is no such peer, or it is not installed.
@@ -134,7 +134,7 @@ def start_peer(
 
 
 def reading_s(num_bytes: int) -> float:
-    """Seconds to read so much memory, with the threads that torch has: the best of a few."""
+    """Return the seconds that reading so much memory takes with torch's threads: the best of a few."""
     memory = torch.ones(num_bytes // 4)
     times = []
     for _ in range(20):
@@ -147,7 +147,7 @@ def reading_s(num_bytes: int) -> float:
 def measure(
     contenders: Sequence[Contender], floor: Callable[[], float], repeats: int, vocab_size: int
 ) -> float:
-    """All turns; who begins changes. A turn before the first warms up and is not counted.
+    """Make all turns, in alternating order. A turn before the first warms up and is not counted.
 
     Returns:
         The floor, in seconds: the median over turns.
@@ -167,7 +167,7 @@ def measure(
 
 
 def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
-    """A line for each, the floor, and how our last phase compares with the best of the others."""
+    """Return a row for each contender, one for the floor, and our last phase over the best of the others."""
     found = {contender.worker.name: contender.medians_s() for contender in contenders}
     (*_, own), others = (
         [contender for contender in contenders if contender.ours],
@@ -196,7 +196,7 @@ def passes(
     dtype: Dtype = "bfloat16",
     threads: int = torch.get_num_threads(),
 ) -> Iterator[MeasuredTable]:
-    """Start everybody, and let them take turns.
+    """Start all workers, and measure them in turns.
 
     Args:
         phase: numbers or names; the last one is compared

@@ -1,4 +1,4 @@
-"""What a decode step costs on the host, part by part: everything but the model.
+"""The time of a decode step on the host, part by part: everything but the model.
 
 The engine is a real one on the tiny zoo model, with real requests in it; only the forward pass is left out, and
 answers with the same logits each time. So what is timed is Python and small tensors, the same for any model.
@@ -33,7 +33,7 @@ PARTS = {"scheduling": "plan", "metadata": "pass", "sampling": "sample", "commit
 
 
 def engine_without_passes(phase: str, sequences: int) -> Engine:
-    """An engine whose forward passes take no time, with room for `sequences`."""
+    """Build an engine for `sequences` sequences whose forward passes take no time."""
     package = find_phase(phase)
     whole_blocks = (
         -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""One more token of a text, with the keys and values of what came before it and without.
+"""The next token of a text, with the keys and values of the tokens before it in a cache and without.
 
 ```text
 with      a pass over the last token     its query meets the keys and values that are kept
@@ -30,7 +30,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
 
 class Answer(NamedTuple):
-    """One answer, and what it took."""
+    """An answer, and what computing it took."""
 
     token_ids: list[int]
     passes: int
@@ -47,7 +47,7 @@ class Text:
         self.cache.reserve(Request("text", [0], SamplingParams()), length)
 
     def next_token(self, token_ids: Sequence[int], start: int) -> int:
-        """The most likely token after a text, computed from column `start` on."""
+        """Return the most likely token after a text, computing the text from column `start` on."""
         view = self.cache.view([Span.exact(0, start, len(token_ids))])
         batch = TokenBatch(
             token_ids=torch.tensor(token_ids[start:]),
@@ -60,7 +60,7 @@ class Text:
 
 
 def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list[list[Cell]]:
-    """A row for each length of the text before the token: both ways in turns, medians."""
+    """Time both ways in turns, and return a row of medians for each length of the text."""
     rows: list[list[Cell]] = []
     for length in lengths:
         text = Text(model, length + 1)
@@ -75,7 +75,7 @@ def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list
 
 
 def answer(model: CausalLM, prompt: Sequence[int], new_tokens: int, *, cached: bool) -> Answer:
-    """A prompt's most likely continuation."""
+    """Compute a prompt's most likely continuation."""
     text = Text(model, len(prompt) + new_tokens)
     token_ids, held, computed = list(prompt), 0, 0
     started_s = time.perf_counter()
@@ -89,7 +89,7 @@ def answer(model: CausalLM, prompt: Sequence[int], new_tokens: int, *, cached: b
 
 
 def measure_answers(model: CausalLM, repeats: int) -> list[list[Cell]]:
-    """A row for each way: the answer in the median of its times."""
+    """Return a row for each way: the answer, and the median of its times."""
     prompt = [place % model.config.vocab_size for place in range(PROMPT_TOKENS)]
     found: dict[bool, list[Answer]] = {True: [], False: []}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""A server's throughput while somebody watches its live view, against the same while nobody does.
+"""A server's throughput while its live view is open, against its throughput while it is closed.
 
 ```text
 turn 1   closed  open      one server for all turns; a turn's two runs are the same work, and which comes
@@ -45,7 +45,7 @@ COLUMNS = [
 
 
 class Watching:
-    """A reader of a server's steps, in a thread.
+    """Reads a server's live view in a thread, as an open page does.
 
     Attributes:
         frames: how many it has got.
@@ -69,7 +69,7 @@ class Watching:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hang up. To close the socket would not do: while somebody reads from it, the server hears nothing."""
+        """Hang up. The socket is shut down, because closing it while a thread reads from it sends nothing."""
         assert self._connection.sock is not None
         self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -99,7 +99,7 @@ def orders_of(writer: PromptWriter, count: int) -> list[PlannedRequest]:
 
 
 def duration_s(records: Sequence[RequestRecord]) -> float:
-    """From the first request to the last token.
+    """Return the seconds from the first request to the last token.
 
     Raises:
         RuntimeError: a request failed.
@@ -112,7 +112,7 @@ def duration_s(records: Sequence[RequestRecord]) -> float:
 
 
 def measure(phase: str, model: str, requests: int, turns: int, console: Console) -> list[Cell]:
-    """A row, cells as in `COLUMNS`."""
+    """Return a row of the table for one model; cells as in `COLUMNS`."""
     writer = PromptWriter(open_checkpoint(model).tokenizer())
     target = phase_target(
         phase, Setup(model=model, slots=SEATS, max_seq_len=2 * (PROMPT_TOKENS + NEW_TOKENS))
@@ -124,7 +124,7 @@ def measure(phase: str, model: str, requests: int, turns: int, console: Console)
         )
 
         def run() -> tuple[float, float]:
-            """Tokens a second, and how long that took."""
+            """Return tokens a second, and how many seconds were measured."""
             tokens, seconds = 0, 0.0
             while seconds < LEAST_S:
                 records = run_load(plan).requests

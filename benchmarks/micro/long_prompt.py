@@ -1,4 +1,4 @@
-"""What a long prompt does to those who decode, as a trace of each phase: a few steps before it, and some after.
+"""Traces of a long prompt that arrives while other requests decode: some steps before it, some after.
 
 An engine in a process of its own, without a server, records its own steps. Pages draw the files it writes
 (`benchmarks/results/traces`), and Perfetto shows them.
@@ -27,7 +27,7 @@ STEPS_BEFORE, TOKENS_AFTER = 4, 4
 
 
 def record(phase: str, model: str, prompt: int) -> tuple[str, bytes]:
-    """Three who decode, and a prompt of so many tokens: the phase's name, and the trace."""
+    """Trace three decoding requests and a prompt of so many tokens. Returns the phase's name and the trace."""
     package = find_phase(phase)
     config = package.Config(model=model, max_batch_size=DECODING + 1, max_seq_len=prompt + 128)
     engine = package.build_engine(config)
@@ -67,7 +67,7 @@ def record(phase: str, model: str, prompt: int) -> tuple[str, bytes]:
 
 
 def labelled(trace: bytes, what: str) -> bytes:
-    """A trace that says what it is of, and on which machine."""
+    """Return a trace with a label that names the model and the machine."""
     environment = describe_environment()
     label = f"{what}, {environment['cpu']}, {torch.get_num_threads()} threads"
     event = {"pid": 1, "ph": "M", "name": "process_labels", "args": {"labels": label}}

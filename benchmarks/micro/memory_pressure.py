@@ -1,4 +1,4 @@
-"""One burst of requests on less and less KV memory: what that costs, and that it costs nothing but time.
+"""One burst of requests on less and less KV memory: it costs time, and changes no token.
 
 The pool shrinks from room for everybody to room for the longest request alone, the smallest that is legal. Two
 things can make that slow, and each has a column: fewer sequences are computed together (tokens per step), and what
@@ -46,7 +46,7 @@ Order = tuple[list[int], int]  # prompt, new tokens
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One pool size: its burst's seconds, and the tokens of every request.
+    """The burst on one pool size: its seconds, and the tokens of every request.
 
     Attributes:
         recomputed: tokens, prompt and generated, that were prefilled after a preemption.
@@ -73,7 +73,7 @@ def blocks_of(order: Order) -> int:
 
 
 def pool_sizes(orders: list[Order]) -> list[int]:
-    """Blocks, from enough for all orders down to the largest one alone."""
+    """Return pool sizes in blocks, from memory for all orders down to memory for the largest one."""
     ample = sum(map(blocks_of, orders))
     smallest = max(map(blocks_of, orders))
     return [*(size for share in SHARES if (size := round(ample * share)) > smallest), smallest]
@@ -108,7 +108,7 @@ def serve(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]
 
 
 def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]) -> list[list[Cell]]:
-    """A row for each pool size, cells as in `COLUMNS`."""
+    """Return a row for each pool size; cells as in `COLUMNS`."""
     new_tokens = sum(new for _, new in orders)
     serve(phase, model, tokenizer, orders[:2], pool_sizes(orders)[0])  # warm
     rows: list[list[Cell]] = []

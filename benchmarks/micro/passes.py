@@ -1,4 +1,4 @@
-"""Passes through a model alone, on the CPU, and how long they take."""
+"""Passes through a model alone on the CPU, and their times."""
 
 from __future__ import annotations
 

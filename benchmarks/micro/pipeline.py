@@ -1,4 +1,4 @@
-"""What running ahead brings, without a server: decode steps of phase 9 at each depth, called and played.
+"""Decode steps of phase 9 at each pipeline depth, without a server.
 
 Every way to step is an engine in a process of its own. They take turns, so that a machine that slows down slows
 all. A step is what `Engine.step` does, text and stop decisions included, while all sequences decode.
@@ -71,7 +71,7 @@ def start(way: str, model: str, sequences: int) -> None:
 
 
 def decode(sequences: int, new_tokens: int = NEW_TOKENS, grammar: Grammar | None = None) -> Iterator[float]:
-    """Seconds of each step in which all decode."""
+    """Serve a batch, and yield the seconds of each step in which all sequences decode."""
     params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, grammar=grammar)
     for number in range(sequences):
         prompt = [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)]
@@ -86,7 +86,7 @@ def decode(sequences: int, new_tokens: int = NEW_TOKENS, grammar: Grammar | None
 
 
 def step_ms(sequences: int, busy: bool) -> float:
-    """Milliseconds of a step, the mean of those in the middle of an answer."""
+    """Return the mean milliseconds of a step in the middle of an answer."""
     with busy_in_python() if busy else ExitStack():
         steps = list(decode(sequences, BUSY_TOKENS if busy else NEW_TOKENS))
     return statistics.mean(steps[len(steps) // 4 : -len(steps) // 8]) * 1e3
@@ -94,7 +94,7 @@ def step_ms(sequences: int, busy: bool) -> float:
 
 @contextmanager
 def busy_in_python() -> Iterator[None]:
-    """A thread that computes in Python, as long as this is entered."""
+    """Context manager: inside it, a thread computes in Python."""
     over = threading.Event()
 
     def work() -> None:
@@ -114,7 +114,7 @@ def busy_in_python() -> Iterator[None]:
 
 
 class Traced(NamedTuple):
-    """Something that the host or the stream did."""
+    """A part of a step on the host or on the stream, and when it ran."""
 
     lane: str
     what: str
@@ -123,7 +123,7 @@ class Traced(NamedTuple):
 
 
 def trace(sequences: int, steps: int, grammar: Grammar | None = None) -> list[Traced]:
-    """When the host and the stream did what in some steps in the middle."""
+    """Return the parts of some steps in the middle of an answer."""
     parts = StepParts(_engine)
     parts.start()
     ends = [time.monotonic() for _ in decode(sequences, grammar=grammar)]
@@ -139,7 +139,7 @@ def trace(sequences: int, steps: int, grammar: Grammar | None = None) -> list[Tr
 
 
 def busy_share(spans: Sequence[Traced]) -> float:
-    """For how much of a trace its stream had something to do, as a percentage."""
+    """Return the share of a trace in which the stream was busy, in percent."""
     whole_ms = max(span.to_ms for span in spans)
     taken_ms, until_ms = 0.0, 0.0
     for span in sorted((span for span in spans if span.lane == "stream"), key=lambda span: span.from_ms):
@@ -152,7 +152,7 @@ def busy_share(spans: Sequence[Traced]) -> float:
 
 
 def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of a step by way, alone and beside a busy thread: medians over all turns."""
+    """Return the median milliseconds of a step by way, alone and beside a busy thread."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}
@@ -206,7 +206,7 @@ def depths(
 
 
 def timelines(models: tuple[str, ...] = MODELS) -> Iterator[MeasuredTable]:
-    """Write down when host and stream did what, for the drawings on phase 9's page."""
+    """Trace when host and stream did what, for the drawings on phase 9's page."""
     rows: list[list[Cell]] = []
     setup = {"sequences": str(TRACED_SEQUENCES), "steps": str(TRACED_STEPS)}
     for model, grammar, depth in itertools.product(models, (None, LETTERS), (0, 2)):

@@ -1,4 +1,4 @@
-"""Where the time of a prompt goes, operator by operator.
+"""The time of a prompt's pass, operator by operator.
 
 The prompts of `decode_step`, each set in one pass, under the profiler of torch. It adds microseconds to
 each operator, so the sum is more than a pass takes without it.
@@ -31,7 +31,7 @@ REST = "all else"
 
 
 def parts_ms(engine: Engine, batch: Batch, turn: int) -> dict[str, float]:
-    """Milliseconds of each part, while a batch gets its first tokens."""
+    """Return the milliseconds of each part while a batch gets its first tokens."""
     params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     for prompt in prompts(batch, turn, engine.runner.model.config.vocab_size):
         assert engine.add_request(engine.create_request(prompt, params))
@@ -47,7 +47,7 @@ def parts_ms(engine: Engine, batch: Batch, turn: int) -> dict[str, float]:
 def parts(
     model: str = "dummy:llama-135m", phase: str = phase_names()[-2], repeats: int = 5
 ) -> Iterator[MeasuredTable]:
-    """Profile prompts.
+    """Profile the pass of many short prompts, and of a long one.
 
     Args:
         phase: one whose passes are called, not played

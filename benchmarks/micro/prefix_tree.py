@@ -1,4 +1,4 @@
-"""What prefix caching costs on the host where it finds nothing, and where it does.
+"""The time that prefix caching takes on the host, for prompts in the cache and for others.
 
 ```text
 match            a prompt that is in the tree, whole
@@ -33,7 +33,7 @@ PARTS = ("match", "match, insert", "let go", "evict", "look")
 
 
 def make_pool(model: str) -> Any:
-    """Phase 8's pool, for one sequence of the prompt's length."""
+    """Build phase 8's pool for one sequence of the prompt's length."""
     package: Any = find_phase(PHASE)
     config = package.Config(max_batch_size=1, max_seq_len=PROMPT_TOKENS + BLOCK_SIZE, block_size=BLOCK_SIZE)
     shape = KVShape.of(open_checkpoint(model).config, torch.bfloat16)
@@ -45,14 +45,14 @@ def draw_prompt(rng: random.Random) -> list[int]:
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """How long a call takes, and its result."""
+    """Call a function. Returns the seconds it took, and its result."""
     started_s = time.perf_counter()
     result = work(*arguments)
     return time.perf_counter() - started_s, result
 
 
 def grown_tree(tree: Any, nodes: int, rng: random.Random) -> Any:
-    """A tree of prompts that nobody uses, with `nodes` nodes."""
+    """Fill a tree with prompts that no sequence uses, until it has `nodes` nodes."""
     blocks = PROMPT_TOKENS // BLOCK_SIZE
     for first in range(0, nodes, blocks):
         tree.release(tree.insert(draw_prompt(rng), range(first, min(first + blocks, nodes))))
@@ -60,7 +60,7 @@ def grown_tree(tree: Any, nodes: int, rng: random.Random) -> Any:
 
 
 def tree_times(tree: Any, rng: random.Random) -> list[dict[str, float]]:
-    """Seconds of each part, round by round; the tree keeps its size."""
+    """Return the seconds of each part, round by round. The tree keeps its size."""
     rounds = []
     blocks = range(PROMPT_TOKENS // BLOCK_SIZE)
     for _ in range(ROUNDS):
@@ -78,7 +78,7 @@ def tree_times(tree: Any, rng: random.Random) -> list[dict[str, float]]:
 
 
 def look_times(pool: Any, rng: random.Random) -> list[float]:
-    """Seconds to look at a prompt's numbers; registering them is measured above, and taken off."""
+    """Return the seconds that checking a prompt's keys and values takes, without registering them."""
     times = []
     for store in (pool.k[-1], pool.v[-1]):
         store.fill_(1.0)  # memory that nothing was written to may not be there yet
@@ -98,7 +98,7 @@ def look_times(pool: Any, rng: random.Random) -> list[float]:
 
 
 def books(nodes: tuple[int, ...] = (1000, 10_000, 100_000), model: str = MODEL) -> Iterator[MeasuredTable]:
-    """Time what is done for a prompt in trees of several sizes.
+    """Time the cache's work for a prompt in trees of several sizes.
 
     Args:
         model: whose keys and values are looked at

@@ -1,4 +1,4 @@
-"""A decode step in the engine alone against the gap between tokens that clients of its server see.
+"""A decode step in the engine alone, against the gap between tokens that the server's clients see.
 
 What lies between the two is what the server costs: HTTP, events, and whatever keeps the engine's thread from
 computing. Both get the same options, prompts and answers, and both are timed only while all of the streams decode.
@@ -43,7 +43,7 @@ Seconds = dict[int, float]  # by how many streams
 
 
 def target_of(phase: str, model: str, streams: Sequence[int]) -> Target:
-    """How both are started: twice the memory that the most streams need, so that nobody waits or is preempted."""
+    """Return the options of both: twice the memory that the streams need, so that none waits or is preempted."""
     setup = Setup(model=model, slots=max(streams), max_seq_len=2 * (PROMPT_TOKENS + NEW_TOKENS))
     return phase_target(phase, setup)
 
@@ -58,7 +58,7 @@ def orders_of(writer: PromptWriter, count: int) -> list[PlannedRequest]:
 
 
 def engine_times(module: str, options: Options, streams: Sequence[int]) -> Seconds:
-    """Seconds of a decode step, the median; everything in the calling thread."""
+    """Return the median seconds of a decode step by number of streams, computed in the calling thread."""
     package = find_phase(module)
     fields = {name.replace("-", "_"): value for name, value in options.items() if name not in SERVER_ONLY}
     engine = package.build_engine(package.Config.model_validate(fields))
@@ -67,7 +67,7 @@ def engine_times(module: str, options: Options, streams: Sequence[int]) -> Secon
 
 
 def step_time_s(engine: Engine, orders: Sequence[PlannedRequest]) -> float:
-    """The median step of those that bring every stream a token."""
+    """Return the median seconds of the steps that bring every stream a token."""
     for order in orders:
         params = SamplingParams(temperature=0.0, max_new_tokens=order.max_tokens, ignore_eos=True)
         engine.add_request(engine.create_request(order.prompt, params))
@@ -90,7 +90,7 @@ def step_time_s(engine: Engine, orders: Sequence[PlannedRequest]) -> float:
 
 
 def server_times(target: Target, writer: PromptWriter, streams: Sequence[int]) -> Seconds:
-    """Seconds between two tokens of a stream, the median over all streams."""
+    """Return the median seconds between two tokens of a stream by number of streams."""
     found = {}
     with open_server(target) as server:
         endpoint = Endpoint(server.url, server.model)
@@ -101,7 +101,7 @@ def server_times(target: Target, writer: PromptWriter, streams: Sequence[int]) -
 
 
 def gap_s(records: Sequence[RequestRecord]) -> float:
-    """The median gap between tokens from when the last stream has begun until the first has ended.
+    """Return the median gap between tokens while all streams run.
 
     Raises:
         RuntimeError: a request failed, or they never streamed all at once.
@@ -126,7 +126,7 @@ def gap_s(records: Sequence[RequestRecord]) -> float:
 
 
 def measure(phase: str, model: str, streams: Sequence[int], turns: int, console: Console) -> list[list[Cell]]:
-    """A row for each number of streams, cells as in `COLUMNS`."""
+    """Return a row for each number of streams; cells as in `COLUMNS`."""
     target = target_of(phase, model, streams)
     assert target.module is not None, "a phase is a module"
     writer = PromptWriter(open_checkpoint(model).tokenizer())

@@ -1,4 +1,4 @@
-"""One token's way, from the client's socket to the client's socket: how long each leg takes.
+"""The way of a request and its tokens through a server, from socket to socket: the time of each leg.
 
 A server in this process, as it is, and a client in another one, which sends one request at a time. Between them a
 token passes the marks below, where the time is noted; a leg is what lies between two of them. Both processes read
@@ -45,7 +45,7 @@ TOKEN_EVENT = b"event: token"
 
 
 class Leg(NamedTuple):
-    """From the mark before it to `until`."""
+    """A stretch of the way, from the mark before it to the mark `until`."""
 
     until: str
     where: str
@@ -71,7 +71,7 @@ LEGS = (
 
 
 class Marks:
-    """When each mark was passed, by its name, in order: one request at a time, so the n-th is the n-th's."""
+    """The times at which each mark was passed. Requests come one at a time, so the n-th is of the n-th token."""
 
     def __init__(self) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
@@ -80,7 +80,7 @@ class Marks:
         self.times[name].append(time.monotonic())
 
     def before(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, its calls noted."""
+        """Wrap a function so that its calls are noted."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.note(name)
@@ -89,7 +89,7 @@ class Marks:
         return noted
 
     def after(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, its returns noted; not those with nothing, of a step that computed nothing."""
+        """Wrap a function so that its returns are noted. An empty list is not: that step computed nothing."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
@@ -101,7 +101,7 @@ class Marks:
 
     @contextmanager
     def on(self, worker: EngineWorker) -> Iterator[None]:
-        """Notes along the whole way through a server with this worker."""
+        """Context manager: note every mark in a server with this worker."""
         engine, runner = worker.engine, worker.engine.runner
         plan, hand_back = engine._plan, worker._hand_back
         call, send = RequestIds.__call__, EventStream._send
@@ -147,7 +147,7 @@ class Marks:
 
 
 def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, list[float]]]:
-    """For each request when it was sent, and when each of its tokens came, in seconds of the monotonic clock."""
+    """Send requests. Returns when each was sent and when its tokens came, in seconds of the monotonic clock."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.connect()
     found = []
@@ -162,7 +162,7 @@ def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, lis
 
 
 async def serve_and_read(worker: EngineWorker, body: bytes, requests: int, marks: Marks) -> None:
-    """Serve until a client in another process has had its answers; everything is noted in `marks`."""
+    """Serve a client in another process until it has all its answers. Times go to `marks`."""
     context = multiprocessing.get_context("spawn")
     with bind("127.0.0.1", 0) as listener, marks.on(worker), ProcessPoolExecutor(1, context) as client:
         app = create_app(worker.engine, worker=worker, model_name="measured")
@@ -180,7 +180,7 @@ async def serve_and_read(worker: EngineWorker, body: bytes, requests: int, marks
 
 
 def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
-    """A row for each leg: milliseconds for a first token and for a later one, medians.
+    """Return a row for each leg: median milliseconds for a first token and for a later one.
 
     Args:
         skipped: requests at the beginning that are not counted.
@@ -217,7 +217,7 @@ def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
 
 
 def measure(engine: Callable[[], Engine], requests: int, skipped: int) -> list[list[Cell]]:
-    """Rows as in `legs_ms`, of a server around this engine."""
+    """Start a server around this engine, measure it, and return the rows of `legs_ms`."""
     body = json.dumps(
         {
             "model": "measured",

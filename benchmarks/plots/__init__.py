@@ -1,4 +1,4 @@
-"""Every figure from the results, and from nothing else: same results, same bytes.
+"""Draws every figure from the results alone: the same results give the same bytes.
 
 A figure is two files, light and dark. `captions.json` beside them says what each shows and which runs it is made
 of; it is also how a later run knows which files are its own to remove, when the results they came from are gone.
@@ -102,7 +102,7 @@ def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, 
 
 
 def _drawn_before(out: Path) -> list[str]:
-    """Names of the files that the last run drew into this folder."""
+    """Return the names of the files that were last drawn into this folder."""
     captions = out / CAPTIONS
     if not captions.is_file():
         return []

@@ -1,4 +1,4 @@
-"""The figures: each a function that draws a group of runs, and one that says what to see in it."""
+"""The figures: for each kind a function that draws a group of runs, and a function for the caption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_TITLE: dict[str, Line] = {line.title: line for line in LINES}
 
 @dataclass(frozen=True, slots=True)
 class FigureKind:
-    """A figure that can be made of any group that has the data for it."""
+    """A kind of figure. It is drawn of every group that has the data for it."""
 
     name: str
     has_data: Callable[[Group], bool]
@@ -30,7 +30,7 @@ class FigureKind:
 
 
 def _panels(group: Group, rows: int, height: float) -> tuple[Figure, list[Axes]]:
-    """One panel a server, below each other, on the same axes."""
+    """Return a figure with a panel for each server, one below the other, on the same axes."""
     figure = Figure(figsize=(WIDTH, height * rows + 0.6), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     figure.suptitle(group.title, fontsize=10)
@@ -66,7 +66,7 @@ def _bars(
     scale: float,
     theme: Theme,
 ) -> None:
-    """Grouped bars: medians, with a whisker from the smallest to the largest repeat."""
+    """Draw grouped bars of medians, each with a whisker from the smallest to the largest repeat."""
     width = 0.8 / len(servers)
     for place, server in enumerate(servers):
         for at, line in enumerate(lines):
@@ -271,7 +271,7 @@ def _draw_waste(group: Group, _theme: Theme) -> Figure:
 
 
 def _wasted_shares(steps: dict[str, list[int | float]]) -> list[float]:
-    """Of the tokens computed in each step, the share that was thrown away."""
+    """Return for each step the share of computed tokens that was thrown away."""
     shares = []
     columns = (steps[name] for name in ("decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"))
     for decode, prefill, padded, idle in zip(*columns, strict=True):
@@ -330,5 +330,5 @@ KINDS: Sequence[FigureKind] = (
 
 
 def runs_drawn(group: Group) -> list[Run]:
-    """Every run that a figure of this group is made of."""
+    """Return every run that a figure of this group is made of."""
     return [run for server in group.servers for run in server.runs]

@@ -1,4 +1,4 @@
-"""Which runs belong into one figure, and what all figures read from them."""
+"""Groups of runs that one figure shows, and values that several figures derive from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.results import LOCAL, RequestRecord, Run, is_complete, slug
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server's runs of one workload.
+    """One server's complete runs of one workload, and its looks.
 
     Attributes:
         runs: those that are complete, one per repeat.
@@ -40,14 +40,14 @@ class Server:
         return median_of(self.runs, line)
 
     def spread(self, line: Line) -> tuple[float, float]:
-        """The smallest and the largest over repeats."""
+        """Return the smallest and the largest value over repeats."""
         values = [value for run in self.runs if (value := line.value(run)) is not None]
         return min(values), max(values)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one figure compares: one workload, one model, one machine, measured together.
+    """Runs that one figure compares: one workload, model and machine, measured together.
 
     Attributes:
         folder: where its files lie, below the results.
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def requests(self) -> Sequence[RequestRecord]:
-        """The requests of the first run that has kept them: all runs were sent the same. Empty: none has."""
+        """Return the requests of the first run that has kept them; all runs were sent the same requests."""
         return next((run.requests for run in self.servers[0].runs if run.requests), [])
 
     @property
@@ -76,7 +76,7 @@ class Group:
 
 
 def load_groups(results: Path) -> list[Group]:
-    """The groups below a folder of results, in the order of their names.
+    """Return the groups below a folder of results, in the order of their names.
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
     workload and model was measured several times, the comparison with the most servers is drawn, of those the
@@ -130,7 +130,7 @@ def watched_client(group: Group) -> int:
 
 
 def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:
-    """When a request's prompt began to be computed; None where that cannot be known.
+    """Return the time at which a request's prefill began; None: the steps do not tell.
 
     The client does not see it, but the engine's steps do: the first token left with the step that finished the
     prompt, so that step and, going back, as many as it takes to compute the whole prompt, were its prefill.
@@ -151,7 +151,7 @@ def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) 
 def thin(
     times: Sequence[float], values: Sequence[float], limit: int = 400
 ) -> tuple[list[float], list[float]]:
-    """At most about `limit` points, each the highest of its stretch: a figure must not lose its peaks."""
+    """Reduce a curve to about `limit` points, each the highest of its stretch, so that peaks stay."""
     stride = max(1, -(-len(times) // limit))
     kept_times, kept_values = [], []
     for start in range(0, len(times), stride):

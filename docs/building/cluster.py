@@ -1,4 +1,4 @@
-"""What the page about clusters shows: its options, its arithmetic, and pictures of measured runs."""
+"""Parts of the page about clusters: options, arithmetic, and pictures of measured runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUMS = (
 
 
 def cluster_options_table() -> str:
-    """Options of a cluster that a phase's own server does not have."""
+    """Return the options of a cluster that a phase's own server does not have."""
     own = {
         name: field
         for name, field in ClusterOptions.model_fields.items()
@@ -37,14 +37,14 @@ def cluster_options_table() -> str:
 
 
 def cluster_file() -> str:
-    """The config file that is in the tree."""
+    """Return the config file that is in the tree."""
     return (
         f'```yaml title="cluster/example.yaml"\n{(ROOT / "cluster/example.yaml").read_text().strip()}\n```\n'
     )
 
 
 def scaling_table() -> str:
-    """Loads, and the replicas that they are worth."""
+    """Return a table of loads, and the number of replicas that each asks for."""
     rows = [f"| engines | sum of loads | ÷ {TARGET:g} | replicas |", "| --- | ---: | ---: | ---: |"]
     for said, loads in SUMS:
         total = sum(loads)
@@ -53,7 +53,7 @@ def scaling_table() -> str:
 
 
 def load_table() -> str:
-    """What makes an engine of 8 seats how loaded."""
+    """Return a table of states of an engine with 8 seats, and its load in each."""
     said = (
         ("idle", Load(seats=8, queue_room=72)),
         ("four short requests", Load(seats=8, active=4, kv_use=0.1, queue_room=68)),
@@ -66,7 +66,7 @@ def load_table() -> str:
 
 
 def routing_picture(workload: str, results: Path = RESULTS) -> str:
-    """Hit rates of random and of prefix routing, as bars, with the median TTFT beside each."""
+    """Draw hit rates of random and of prefix routing as bars, with the median TTFT beside each."""
     table = newest_table("cluster_routing", results)
     if table is None:
         return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
@@ -89,7 +89,7 @@ def routing_picture(workload: str, results: Path = RESULTS) -> str:
 
 
 def loss_picture(results: Path = RESULTS) -> str:
-    """Tokens a second before and after a replica was killed, and how many replicas there were."""
+    """Draw tokens a second before and after a replica was killed, and the number of replicas."""
     table = newest_table("cluster_loss", results)
     if table is None:
         return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_loss` does it.\n"
@@ -119,7 +119,7 @@ def loss_picture(results: Path = RESULTS) -> str:
 
 
 def loss_story(*names: str, results: Path = RESULTS) -> str:
-    """Lines of that run's setup, by name."""
+    """Return lines of that run's setup by name."""
     table = newest_table("cluster_loss", results)
     if table is None:
         return ""

@@ -1,4 +1,4 @@
-"""Tables of the simulator's page: what it predicts beside what was measured, and what it says of other settings."""
+"""Tables of the simulator's page: predictions beside measurements, and simulations of other settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def replayed_steps(results: Path = RESULTS) -> str:
-    """How many measured steps were gone through again, and in how many the plan was the measured one."""
+    """Return how many measured steps were replayed, and in how many of them the plan was the measured one."""
     rows = _rows(COSTS, results)
     steps = sum(row["steps measured"] for row in rows)
     alike = sum(round(row["steps measured"] * row["planned alike"]) for row in rows)
@@ -54,7 +54,7 @@ def _off(row: Row, figure: str, kind: str = "predicted") -> float | None:
 
 
 def prediction_counts(results: Path = RESULTS) -> str:
-    """Of all workloads and servers, how many were foreseen."""
+    """Return how many of all workloads and servers were predicted well."""
     rows = _rows(PREDICTIONS, results)
     if not rows:
         return NOTHING
@@ -75,7 +75,7 @@ def prediction_counts(results: Path = RESULTS) -> str:
 
 
 def predictions_table(results: Path = RESULTS) -> str:
-    """Every workload and server, by machine, model and revision."""
+    """Return the predictions of every workload and server, by machine, model and revision."""
     rows = _rows(PREDICTIONS, results)
     if not rows:
         return NOTHING
@@ -114,12 +114,12 @@ def _prediction(row: Row) -> list[str]:
 
 
 def reasons_list() -> str:
-    """What the words in the last column mean."""
+    """Return the meaning of each word in the last column."""
     return "".join(f"- *{reason}*: {words}.\n" for reason, words in REASONS.items())
 
 
 def prices_table(results: Path = RESULTS) -> str:
-    """What a pass costs, machine by machine."""
+    """Return the prices of a pass by machine."""
     rows = _rows(COSTS, results)
     if not rows:
         return NOTHING
@@ -146,7 +146,7 @@ def prices_table(results: Path = RESULTS) -> str:
 
 
 def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7", poisson: float = 0) -> str:
-    """A phase with other settings, simulated while the site is built.
+    """Simulate a phase with other settings, and return the table.
 
     Args:
         settings: options as the command line has them, with commas between several.
@@ -174,7 +174,7 @@ def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7"
 
 
 def replicas_setup(results: Path = RESULTS) -> str:
-    """What was simulated, in a sentence."""
+    """Return what was simulated as a sentence."""
     table = newest_table(REPLICAS, results)
     if table is None:
         return "Not there yet: `.venv/bin/python -m simulator.plan` makes it.\n"
@@ -182,12 +182,12 @@ def replicas_setup(results: Path = RESULTS) -> str:
 
 
 def replicas_figure() -> str:
-    """The table as a figure, light and dark."""
+    """Return the table of replicas as a figure, light and dark."""
     return figures(REPLICAS)
 
 
 def replicas_table(results: Path = RESULTS) -> str:
-    """Every number of replicas and policy."""
+    """Return the table of all numbers of replicas and policies."""
     table = newest_table(REPLICAS, results)
     if table is None:
         return ""
@@ -198,7 +198,7 @@ def replicas_table(results: Path = RESULTS) -> str:
 
 
 def router_limits(results: Path = RESULTS) -> str:
-    """Whether one router's policy keeps up, at the largest number of replicas simulated."""
+    """Return for each policy whether one router keeps up with the largest number of replicas."""
     table = newest_table(REPLICAS, results)
     if table is None:
         return ""
