@@ -56,7 +56,8 @@ class MaskBudget:
     """Bounds the processor time of one answer's tokens: computing a mask and advancing, for each.
 
     It is a token bucket. Each token adds `mean_s` to `left_s`, which is at most `BURST_S`, and subtracts the time
-    it took. Masks of ordinary grammars take 0.02 to 0.6 ms with a vocabulary of 1,024, and up to 2.5 ms with 52,000.
+    it took. Masks of ordinary grammars take 0.02 to 0.6 ms with a vocabulary of 1,024, and up to
+    2.5 ms with 52,000.
 
     Args:
         vocab_size: number of tokens in a mask.
