@@ -1,7 +1,7 @@
 """How a line of the log is written: as text for people, or as JSON for programs.
 
 ```json
-{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.lifecycle"}
+{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.serve"}
 ```
 
 A line about a request has its numbers as fields beside the message, and one about an exception its `traceback`.

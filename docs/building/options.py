@@ -14,8 +14,7 @@ from pydantic.fields import FieldInfo
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
-from common.server.cli import flag_of
-from common.server.options import ServerOptions
+from common.server.options import ServerOptions, flag_of
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest

@@ -10,7 +10,7 @@ import phase7_chunked
 from benchmarks.servers import SEQUENCES_PER_SLOT
 from common.kv import kv_bytes
 from common.memory import format_bytes
-from common.server.cli import flag_of
+from common.server.options import flag_of
 from docs.building.memory import LENGTH, SEQUENCES, config_of
 
 SLOTS, SLOT_LENGTH, BLOCK = SEQUENCES, LENGTH, 16

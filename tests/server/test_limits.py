@@ -31,9 +31,9 @@ from common.server.connections import (
     TooMany,
     allow_open_files,
 )
-from common.server.lifecycle import find_lost_peers
 from common.server.lingering import LingeringTransport
 from common.server.parser import EVENTS_PER_TURN, FREE_BODY_PIECES
+from common.server.serve import find_lost_peers
 from tests.server.support import HANG_S, LocalServer, eventually
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -1,9 +1,11 @@
-"""A server's life, from its port to its exit code.
+"""The command `python -m phaseN_x`: a server's life, from its port to its exit code.
 
 ```text
 port taken ─> engine built ─> ready ─> SIGTERM: draining, new requests 503 ─> idle or timeout ─> exit 0
   exit 1        exit 1                  second signal ────────────────────────────────────────> exit 1
 ```
+
+Wrong options (`common.server.options`) end the command with exit code 2.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -30,11 +32,12 @@ import uvicorn
 
 from common.config import EngineConfig
 from common.errors import StartupError
-from common.phases import PhasePackage
+from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
 from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
-from common.server.options import ServerOptions
+from common.server.log_format import configure_logging
+from common.server.options import ServerOptions, UsageError, read_options
 from common.server.own_pages import AllowedHosts
 from common.server.service import Service
 from common.trace import TraceFile
@@ -43,6 +46,40 @@ from common.worker import EngineWorker
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0  # what answers get that were ended because the time was over
+
+
+def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> NoReturn:
+    """Serve a phase until a signal ends it; does not return.
+
+    Args:
+        phase_name: as `find_phase` takes it.
+        argv: the flags; the process's own if None.
+        prog: what `--help` calls this command; `python -m` and the phase if None.
+    """
+    try:
+        package = find_phase(phase_name)
+        options, config = read_options(package, sys.argv[1:] if argv is None else argv, prog)
+        configure_logging(options.log_level, options.log_format)
+        try:
+            sys.exit(serve(package, options, config))
+        except StartupError as error:
+            if options.log_format == "text":
+                raise
+            logger.error(error)  # noqa: TRY400 - its traceback is of no use
+            sys.exit(1)
+    except UsageError as error:
+        exit_with(f"error: {error}", 2)
+    except StartupError as error:
+        exit_with(f"error: {error}", 1)
+    except KeyboardInterrupt:  # while the engine is being built
+        print("interrupted", file=sys.stderr)
+        exit_at_once(130)
+
+
+def exit_with(message: str, code: int) -> NoReturn:
+    """Say one line, whatever line ends the message has."""
+    print(" ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
 
 
 def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> int:
