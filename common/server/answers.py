@@ -11,8 +11,8 @@ from typing import TypeVar
 import orjson
 
 from common.request import StepOutput
-from common.server.admission import Lane
 from common.server.errors import from_exception
+from common.server.intake import Lane
 from common.server.wire.format import Answer, Choice, WireFormat, is_first
 from common.worker import RequestStream
 

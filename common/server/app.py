@@ -13,14 +13,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.engine import Engine
-from common.server.answer_counts import CountAnswers
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS, answer_unexpected_error
-from common.server.middleware import ApiKeys, HeadAsGet, RequestIds, RootPath, cors_settings
+from common.server.logs import Pulse
+from common.server.middleware import (
+    AllowedHosts,
+    ApiKeys,
+    CountAnswers,
+    HeadAsGet,
+    OwnPages,
+    RequestIds,
+    RootPath,
+    cors_settings,
+)
 from common.server.openapi import openapi_document
-from common.server.own_pages import AllowedHosts, OwnPages
-from common.server.pulse import Pulse
 from common.server.routes import admin as administration
 from common.server.routes import generation, models, operation, tokens, tracing
 from common.server.service import Service, served_model_name

@@ -3,7 +3,7 @@
 ```text
 opened ──> waits for a request ──> its head comes ──> its body comes ──> answered ──> waits again
            keep-alive timeout      body timeout       body timeout,      before the whole request has come:
-           closed                  408, closed        see `bodies`       the rest is dropped, closed
+           closed                  408, closed        see `bodies`       the rest is dropped, lingering close
 ```
 
 uvicorn itself has a timeout for the wait between two requests and none for the rest.
@@ -12,12 +12,14 @@ uvicorn itself has a timeout for the wait between two requests and none for the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +31,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.server.answer_counts import AnswerCounts
 from common.server.backlogs import Backlogs, SlowReaderError, Unread
+from common.server.bodies import BoundedParser
 from common.server.errors import ApiError, unavailable
-from common.server.lingering import LINGER_S, LingeringTransport
+from common.server.logs import log_refusal
 from common.server.middleware import OPEN_PATHS, refuse
-from common.server.parser import BoundedParser
-from common.server.request_log import log_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +93,13 @@ class Config(uvicorn.Config):
         app: ASGIApp,
         limits: ConnectionLimits,
         backlogs: Backlogs | None = None,
-        answers: AnswerCounts | None = None,
+        answers: Counter[tuple[int, str]] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(app, http=Connection, **settings)
         self.limits = limits
         self.backlogs = backlogs or Backlogs()
-        self.answers = answers or AnswerCounts()
+        self.answers = Counter() if answers is None else answers
         self.addresses: Counter[str] = Counter()  # how many connections each has
         self.last_warning_s = -WARN_EVERY_S
 
@@ -298,7 +298,7 @@ class Connection(H11Protocol):
         """Answer without the app, and close."""
         self._end_request()
         log_refusal(refusal, refusal.status, refusal, client=self.client[0] if self.client else None)
-        self._answers.add(refusal.status, refusal.code)
+        self._answers[refusal.status, refusal.code] += 1
         body = orjson.dumps(refusal.body())
         headers = [
             *self.server_state.default_headers,
@@ -388,7 +388,7 @@ def counted_address(host: str) -> str | None:
 class TooMany:
     """The app for connections beyond the bound: it says how the server is, and refuses the rest."""
 
-    def __init__(self, app: ASGIApp, answers: AnswerCounts) -> None:
+    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]]) -> None:
         self.app = app
         self._answers = answers
 
@@ -403,7 +403,7 @@ class TooMany:
             retry_after_s=1,
         )
         refusal.headers["Connection"] = "close"
-        self._answers.add(refusal.status, refusal.code)
+        self._answers[refusal.status, refusal.code] += 1
         await refuse(refusal, scope, receive, send)
 
 
@@ -446,3 +446,77 @@ def allow_open_files(connections: int) -> int:
         possible,
     )
     return possible
+
+
+#: How long a client may go on sending after the answer has ended its connection.
+LINGER_S = 5.0
+
+
+class LingeringTransport(asyncio.Transport):
+    """A socket's transport whose `close` waits for the client to stop sending.
+
+    A socket that is closed while bytes of the client wait in it resets the connection, and the client may lose an
+    answer that it has not read. So the client is told that nothing more will come, its bytes are dropped, and the
+    socket is closed when the client closes, or a few seconds later. nginx calls this a lingering close.
+
+    Args:
+        transport: the socket's.
+        may_be_sending: returns whether bytes of the client may be on their way.
+        linger_s: how long the client may go on sending.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, may_be_sending: Callable[[], bool], linger_s: float
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._may_be_sending = may_be_sending
+        self._linger_s = linger_s
+        self._lingering: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Send what is left of the answer, and close, at once or after the client has stopped sending."""
+        if self.is_closing():
+            return
+        if not self._may_be_sending():
+            self._transport.close()
+            return
+        self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._transport.close)
+        # Not with TLS, which cannot: there, the client finds the end of the answer by its length.
+        if self._transport.can_write_eof():
+            with contextlib.suppress(OSError):  # reset by the client, which is about to be noticed
+                self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def hurry(self, linger_s: float) -> None:
+        """Close a lingering connection after so long, counted from now."""
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = asyncio.get_running_loop().call_later(linger_s, self._transport.close)
+
+    def on_lost(self) -> None:
+        """Stop waiting: the connection is closed."""
+        if self._lingering is not None:
+            self._lingering.cancel()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closed or lingers: the client's bytes are of no interest any more."""
+        return self._lingering is not None or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)

@@ -1,28 +1,44 @@
 """Intake: from the bytes of a request's body to requests in the engine's queue.
 
 ```text
-body ──> validated ──> grammar compiled ──> places in the queue held ──> tokenized ──> submitted
-         400, 422,     422, 503             503                         400, 422
+body ──> validated ──> grammar compiled ──> places in the queue ──> tokenized ──> submitted ─ … ─> answer encoded
+         over 64 kB:   unless quick:        --max-waiting-         2 threads                      large ones:
+         1 thread,     1 thread,            requests                                              1 thread
+         32 requests   8 requests
+         400, 422,     422, 503             503                    400, 422
          413, 503
+
+/tokenize, /detokenize ──> 1 thread, 16 requests
 ```
 
-`common.server.admission` bounds the work of each stage.
+Every kind of work that a request causes outside of the engine's steps is bounded (`Admission`). Each kind has a
+*lane*: a few threads of its own and a bounded number of requests that wait for them. Slow work of one kind delays
+requests of that kind only. A request that finds its lane full is refused at once (503 with the name of the lane and
+`Retry-After`). A request whose client has left gives its turn to the next.
+
+Requests for text hold places in the engine's queue (`EngineWorker.hold_places`) while they are tokenized. They hold
+none while their body is validated or their grammar compiled: a place is for a request that will soon be computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from common.engine import Engine
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
 from common.grammar import Matcher
 from common.request import Request as EngineRequest
-from common.server.admission import Admission
+from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
+from common.server.errors import OVERLOADED, unavailable
 from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import BodyT, Limits, parse, refuse_too_many_values
 from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
@@ -36,6 +52,11 @@ MAX_PROMPT_LOGPROBS = 2**17
 #: A text that `/tokenize` takes, or `truncate_prompt_tokens` cuts, may have this many times the tokens of the
 #: longest request.
 MAX_LENGTHS = 8
+
+T = TypeVar("T")
+
+#: Work that no stream waits for gets about a tenth of a core that the engine wants, and all of an idle one.
+NICENESS = 10
 
 
 class Intake:
@@ -231,3 +252,98 @@ def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
             "Send fewer prompts, a lower n or fewer top ones",
             param="prompt_logprobs",
         )
+
+
+class Admission:
+    """The lanes of one server.
+
+    Attributes:
+        validating: bodies over `LARGE_BODY_BYTES`; smaller ones are validated on the event loop.
+        compiling: grammars that are not known to compile quickly.
+        tokenizing: prompts. The places in the engine's queue bound their number.
+        converting: texts and token ids of `/tokenize` and `/detokenize`.
+        encoding: answers too large for the event loop. The requests that run bound their number.
+    """
+
+    #: Validating a body of this size takes about a millisecond.
+    LARGE_BODY_BYTES = 64 * 1024
+
+    def __init__(self) -> None:
+        self.validating = Lane("validating", threads=1, limit=32)
+        self.compiling = Lane("compiling", threads=1, limit=8, retry_after_s=2, niceness=NICENESS)
+        # With one thread, a prompt of two megabytes would delay every short one for a second. With more than two,
+        # such prompts would take the cores that the engine computes on.
+        self.tokenizing = Lane("tokenizing", threads=2, limit=None)
+        self.converting = Lane("converting", threads=1, limit=16, niceness=NICENESS)
+        self.encoding = Lane("encoding", threads=1, limit=None)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self.validating, self.compiling, self.tokenizing, self.converting, self.encoding
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of any lane is at work."""
+        return any(lane.jobs for lane in self.lanes)
+
+
+class Lane:
+    """Threads for one kind of work, and a bound on the requests that run or wait there.
+
+    Args:
+        name: of the work, a participle: `tokenizing`. Its refusals have the code `tokenizing_busy`.
+        threads: how many requests are worked for at the same time.
+        limit: requests that may run or wait; None if another bound holds for them already.
+        retry_after_s: when a refused client is told to come back.
+        niceness: how far its threads stand back while the cores are busy, as in `nice(1)`; on Linux only.
+    """
+
+    def __init__(
+        self, name: str, *, threads: int, limit: int | None, retry_after_s: int = 1, niceness: int = 0
+    ) -> None:
+        self.name = name
+        self._limit = limit
+        self._retry_after_s = retry_after_s
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix=name, initializer=_stand_back, initargs=(niceness,)
+        )
+        self._lock = threading.Lock()
+        self._jobs = 0
+
+    @property
+    def jobs(self) -> int:
+        """Requests whose work runs or waits. Work whose client has left counts until its thread is free."""
+        return self._jobs
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in one of the lane's threads and return its result.
+
+        If the caller is cancelled, work that has not begun is dropped; work that has begun goes on, since a thread
+        cannot be interrupted.
+
+        Raises:
+            ApiError: 503, the lane is full.
+        """
+        with self._lock:
+            if self._limit is not None and self._jobs >= self._limit:
+                raise unavailable(
+                    f"{self._limit} requests are {self.name} or wait for it, the most this server allows; "
+                    "try again shortly",
+                    code=f"{self.name}_busy",
+                    retry_after_s=self._retry_after_s,
+                    type=OVERLOADED,
+                )
+            self._jobs += 1
+        job = self._threads.submit(work)
+        job.add_done_callback(self._end_job)
+        return await asyncio.wrap_future(job)
+
+    def _end_job(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._jobs -= 1
+
+
+def _stand_back(niceness: int) -> None:
+    """Lower this thread's priority. Elsewhere than on Linux that would be the whole process's."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -1,4 +1,6 @@
-"""The running engine, for those who look: its steps as they come. Nothing is made while nobody does.
+"""Watches the running engine: its steps as they come (`GET /steps`), and traces that clients record (`GET /trace`).
+
+Nothing is made while nobody watches.
 
 ```text
 engine thread                                        event loop
@@ -36,17 +38,27 @@ from common.server.errors import from_exception, unavailable
 from common.server.wire.format import event
 from common.step_trace import Frame, FrameMaker, Header, header
 from common.telemetry import StepRecord
+from common.trace import TraceBuffer, Tracer
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
+
 MAX_QUEUED = 50  # frames a viewer
+
 MAX_FRAMES_PER_S = 20
+
 ENGINE_SHARE = 0.003  # of its time
+
 TICK_S = 0.25  # after the last step of many it takes so long at the most until that is shown
 
 Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
+
+#: Each recording writes every step's events again, in the engine's thread.
+MAX_RECORDINGS = 4
+
+FETCH_S = 0.1  # between two pieces of a trace
 
 
 class Watcher:
@@ -222,3 +234,65 @@ class LiveView:
 
     def _is_over(self) -> bool:
         return self._worker.draining or self._worker.dead is not None
+
+
+class Recordings:
+    """The recordings that run.
+
+    Args:
+        worker: the engine's.
+        tracer: the engine's, called in the engine's thread only.
+    """
+
+    def __init__(self, worker: EngineWorker, tracer: Tracer) -> None:
+        self.worker = worker
+        self.tracer = tracer
+        self._open: set[Recording] = set()
+
+    def open(self, seconds: float) -> Recording:
+        """Return a recording that has not begun; close it in the end.
+
+        Raises:
+            ApiError: 503, too many run already, or the server ends.
+        """
+        if self.worker.draining:
+            raise from_exception(ShuttingDownError("draining: the server is shutting down"))
+        if len(self._open) >= MAX_RECORDINGS:
+            raise unavailable(
+                f"{MAX_RECORDINGS} traces are being recorded, the most at a time: try again later",
+                code="too_many_traces",
+                retry_after_s=5,
+            )
+        recording = Recording(self, seconds)
+        self._open.add(recording)
+        return recording
+
+    def close(self, recording: Recording) -> None:
+        """Stop a recording, whether or not it has begun: the engine's thread makes its calls in order."""
+        self._open.discard(recording)
+        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
+            self.worker.call(lambda _: self.tracer.stop(recording.buffer))
+
+
+class Recording:
+    """One client's recording."""
+
+    def __init__(self, recordings: Recordings, seconds: float) -> None:
+        self._recordings = recordings
+        self._seconds = seconds
+        self.buffer = TraceBuffer()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Record for as long as was asked for, and return the events as they come."""
+        worker, tracer, buffer = self._recordings.worker, self._recordings.tracer, self.buffer
+        clock = asyncio.get_running_loop().time
+        await asyncio.wrap_future(worker.call(lambda _: tracer.start(buffer)))
+        until_s = clock() + self._seconds
+        while (left_s := until_s - clock()) > 0 and not buffer.closed and not worker.draining:
+            await asyncio.sleep(min(left_s, FETCH_S))
+            yield buffer.fetch()
+        await asyncio.wrap_future(worker.call(lambda _: tracer.stop(buffer)))
+        yield buffer.fetch()
+
+    def close(self) -> None:
+        self._recordings.close(self)

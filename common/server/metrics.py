@@ -87,7 +87,7 @@ class Metrics(Collector):
             "HTTP answers, by the code of their error",
             labels=[*self._labels, "status", "reason"],
         )
-        for (status, reason), count in self._service.answers.counts.items():
+        for (status, reason), count in self._service.answers.items():
             answers.add_metric([*self._labels.values(), str(status), reason], count)
         yield answers
         for field in dataclasses.fields(Counters):

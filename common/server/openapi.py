@@ -11,10 +11,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from common.engine import Engine
+from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.parsing import MAX_BODY_BYTES, Limits
 from common.server.schemas.replies import (
     CacheReset,
     ChatCompletion,

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 from starlette.requests import Request
 
 from common.engine import Engine
 from common.errors import EngineDeadError
-from common.server.admission import Admission
-from common.server.answer_counts import AnswerCounts
 from common.server.backlogs import Backlogs
-from common.server.bodies import Bodies
+from common.server.bodies import Bodies, Limits
 from common.server.errors import from_exception, unavailable
-from common.server.intake import Intake
-from common.server.live_view import LiveView
+from common.server.intake import Admission, Intake
+from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
-from common.server.recordings import Recordings
-from common.server.schemas.parsing import Limits
 from common.trace import Tracer
 from common.worker import EngineWorker
 
@@ -30,7 +27,7 @@ class Service:
         model_name: what it calls its model.
         admission: bounds the work that requests cause beside the engine's steps.
         created: when it began, in seconds since 1970.
-        answers: how many there were of each status.
+        answers: the number of HTTP answers by status and error code.
         bodies: reads what clients send.
         backlogs: what clients have not taken of what they are sent.
         ping_s: seconds between comments in a quiet stream.
@@ -54,7 +51,7 @@ class Service:
         self.engine = engine
         self.worker = worker
         self.model_name = model_names[0]
-        self.answers = AnswerCounts()
+        self.answers = Counter[tuple[int, str]]()
         self.bodies = bodies
         self.backlogs = backlogs
         self._step_timeout_s = step_timeout_s

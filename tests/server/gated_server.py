@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from common.phases import find_phase
-from common.server import pulse, serve
-from common.server.log_format import configure_logging
+from common.server import logs, serve
+from common.server.logs import configure_logging
 from common.server.options import read_options
 
 SECRET = "the-secret-inside-the-server"
@@ -89,7 +89,7 @@ def main() -> None:
         return listener
 
     serve.bind = bind_with_small_buffers
-    pulse.EVERY_S = 1e6  # tests read every line of the log
+    logs.PULSE_EVERY_S = 1e6  # tests read every line of the log
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     options, config = read_options(gated, sys.argv[2:])

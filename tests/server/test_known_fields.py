@@ -15,10 +15,10 @@ import pytest
 from openai.types.chat import ChatCompletionStreamOptionsParam
 from pydantic import BaseModel
 
+from common.server.bodies import Body, Limits, parse
 from common.server.errors import ApiError
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.parsing import Body, Limits, parse
 from common.server.schemas.tokens import TokenizeRequest
 from common.server.schemas.unimplemented import TABLES, Neutral, lines_of
 from docs.building.options import unimplemented_fields_table

@@ -22,17 +22,16 @@ from uvicorn.server import ServerState
 
 from common.server import connections
 from common.server.backlogs import Backlogs, SlowReaderError
-from common.server.bodies import expire
+from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
     Config,
     Connection,
     ConnectionLimits,
+    LingeringTransport,
     TooMany,
     allow_open_files,
 )
-from common.server.lingering import LingeringTransport
-from common.server.parser import EVENTS_PER_TURN, FREE_BODY_PIECES
 from common.server.serve import find_lost_peers
 from tests.server.support import HANG_S, LocalServer, eventually
 

@@ -13,14 +13,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.server.answers import collect, stream_events
+from common.server.bodies import refused
 from common.server.errors import from_exception, status_at
+from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_longest_choices
 from common.server.middleware import client_of
-from common.server.request_log import log_departure, log_end, log_refusal
 from common.server.schemas.chat import ChatRequest
 from common.server.schemas.completion import CompletionRequest
 from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import refused
 from common.server.service import Service, service_of
 from common.server.stream_ends import StreamEnds
 from common.server.transport import CLIENT_LEFT, EventStream, while_connected

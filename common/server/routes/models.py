@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.server.schemas.parsing import check_model
+from common.server.bodies import check_model
 from common.server.service import Service, service_of
 from common.server.transport import json_response
 

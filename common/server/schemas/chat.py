@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from common.chat_template import RESERVED, ChatTemplate
 from common.errors import InvalidRequestError
+from common.server.bodies import BODY, refused
 from common.server.errors import shorten
 from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import BODY, refused
 from common.server.schemas.unimplemented import (
     TOOLS,
     OpenAIChatFields,

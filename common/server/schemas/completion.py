@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag
 
 from common.chat_template import ChatTemplate
+from common.server.bodies import refused
 from common.server.schemas.generation import GenerationRequest, Text, TokenId
-from common.server.schemas.parsing import refused
 from common.server.schemas.unimplemented import OpenAICompletionFields, VllmCompletionFields
 from common.server.wire.format import Shown
 

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
-from common.server.schemas.parsing import BODY, Body, Limits, check_model, refused
+from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.schemas.unimplemented import OpenAIStreamFields, VllmFields, VllmStructuredFields
 from common.server.wire.format import Shown
 

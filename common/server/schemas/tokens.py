@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from common.chat_template import ChatTemplate
+from common.server.bodies import Body, Limits, check_model, refused
 from common.server.schemas.chat import Messages, TemplateOptions
 from common.server.schemas.generation import TokenId
-from common.server.schemas.parsing import Body, Limits, check_model, refused
 
 
 class TokenizeRequest(Body, TemplateOptions):

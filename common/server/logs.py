@@ -1,16 +1,75 @@
-"""A line in the log for each request, at its end or when it is refused. Neither prompts nor answers are in it."""
+"""Lines of the log: one for each request at its end or refusal, and one every ten seconds while there is work.
+
+A line is text for people, or JSON for programs. Neither prompts nor answers are in it.
+
+```json
+{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.serve"}
+```
+
+A JSON line about a request has its numbers as fields beside the message. One about an exception has a `traceback`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import datetime
+import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any, Literal
 
+from common.engine import Engine
+from common.memory import return_freed_memory
 from common.server.errors import ApiError, from_exception
-from common.server.log_format import FIELDS
 from common.server.transport import CLIENT_LEFT
 from common.server.wire.format import Answer
-from common.worker import RequestStream
+from common.worker import EngineWorker, RequestStream
+
+#: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
+FIELDS = "fields"
+
+
+def configure_logging(level: str, form: Literal["text", "json"] = "text") -> None:
+    """One concise line per event, on stderr. The HTTP server's own news are for debugging."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonLines()
+        if form == "json"
+        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(is_news)
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line, whatever line ends its message has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "message": record.getMessage(),
+            "logger": record.name,
+        }
+        line |= getattr(record, FIELDS, {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)  # ASCII: a line must be one whatever its bytes mean
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of the HTTP server's says what ours do not. An answer that we leave unfinished, because its
+    client takes nothing, is no error, and what is no HTTP was refused: each has a line that tells of it."""
+    return record.msg not in (
+        "ASGI callable returned without completing response.",
+        "Invalid HTTP request received.",
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -124,3 +183,60 @@ def log_departure(client: str | None = None) -> None:
     logger.info(
         "dropped: %s before its request was taken in%s", CLIENT_LEFT, f", from {client}" if client else ""
     )
+
+
+PULSE_EVERY_S = 10.0
+
+
+class Pulse:
+    """Logs what a server does, from the event loop, and returns freed memory. An idle server logs nothing.
+
+    Rates are of the time since the line before, or since the server became busy.
+    """
+
+    def __init__(self, engine: Engine, worker: EngineWorker) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._remember()
+
+    async def run(self) -> None:
+        """Log and return memory until cancelled."""
+        while True:
+            await asyncio.to_thread(return_freed_memory)
+            await asyncio.sleep(PULSE_EVERY_S)
+            self.beat()
+
+    def beat(self) -> None:
+        """Log one line, if requests are running or waiting."""
+        latest, waiting = self._engine.telemetry.latest, self._worker.num_waiting()
+        if latest.active or waiting:
+            seconds = time.monotonic() - self._since_s
+            new = (self._worker.requests.generation_tokens - self._new_tokens) / seconds
+            prompt = (self._engine.telemetry.counters.prefill_tokens - self._prompt_tokens) / seconds
+            kv_use = latest.kv_reserved_tokens / self._engine.config.kv_tokens()
+            step_s = self._worker.step_s
+            logger.info(
+                "%d running, %d waiting; %.1f new and %.1f prompt tokens/s; %.0f %% of the KV memory held%s",
+                latest.active,
+                waiting,
+                new,
+                prompt,
+                100 * kv_use,
+                f"; the present step has taken {step_s:.0f} s" if step_s > PULSE_EVERY_S else "",
+                extra={
+                    FIELDS: {
+                        "running": latest.active,
+                        "waiting": waiting,
+                        "new_tokens_per_s": new,
+                        "prompt_tokens_per_s": prompt,
+                        "kv_use": kv_use,
+                        "step_s": step_s,
+                    }
+                },
+            )
+        self._remember()
+
+    def _remember(self) -> None:
+        self._since_s = time.monotonic()
+        self._new_tokens = self._worker.requests.generation_tokens
+        self._prompt_tokens = self._engine.telemetry.counters.prefill_tokens
