@@ -1,7 +1,7 @@
 """ASGI middleware, in the order in which a request meets it.
 
-Answers are counted, a proxy's path prefix is stripped, the request gets an id. Clients without a key and pages of other
-sites are turned away.
+Answers are counted, a proxy's path prefix is stripped, the request gets an id. Clients without a key, and pages of
+other sites, are turned away.
 
 A page that a user opens can send requests to every server that the user's machine reaches, this one included. A
 browser lets the page read answers only if both have one origin. There are two ways around that. `OwnPages` closes

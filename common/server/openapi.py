@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from common.engine import Engine
 from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
-from common.server.schemas.chat import ChatRequest
-from common.server.schemas.completion import CompletionRequest
+from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from common.server.requests.generation import CompletionRequest
 from common.server.schemas.replies import (
     CacheReset,
     ChatCompletion,
@@ -34,7 +34,6 @@ from common.server.schemas.replies import (
     Tokens,
     Version,
 )
-from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,13 @@ from common.server.errors import from_exception, status_at
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_longest_choices
 from common.server.middleware import client_of
-from common.server.schemas.chat import ChatRequest
-from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.generation import GenerationRequest
+from common.server.requests.chat import ChatRequest
+from common.server.requests.generation import CompletionRequest, GenerationRequest, Shown
 from common.server.service import Service, service_of
 from common.server.stream_ends import StreamEnds
 from common.server.transport import CLIENT_LEFT, EventStream, while_connected
 from common.server.wire.chat import ChatChunks
-from common.server.wire.format import Answer, Choice, MakeWireFormat, Prompt, Shown
+from common.server.wire.format import Answer, Choice, MakeWireFormat, Prompt
 from common.server.wire.named import NamedCompletionEvents
 from common.server.wire.plain import CompletionChunks
 from common.worker import RequestStream

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.requests.chat import DetokenizeRequest, TokenizeRequest
 from common.server.service import service_of
 from common.server.transport import json_response, while_connected
 

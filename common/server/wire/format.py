@@ -11,6 +11,7 @@ import orjson
 
 from common.request import FinishReason, StepOutput, TokenLogprobs
 from common.server.errors import from_exception
+from common.server.requests.generation import Shown
 from common.text import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -22,30 +23,6 @@ OPENAI_FINISH_REASONS: dict[FinishReason, Literal["stop", "length"]] = {
     "length": "length",
     "cancelled": "stop",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """Parts of an answer beside its text, if its format has a place for them.
-
-    Attributes:
-        echo: the prompt comes first.
-        logprobs: how many of the most likely tokens are named beside an echoed one; None: no log-probabilities.
-        prompt_logprobs: the same for a field of its own.
-        token_ids: of prompt and answer.
-        prompt_only: the answer has no tokens of its own.
-    """
-
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    prompt_only: bool = False
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether log-probabilities of prompt tokens are shown."""
-        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
 @dataclass(slots=True)
@@ -110,7 +87,7 @@ class Answer:
     model: str
     tokenizer: Tokenizer
     choices: Sequence[Choice]
-    shown: Shown = Shown()
+    shown: Shown = dataclasses.field(default_factory=Shown)
 
     def header(self, kind: str) -> dict[str, Any]:
         """The fields that every object of an answer begins with; `kind` is OpenAI's name for it."""

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`."""
+"""Bodies that hold a conversation: `POST /v1/chat/completions`, and `POST /tokenize` with `POST /detokenize`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from common.chat_template import RESERVED, ChatTemplate
 from common.errors import InvalidRequestError
-from common.server.bodies import BODY, refused
+from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.errors import shorten
-from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.unimplemented import (
+from common.server.requests.generation import GenerationRequest, TokenId
+from common.server.requests.known_fields import (
     TOOLS,
     OpenAIChatFields,
     OpenAIMessageFields,
@@ -219,3 +219,53 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)
+
+
+class TokenizeRequest(Body, TemplateOptions):
+    """A text or a conversation, of which the token ids are wanted."""
+
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    prompt: str | None = Field(default=None, description="a text; or else:")
+    messages: Messages | None = Field(default=None, description="a conversation, as for chat")
+    add_special_tokens: bool | None = Field(
+        default=None, description="default: for a prompt; a conversation has its own"
+    )
+    return_token_strs: bool | None = Field(
+        default=False, description="the tokens as the tokenizer spells them, too"
+    )
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    def text(self, template: ChatTemplate | None) -> str:
+        """What is to be tokenized.
+
+        Raises:
+            InvalidRequestError: there is no template for these messages.
+        """
+        if self.messages is not None:
+            return self.render(self.messages, template)
+        assert self.prompt is not None  # see `check`
+        return self.prompt
+
+    def check(self, limits: Limits) -> None:
+        if self.model is not None:
+            check_model(self.model, limits)
+        if (self.prompt is None) is (self.messages is None):
+            raise refused("prompt", "send either a prompt or messages")
+        self.check_messages(self.messages or ())
+
+
+class DetokenizeRequest(Body):
+    """Token ids, of which the text is wanted."""
+
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    tokens: list[TokenId] = Field(fail_fast=True)
+
+    def check(self, limits: Limits) -> None:
+        if self.model is not None:
+            check_model(self.model, limits)
+        unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
+        if unknown is not None:
+            raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")

@@ -1,8 +1,9 @@
-"""What requests for text have in common, however their prompt is worded."""
+"""The body of `POST /v1/completions`, and the fields that it shares with chat (`GenerationRequest`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,8 +14,13 @@ from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
-from common.server.schemas.unimplemented import OpenAIStreamFields, VllmFields, VllmStructuredFields
-from common.server.wire.format import Shown
+from common.server.requests.known_fields import (
+    OpenAICompletionFields,
+    OpenAIStreamFields,
+    VllmCompletionFields,
+    VllmFields,
+    VllmStructuredFields,
+)
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
 TokenId = Annotated[int, Field(ge=0)]
@@ -62,6 +68,30 @@ def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
             "metadata", "names have up to 64 characters, and values are texts of up to 512 characters"
         )
     return metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Parts of an answer beside its text, if its format has a place for them.
+
+    Attributes:
+        echo: the prompt comes first.
+        logprobs: how many of the most likely tokens are named beside an echoed one; None: no log-probabilities.
+        prompt_logprobs: the same for a field of its own.
+        token_ids: of prompt and answer.
+        prompt_only: the answer has no tokens of its own.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    prompt_only: bool = False
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether log-probabilities of prompt tokens are shown."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
 # ---------------------------------------------------------------------- objects within a body
@@ -359,3 +389,113 @@ class GenerationRequest(Body, VllmFields):
             raise refused(
                 "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
             )
+
+
+DEFAULT_MAX_TOKENS = 128
+
+#: Which form a list has, by the type of its first item.
+_LIST_FORMS: dict[type, str] = {
+    int: "as tokens",
+    float: "as tokens",
+    bool: "as tokens",
+    str: "as texts",
+    list: "as token lists",
+}
+
+
+def _prompt_form(prompt: Any) -> str | None:
+    """The one form to validate a prompt as. Trying all of them would cost an error for each token and form."""
+    if type(prompt) is str:
+        return "as text"
+    if type(prompt) is not list:
+        return None
+    return _LIST_FORMS.get(type(prompt[0])) if prompt else "as tokens"
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[Tokens, Tag("as tokens")]
+    | Annotated[Texts, Tag("as texts")]
+    | Annotated[TokenLists, Tag("as token lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
+        "lists of token ids",
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
+    """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
+
+    adds_special_tokens_by_default: ClassVar[bool] = True
+
+    prompt: Prompt = Field(
+        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+    )
+    max_tokens: int | None = Field(
+        default=DEFAULT_MAX_TOKENS,
+        ge=0,
+        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = Field(
+        default=False,
+        description="the prompt before the answer, with log-probabilities of its own if asked for",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="what the model makes of the prompt's tokens, for each but the first",
+    )
+    return_token_ids: bool | None = Field(
+        default=False, description="of prompt and answer, beside their text"
+    )
+    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts(None))
+
+    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
+        """Every prompt, where one may stand alone."""
+        prompt: Any = self.prompt
+        return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens for the engine to sample at most: at least one, which an answer without tokens leaves out."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(
+            echo=bool(self.echo),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            prompt_only=self.max_tokens == 0,
+        )
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refused("max_tokens", "0 only with echo or prompt_logprobs; send at least 1")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            raise refused("best_of", "not implemented; send the value of n, or leave it out")
