@@ -42,7 +42,7 @@ from common.server.app import create_app
 from common.server.intake import Intake
 from common.server.middleware import RequestIds
 from common.server.serve import bind
-from common.server.transport import EventStream
+from common.server.stream import EventStream
 from common.worker import EngineWorker
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4

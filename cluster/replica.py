@@ -96,7 +96,7 @@ class Replica:
         """Serve replaces a replica where this raises.
 
         Raises:
-            ApiError, RuntimeError: nothing will be computed here any more.
+            ApiError, EngineDeadError, RuntimeError: nothing will be computed here any more.
         """
         self._service.require_health()
         if not self._worker.running:

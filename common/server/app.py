@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.engine import Engine
-from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS, answer_unexpected_error
 from common.server.logs import Pulse
@@ -28,9 +27,9 @@ from common.server.middleware import (
     cors_settings,
 )
 from common.server.openapi import openapi_document
-from common.server.routes import admin as administration
-from common.server.routes import generation, models, operation, tokens, tracing
+from common.server.routes import admin_router, router
 from common.server.service import Service, served_model_name
+from common.server.stream import Backlogs
 from common.worker import EngineWorker
 
 LAST_STEP_S = 5.0  # how long the end waits for a step whose clients have all been answered
@@ -105,10 +104,9 @@ def create_app(
     )
     app.state.server = service
     app.state.paths = []  # of all routes, for who has mistyped one
-    families = (generation, tokens, models, operation, tracing)
-    for family in (*families, administration) if admin else families:
-        app.include_router(family.router)
-        app.state.paths += [route.path for route in family.router.routes if isinstance(route, APIRoute)]
+    for routes in (router, admin_router) if admin else (router,):
+        app.include_router(routes)
+        app.state.paths += [route.path for route in routes.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)
     # Starlette answers unexpected errors outside of all other middleware, where answers get neither ids nor CORS.
     app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)

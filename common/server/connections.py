@@ -31,11 +31,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.server.backlogs import Backlogs, SlowReaderError, Unread
 from common.server.bodies import BoundedParser
 from common.server.errors import ApiError, unavailable
 from common.server.logs import log_refusal
 from common.server.middleware import OPEN_PATHS, refuse
+from common.server.stream import Backlogs, SlowReaderError, Unread
 
 logger = logging.getLogger(__name__)
 

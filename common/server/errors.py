@@ -26,7 +26,7 @@ from common.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from common.server.transport import json_response
+from common.server.replies.shapes import ErrorResponse, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
@@ -73,8 +73,8 @@ class ApiError(Exception):
         no_retry = {SHOULD_RETRY: "false"} if status in (500, 504) else {}
         self.headers = {**no_retry, **(headers or {})}
 
-    def body(self) -> dict[str, Any]:
-        """The JSON object that every error is."""
+    def body(self) -> ErrorResponse:
+        """Return the JSON object that every error is."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 

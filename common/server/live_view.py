@@ -35,7 +35,7 @@ from common.errors import ShuttingDownError
 from common.request import StepOutput
 from common.scheduling import StepPlan
 from common.server.errors import from_exception, unavailable
-from common.server.wire.format import event
+from common.server.replies.shapes import event
 from common.step_trace import Frame, FrameMaker, Header, header
 from common.telemetry import StepRecord
 from common.trace import TraceBuffer, Tracer

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from common.engine import Engine
 from common.memory import return_freed_memory
 from common.server.errors import ApiError, from_exception
-from common.server.transport import CLIENT_LEFT
-from common.server.wire.format import Answer
+from common.server.replies.answer import Answer
+from common.server.stream import CLIENT_LEFT
 from common.worker import EngineWorker, RequestStream
 
 #: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.

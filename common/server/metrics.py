@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from common.server.replies.answer import Answer
 from common.server.service import Service
-from common.server.wire.format import Answer
 from common.telemetry import Counters, Histogram, RequestTelemetry
 from common.worker import RequestStream
 

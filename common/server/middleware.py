@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.server.errors import SHOULD_RETRY, ApiError, shorten
 from common.server.logs import log_refusal
-from common.server.transport import json_response
+from common.server.replies.shapes import json_response
 
 #: What is told without a key: nothing in it is anybody's, and whoever watches over servers has none. A browser has
 #: none either when it opens the page: that asks for one, and sends it with all that it asks.

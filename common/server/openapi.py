@@ -8,14 +8,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from common.engine import Engine
 from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
-from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
-from common.server.requests.generation import CompletionRequest
-from common.server.schemas.replies import (
+from common.server.replies.shapes import (
     CacheReset,
     ChatCompletion,
     ChatCompletionChunk,
@@ -26,7 +24,6 @@ from common.server.schemas.replies import (
     Health,
     ModelCard,
     ModelList,
-    NoFields,
     PlainCompletion,
     Ready,
     TelemetrySnapshot,
@@ -34,15 +31,23 @@ from common.server.schemas.replies import (
     Tokens,
     Version,
 )
+from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from common.server.requests.generation import CompletionRequest
+
+
+class NoFields(BaseModel):
+    """A body without fields; it may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An event stream: what its events are."""
+    """An event stream's events, for the document."""
 
     description: str
     example: str
-    data: type[BaseModel]  # the JSON in each event
+    data: type[Any]  # the JSON in each event
     names: tuple[str, ...] = ()  # none: the events are unnamed, and the last one's data is no JSON
 
     def content(self) -> dict[str, Any]:
@@ -64,10 +69,10 @@ class Stream:
 class Documented:
     """What FastAPI does not know of a route."""
 
-    answer: type[BaseModel]
+    answer: type[Any]
     description: str
     errors: Mapping[int, str] = field(default_factory=dict)
-    body: type[BaseModel] | None = None
+    body: type[Any] | None = None
     stream: Stream | None = None
 
 
@@ -196,7 +201,7 @@ def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: st
         openapi_version="3.1.0",
         servers=[{"url": root_path}] if root_path else None,
     )
-    models: set[type[BaseModel] | None] = {ErrorResponse}
+    models: set[type[Any] | None] = {ErrorResponse}
     for path, route in ROUTES.items():
         (operation,) = document["paths"][path].values()
         _describe(operation, route)
@@ -231,15 +236,15 @@ def _describe(operation: dict[str, Any], route: Documented) -> None:
     operation["responses"] = responses
 
 
-def _reference(model: type[BaseModel]) -> dict[str, str]:
+def _reference(model: type[Any]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
-def _schemas(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
-    """Every model's schema, and those of the objects in it, by name."""
+def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
+    """Return the schemas of bodies and answers, and of the objects in them, by name."""
     schemas: dict[str, Any] = {}
     for model in sorted(models, key=lambda each: each.__name__):
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
     return schemas
 

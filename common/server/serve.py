@@ -34,12 +34,12 @@ from common.config import EngineConfig
 from common.errors import StartupError
 from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
-from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
 from common.server.logs import configure_logging
 from common.server.middleware import AllowedHosts
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
+from common.server.stream import Backlogs
 from common.trace import TraceFile
 from common.worker import EngineWorker
 

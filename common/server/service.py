@@ -10,12 +10,12 @@ from starlette.requests import Request
 
 from common.engine import Engine
 from common.errors import EngineDeadError
-from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies, Limits
-from common.server.errors import from_exception, unavailable
+from common.server.errors import unavailable
 from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
+from common.server.stream import Backlogs
 from common.trace import Tracer
 from common.worker import EngineWorker
 
@@ -70,13 +70,14 @@ class Service:
         self.recordings = Recordings(worker, self.tracer)
 
     def require_health(self) -> None:
-        """Check that the engine lives.
+        """Check that the engine works.
 
         Raises:
-            ApiError: it is dead, or has been in one step for too long. Only a new process helps.
+            EngineDeadError: it is dead. Only a new process helps.
+            ApiError: it has been in one step for too long. Only a new process helps.
         """
         if self.worker.dead is not None:
-            raise from_exception(EngineDeadError("the engine is dead; restart the server"))
+            raise EngineDeadError("the engine is dead; restart the server")
         step_s = self.worker.step_s
         if self._step_timeout_s is not None and step_s > self._step_timeout_s:
             raise unavailable(

@@ -23,9 +23,9 @@ import psutil
 from common.phases import find_phase
 from common.server import serve
 from common.server.app import create_app
-from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
+from common.server.stream import Backlogs
 from common.worker import EngineWorker
 from tests.server.forked import ForkedProcess
 

@@ -19,7 +19,7 @@ from common.server.app import create_app
 from common.server.bodies import Bodies
 from common.server.errors import ApiError
 from common.server.intake import Lane
-from common.server.routes import generation
+from common.server.replies.answer import Answer
 from common.server.service import Service
 from tests.engine_helpers import build, tiny_model
 from tests.server.in_process import MODEL, HeldTokenizer, complete, post, until
@@ -439,7 +439,7 @@ def test_a_request_whose_answer_cannot_be_begun_leaves_its_seat(monkeypatch: pyt
 
     async def scenario(app: FastAPI, service: Service) -> None:
         with monkeypatch.context() as failing:
-            failing.setattr(generation, "show_prompts", fail)
+            failing.setattr(Answer, "show_prompts", fail)
             failed = await complete(app, [1, 2, 3], max_tokens=60, ignore_eos=True)
             assert failed.status == 500, failed.body
         assert (await complete(app, [1, 2, 3])).status == 200

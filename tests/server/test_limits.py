@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.server import connections
-from common.server.backlogs import Backlogs, SlowReaderError
 from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
@@ -33,6 +32,7 @@ from common.server.connections import (
     allow_open_files,
 )
 from common.server.serve import find_lost_peers
+from common.server.stream import Backlogs, SlowReaderError
 from tests.server.support import HANG_S, LocalServer, eventually
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
