@@ -95,7 +95,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._undelivered: list[StepOutput] = []  # outputs that the next step to end returns
         self._interrupted = False  # whether a step has begun and not ended: it runs, or it raised
-        self._has_begun = False  # whether the present step has been waited for
+        self._begun: StepRecord | None = None  # the record of a step that `wait` has begun
         self._arrivals = itertools.count()
         self._ids = itertools.count()
 
@@ -322,13 +322,12 @@ class Engine:
         return wake is not None and wake <= self.clock()
 
     def wait(self) -> None:
-        """Begin a step: wait for what it will read of steps before it.
+        """Begin a step: wait until it can read the step before it.
 
-        `step` does that itself, but whoever is added between the two is still part of its plan.
+        `step` does that itself, but requests that are added between the two calls are still part of its plan.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            self.telemetry.begin_step(self.clock())
+        if self._begun is None:
+            self._begun = self.telemetry.begin_step(self.clock())
             self.runner.wait()
 
     def step(self) -> list[StepOutput]:
@@ -342,8 +341,8 @@ class Engine:
         if self.dead is not None:
             raise self.dead
         telemetry, runner = self.telemetry, self.runner
-        record = telemetry.current if self._has_begun else telemetry.begin_step(self.clock())
-        self._has_begun = False
+        record = self._begun or telemetry.begin_step(self.clock())
+        self._begun = None
         failed_passes = telemetry.counters.failed_passes
         plan = StepPlan()
         if self._interrupted:
@@ -351,10 +350,12 @@ class Engine:
         self._interrupted = True
         try:
             self._give_up_late()
-            self._undelivered += runner.settle()
+            settled = runner.settle()
+            self._undelivered += settled
             with telemetry.part("plan"):
                 plan = self._plan(record)
-            self._undelivered += runner.execute(plan)
+            if plan.decode or plan.prefill or not settled:  # outputs do not wait for another step's
+                self._undelivered += runner.execute(plan)
         except EngineDeadError as error:
             self.dead = error
             runner.abandon()

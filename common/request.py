@@ -189,13 +189,16 @@ class Request:
         self._generator = torch.Generator("cpu").manual_seed(seed % 2**64)
         self._uniforms.clear()
 
-    def next_uniform(self) -> float:
-        """The random number in [0, 1) that decides the next token: the n-th of its stream for the n-th token.
+    def next_uniform(self, ahead: int = 0) -> float:
+        """Return the number in [0, 1) that decides the next token: the n-th of the stream for the n-th token.
+
+        Args:
+            ahead: decide the token that comes so many places after the next one.
 
         Asking again before that token is sampled gives the same number, so a pass that is tried again, or a
         prefill after preemption, draws what it would have drawn.
         """
-        place = self.num_generated_tokens + self.pending_tokens
+        place = self.num_generated_tokens + self.pending_tokens + ahead
         while len(self._uniforms) <= place:
             drawn = torch.rand(UNIFORMS_AT_A_TIME, generator=self._generator, dtype=torch.float64)
             self._uniforms += drawn.tolist()

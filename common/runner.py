@@ -38,13 +38,14 @@ class PassShare(NamedTuple):
         request: whose it is.
         span: the columns it computes.
         token_ids: the tokens at those columns, as many as the span is long.
-        sample_at: index into `token_ids` of the token whose logits choose the next one; None: no choice here.
+        sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually the
+            last one; none where a prompt goes on in a later pass; several where guessed tokens are verified.
     """
 
     request: Request
     span: Span
     token_ids: Sequence[int]
-    sample_at: int | None
+    sample_at: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,18 @@ class ForwardPass:
     padded_tokens: int = 0
     idle_rows: int = 0
 
+    def sampled_rows(self) -> tuple[tuple[Request, ...], list[int]]:
+        """Return the rows whose logits choose a token: the request of each, and its index in the pass."""
+        requests: list[Request] = []
+        rows: list[int] = []
+        first_row = 0
+        for share in self.shares:
+            for index in share.sample_at:
+                requests.append(share.request)
+                rows.append(first_row + index)
+            first_row += share.span.end - share.span.start
+        return tuple(requests), rows
+
     def halves(self) -> tuple[ForwardPass, ForwardPass]:
         """Return the same work as two passes; padding was counted already."""
         middle = len(self.shares) // 2
@@ -70,7 +83,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class SampledPass:
-    """A pass that succeeded: whose tokens were sampled, and the tokens, still on the device."""
+    """A pass that succeeded: the request of each sampled row, in order, and the tokens, still on the device."""
 
     requests: tuple[Request, ...]
     sampled: Sampled
@@ -104,7 +117,7 @@ class Runner(ABC):
         """The latest token, which is not in the cache yet, goes into the column after the cached ones."""
         slot = self.slot(request)
         column = self.pool.get_seq_len(slot)
-        return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], sample_at=0)
+        return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], range(1))
 
     def prefill_share(self, chunk: PrefillChunk) -> PassShare:
         """A chunk's tokens at their own columns. The logits of a last chunk's last token choose the next token."""
@@ -112,7 +125,9 @@ class Runner(ABC):
             request=chunk.request,
             span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
             token_ids=chunk.token_ids,
-            sample_at=chunk.end - chunk.start - 1 if chunk.is_last else None,
+            sample_at=range(chunk.end - chunk.start - 1, chunk.end - chunk.start)
+            if chunk.is_last
+            else range(0),
         )
 
     @staticmethod
@@ -241,29 +256,22 @@ class Runner(ABC):
         """Who has been launched goes on from there: with the next chunk, or with the next token."""
         for request, span, _, sample_at in forward_pass.shares:
             request.prefill_progress = span.length
-            if sample_at is not None and request.state is RequestState.PREFILL:
+            if sample_at and request.state is RequestState.PREFILL:
                 request.start_decode()
 
     def prepare(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], TokenBatch, KVView]:
         """What the model is given, and the requests whose logits it is to return, in their order."""
-        shares = forward_pass.shares
         device = self.model.device
-        view = self.pool.view([share.span for share in shares])
-        requests: list[Request] = []
-        logit_rows: list[int] = []
-        token_ids: list[int] = []
-        for share in shares:
-            if share.sample_at is not None:
-                requests.append(share.request)
-                logit_rows.append(len(token_ids) + share.sample_at)
-            token_ids += share.token_ids
+        view = self.pool.view([share.span for share in forward_pass.shares])
+        requests, logit_rows = forward_pass.sampled_rows()
+        token_ids = [token_id for share in forward_pass.shares for token_id in share.token_ids]
         batch = TokenBatch(
             token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
             positions=view.positions,
             # A pass nobody samples from still names a row.
             logit_rows=torch.tensor(logit_rows or [0]).to(device, non_blocking=True),
         )
-        return tuple(requests), batch, view
+        return requests, batch, view
 
     # ------------------------------------------------------------------ commit
 
@@ -277,7 +285,7 @@ class Runner(ABC):
             token_ids = done.sampled.token_ids.tolist()
             logprobs = read_logprobs(done.sampled, done.requests)
             for request, token_id, row_logprobs in zip(done.requests, token_ids, logprobs, strict=True):
-                if request.is_terminal:  # cancelled since the launch
+                if request.is_terminal:  # cancelled since the launch, or ended by an earlier row
                     continue
                 try:
                     outputs.append(commit_token(request, token_id, row_logprobs))

@@ -103,7 +103,8 @@ class SamplingInputs(NamedTuple):
     def of(
         cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
     ) -> SamplingInputs:
-        """One look at the requests, row by row."""
+        """Collect what the requests ask for, row by row. A request with several rows in sequence samples its next
+        tokens there, one a row."""
         drawn: list[int] = []
         settings: list[tuple[float, ...]] = []
         places: tuple[list[int], list[int]] = ([], [])
@@ -113,6 +114,7 @@ class SamplingInputs(NamedTuple):
         held_back: list[tuple[int, int]] = []
         biased: list[npt.NDArray[np.int32]] = []
         biases: list[npt.NDArray[np.float32]] = []
+        ahead = 0  # tokens that the same request draws in the rows before
         for row, request in enumerate(requests):
             if request.takes_best:
                 continue
@@ -120,8 +122,9 @@ class SamplingInputs(NamedTuple):
             if not params.greedy:
                 # A row's own parameters decide its path, so that neighbours cannot.
                 places[params.top_k is not None or params.top_p < 1.0].append(len(drawn))
+                ahead = ahead + 1 if drawn and requests[drawn[-1]] is request else 0
                 drawn.append(row)
-                settings.append(_settings_of(request, vocab))
+                settings.append(_settings_of(request, ahead, vocab))
             if params.logprobs is not None:
                 reported.append(row)
             if request.token_biases is not None:
@@ -160,6 +163,10 @@ class SamplingInputs(NamedTuple):
             reported=rows(reported),
             top=min(max((requests[row].params.logprobs or 0 for row in reported), default=0), vocab),
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are not None, by name. With `top` they are all there is."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +322,7 @@ class _Settings(NamedTuple):
         return cls(*table[rows].unsqueeze(2).unbind(1))
 
 
-def _settings_of(request: Request, vocab: int) -> tuple[float, ...]:
+def _settings_of(request: Request, ahead: int, vocab: int) -> tuple[float, ...]:
     """A row of the table that `_Settings` are taken from."""
     params = request.params
     return (
@@ -323,7 +330,7 @@ def _settings_of(request: Request, vocab: int) -> tuple[float, ...]:
         min(params.top_k or vocab, vocab),
         params.top_p if params.top_p < 1.0 else math.inf,  # which no sum reaches
         params.min_p,
-        request.next_uniform(),
+        request.next_uniform(ahead),
     )
 
 

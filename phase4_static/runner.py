@@ -32,7 +32,7 @@ class StaticRunner(Runner):
                 request=chunk.request,
                 span=Span(slot=self.slot(chunk.request), start=0, end=longest, length=chunk.end),
                 token_ids=[*chunk.token_ids, *[PAD_TOKEN] * (longest - chunk.end)],
-                sample_at=None if chunk.request.is_terminal else chunk.end - 1,
+                sample_at=range(0) if chunk.request.is_terminal else range(chunk.end - 1, chunk.end),
             )
             for chunk in chunks
         )
@@ -49,4 +49,4 @@ class StaticRunner(Runner):
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)
-        return PassShare(request, Span(slot, column, column + 1, length), [PAD_TOKEN], sample_at=None)
+        return PassShare(request, Span(slot, column, column + 1, length), [PAD_TOKEN], range(0))

@@ -1,4 +1,4 @@
-"""Forward passes as functions of tensors, whose next tokens are where the step before has left them."""
+"""Submits forward passes that read their input tokens on the device, where the previous step wrote them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phase9_pipelined.slots import LaunchedPass
 
 
 class Forwards(NamedTuple):
-    """Hands in forward passes.
+    """Submits forward passes.
 
     Attributes:
         latest: [seats] int64, on the device: the latest token of each seat's sequence.
@@ -28,24 +28,12 @@ class Forwards(NamedTuple):
     latest: Tensor
 
     def submit(self, stream: Stream, forward_pass: ForwardPass, view: KVView) -> LaunchedPass:
-        """Hand in one pass, over the spans that `view` was made of."""
-        requests = tuple(share.request for share in forward_pass.shares if share.sample_at is not None)
+        """Submit one pass over the spans of `view`. Shares without token ids come first and read `latest`."""
+        requests, logit_rows = forward_pass.sampled_rows()
         if use_triton(self.latest) and not any(share.token_ids for share in forward_pass.shares):
             return LaunchedPass(requests, self._submit_decode(stream, forward_pass))
-        return LaunchedPass(requests, self._submit_any(stream, forward_pass, view))
-
-    def _submit_any(self, stream: Stream, forward_pass: ForwardPass, view: KVView) -> Pending:
-        """Those who decode come first, and read their tokens from `latest`."""
-        seats: list[int] = []
-        token_ids: list[int] = []
-        logit_rows: list[int] = []
-        for share in forward_pass.shares:
-            if share.sample_at is not None:
-                logit_rows.append(len(seats) + len(token_ids) + share.sample_at)
-            if share.token_ids:
-                token_ids += share.token_ids
-            else:
-                seats.append(self.pool.seat(share.span.slot))
+        seats = [self.pool.seat(share.span.slot) for share in forward_pass.shares if not share.token_ids]
+        token_ids = [token_id for share in forward_pass.shares for token_id in share.token_ids]
 
         def forward(
             seats: Tensor, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, *_: Tensor
@@ -54,14 +42,13 @@ class Forwards(NamedTuple):
             return (self.model(batch, view),)
 
         layout = view.layout
-        # A pass nobody samples from still names a row. The last three are read by the native kernels alone.
-        inputs = [self.moved(each) for each in (seats, token_ids)]
-        inputs += [view.positions, self.moved(logit_rows or [0])]
+        # A pass without sampled rows still names a row. The last three inputs are read by the native kernels alone.
+        inputs = [self.moved(seats), self.moved(token_ids), view.positions, self.moved(logit_rows or [0])]
         inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]
-        return stream.submit("forward", forward, inputs, fetch=False)
+        return LaunchedPass(requests, stream.submit("forward", forward, inputs, fetch=False))
 
     def _submit_decode(self, stream: Stream, forward_pass: ForwardPass) -> Pending:
-        """A token of each: all there is to know in one tensor, in a form that a graph on a GPU takes.
+        """Submit one token of each sequence, all inputs in one tensor: the form that a graph on a GPU takes.
 
         [B, 2 + N] int64: seat, columns once this pass has written its own, block table.
         """

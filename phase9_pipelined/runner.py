@@ -7,20 +7,20 @@ pipelined     host    [plan t][launch t][plan t+1][launch t+1][commit t][plan t+
               stream          [ forward+sample t ][ forward+sample t+1 ][ forward …
 ```
 
-The next tokens never visit the host: choosing them writes each into a row of `latest`, and the next forward pass
-reads it there. The host reads them later, for text, stop decisions and outputs.
+The next tokens never visit the host. Sampling writes each into a row of `latest`, and the next forward pass reads
+it there. The host reads them later, for text, stop decisions and outputs.
 
-| step by step | what it does |
+| stage of a step | what it does |
 | --- | --- |
 | `launch_forward` | takes references, submits the forward passes, advances lengths |
 | `finalize_sampling` | submits the sampling |
-| `commit_step` | waits for that step's tokens, then does what every phase's `commit` does |
+| `commit_step` | waits for the oldest step's tokens, then does what every phase's `commit` does |
 
 Where a choice depends on the token before it (grammars, penalties), the step before is committed between the first
-and the second: the forward pass computes meanwhile.
+and the second stage. The forward pass computes meanwhile.
 
-A step that fails is computed again, and so is the one launched behind it: this time without running ahead, and a
-pass that fails again is bisected.
+If a step fails, it and the step launched behind it are computed again, without running ahead. A pass that fails
+again is bisected.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from common.sampling import Sampled, SamplingInputs, choose
 from common.scheduling import StepPlan
 from common.streams import CudaStream, Done, Pending, TapeStream, open_stream
 from common.telemetry import Part, Telemetry
+from common.warm_up import capture, record
 from phase7_chunked.runner import ChunkedRunner
 from phase9_pipelined.config import Config
 from phase9_pipelined.forward import Forwards
 from phase9_pipelined.slots import DecodeSlot, LaunchedPass
 from phase9_pipelined.state import SLOTS, PipelineState
-from phase9_pipelined.warm_up import capture, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,7 @@ class PipelinedRunner(ChunkedRunner):
         super().__init__(config, model, pool, telemetry)
         recorded = config.captured_steps and (model.is_packed or model.device.type == "cuda")
         self.stream = open_stream(model.device, recorded=recorded)
-        self.state = PipelineState()
-        self.slots = [DecodeSlot() for _ in range(SLOTS)]
-        self._has_read = False  # whether the present step of the engine has committed one already
+        self.state = PipelineState[DecodeSlot]()
         # [seats] int64: the latest token of each seat's sequence, written and read by the stream.
         self.latest = torch.zeros(len(pool.block_tables), dtype=torch.int64, device=model.device)
         self.forwards = Forwards(model, pool, self.latest)
@@ -74,33 +72,28 @@ class PipelinedRunner(ChunkedRunner):
 
     @property
     def in_flight(self) -> bool:
-        return self.state.in_flight > 0
+        return bool(self.state.steps)
 
     def wait(self) -> None:
-        if self.state.free_slot_id() is None and self.state.oldest is not None:
+        if not self.state.has_free_slot:
             with self.telemetry.part("wait"):
-                self.slots[self.state.oldest].wait()
+                self.state.steps[0].wait()
 
     def settle(self) -> list[StepOutput]:
-        """Commit the oldest step if both slots are taken: the next one needs a slot."""
-        self._has_read = self.state.free_slot_id() is None
-        return self.commit_step() if self._has_read else []
+        """Commit the oldest step if two are in flight: the next one needs its slot."""
+        return [] if self.state.has_free_slot else self.commit_step()
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
-        slot_id = self.schedule_decode_step(plan)
-        if slot_id is None:  # what this step has read already is not to wait for what comes next
-            return self.commit_step() if self.in_flight and not self._has_read else []
-        outputs = self._attempt(self.launch_forward, plan, slot_id)
-        if self.config.pipeline_depth < SLOTS or self.slots[slot_id].waits_for_tokens:
-            while self.state.oldest is not None:
+        if not (plan.decode or plan.prefill):
+            return self.commit_step() if self.in_flight else []
+        outputs = self._attempt(self.launch_forward, plan)
+        launched = self.state.launched  # None: its launch failed, and it was computed again
+        if launched and (self.config.pipeline_depth < SLOTS or launched.waits_for_tokens):
+            while self.state.oldest:
                 outputs += self.commit_step()
-        if self.state.launched == slot_id:  # unless a step failed, and this one with it
-            outputs += self._attempt(self.finalize_sampling, slot_id)
+        if self.state.launched:  # None: the step before failed, and both were computed again
+            outputs += self._attempt(self.finalize_sampling)
         return outputs if self.config.pipeline_depth > 0 else outputs + self.drain()
-
-    def schedule_decode_step(self, plan: StepPlan) -> int | None:
-        """The slot in which `plan` is to run; None if there is nothing to launch. Changes nothing."""
-        return self.state.free_slot_id() if plan.decode or plan.prefill else None
 
     def drain(self) -> list[StepOutput]:
         """Commit all steps in flight. Returns their outputs."""
@@ -111,34 +104,33 @@ class PipelinedRunner(ChunkedRunner):
 
     def warm_up(self) -> None:
         if isinstance(self.stream, TapeStream):
-            warm_up(self, self.stream, self.config.pass_threads)
+            record(self, self.stream, self.config.pass_threads)
         elif isinstance(self.stream, CudaStream) and self.stream.captures:
             capture(self)
 
     # ------------------------------------------------------------------ launch
 
-    def launch_forward(self, plan: StepPlan, slot_id: int) -> None:
-        """Hand in the forward passes of a plan. Its sequences count as computed from now on."""
-        slot = self.slots[slot_id]
-        slot.begin(plan, list(self.passes(plan)))
-        self.state.on_launch(slot_id, [share.request for share in slot.shares])
-        for forward_pass in slot.passes:
+    def launch_forward(self, plan: StepPlan) -> None:
+        """Submit the forward passes of a plan. Its sequences count as computed from now on."""
+        step = DecodeSlot(plan, tuple(self.passes(plan)))
+        self.state.on_launch(step)
+        for forward_pass in step.passes:
             with self.stream.entered():
-                slot.launched.append(self._launch_one(forward_pass))
+                step.launched.append(self._launch_one(forward_pass))
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
         passes = super().passes(plan)
         if all(chunk.request.params.prompt_logprobs is None for chunk in plan.prefill):
             return passes
-        return itertools.chain.from_iterable(map(_apart, passes))
+        return itertools.chain.from_iterable(map(_scored_apart, passes))
 
     def decode_share(self, request: Request) -> PassShare:
-        """Its token is where the step before has left it."""
+        """The share of one token that the pass reads from `latest`."""
         return super().decode_share(request)._replace(token_ids=())
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
         first = forward_pass.shares[0]
-        if scored_columns(first.request, first.span):  # then all of them are: see `_apart`
+        if scored_columns(first.request, first.span):  # then every share is scored: see `_scored_apart`
             requests, logits = self.stream.call(functools.partial(self.forward, forward_pass))
             return LaunchedPass(requests, Done((logits,)))
         view = self.pool.view([share.span for share in forward_pass.shares])
@@ -150,60 +142,61 @@ class PipelinedRunner(ChunkedRunner):
 
     # ------------------------------------------------------------------ sampling
 
-    def finalize_sampling(self, slot_id: int) -> None:
-        """Hand in the choice of a launched step's tokens, and their way to the host."""
-        for each in self.slots[slot_id].launched:
+    def finalize_sampling(self) -> None:
+        """Submit the sampling of the launched step, and the copy of its tokens to the host."""
+        step = self.state.launched
+        assert step is not None, "a launched step"
+        for each in step.launched:
             if each.requests:
                 with self.stream.entered():
                     each.sampled = self._sample_one(each)
-        for share in self.slots[slot_id].shares:
-            share.request.pending_tokens += share.sample_at is not None
-        self.state.on_pending_commit(slot_id)
+        for share in step.shares:
+            share.request.pending_tokens += len(share.sample_at)
+        self.state.on_pending_commit()
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:
         requests = launched.requests
-        vocab, device = self.model.config.vocab_size, self.model.device
-        inputs = SamplingInputs.of(requests, self.masks(requests), vocab, device)
-        given = {name: value for name, value in inputs._asdict().items() if isinstance(value, Tensor)}
-        names, top = tuple(given), inputs.top
+        inputs = SamplingInputs.of(
+            requests, self.masks(requests), self.model.config.vocab_size, self.model.device
+        )
+        asked, top = inputs.tensors(), inputs.top
         seats = self.forwards.moved([self.pool.seat(self.slot(request)) for request in requests])
 
         def sample(logits: Tensor, seats: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+            fields: dict[str, Any] = dict(zip(asked, tensors, strict=True))
             sampled = choose(logits, SamplingInputs(**fields, top=top))
-            # What is no token ends its request when it is read; until then any will do.
+            # A row without a token ends its request when it is read. Until then any token id will do.
             self.latest.index_copy_(0, seats, sampled.token_ids.clamp(min=0))
             return tuple(each for each in sampled if each is not None)
 
-        key = ("sample", top, *names)
-        return self.stream.submit(key, sample, [seats, *given.values()], launched.forward)
+        key = ("sample", top, *asked)
+        return self.stream.submit(key, sample, [seats, *asked.values()], launched.forward)
 
     # ------------------------------------------------------------------ commit
 
     def commit_step(self) -> list[StepOutput]:
         """Read the oldest step's tokens and commit them. Returns its outputs. Waits for that step alone."""
-        slot_id = self.state.pop_oldest()
-        slot = self.slots[slot_id]
+        step = self.state.oldest
+        assert step is not None, "a sampled step"
         try:
             with self.telemetry.part("wait"):
-                results = self._read(slot)
+                results = self._read(step)
         except Exception as error:
             return self._recover(error)
-        launched = Launched(slot.plan)
-        for each, result in zip(slot.launched, results, strict=True):
-            if each.requests:
-                launched.sampled.append(SampledPass(each.requests, Sampled(*result)))
-        for share in slot.shares:
-            share.request.pending_tokens -= share.sample_at is not None
+        sampled = [
+            SampledPass(each.requests, Sampled(*result))
+            for each, result in zip(step.launched, results, strict=True)
+        ]
+        for share in step.shares:
+            share.request.pending_tokens -= len(share.sample_at)
         with self.telemetry.part("commit"):
-            outputs = self.commit(launched)
-        self.state.on_step_completed(slot_id)
-        slot.clear()
+            outputs = self.commit(Launched(step.plan, sampled))
+        self.state.on_step_completed(step)
         return outputs
 
-    def _read(self, slot: DecodeSlot) -> list[tuple[Tensor, ...]]:
+    def _read(self, step: DecodeSlot) -> list[tuple[Tensor, ...]]:
         """Return the results of a step's passes. Raises what a pass raised."""
-        return [each.outcome.wait() for each in slot.launched]
+        return [each.outcome.wait() for each in step.launched]
 
     def register_prefixes(self, plan: StepPlan) -> None:
         if plan.prefill:
@@ -214,7 +207,7 @@ class PipelinedRunner(ChunkedRunner):
         if held:
             self.stream.aside(functools.partial(super().release, held))
 
-    # ------------------------------------------------------------------ who wants to see
+    # ------------------------------------------------------------------ timing
 
     def time_stream(self, wanted: bool) -> None:
         self.stream.time_work(wanted)
@@ -245,21 +238,20 @@ class PipelinedRunner(ChunkedRunner):
         raise_if_fatal(error)
         self.telemetry.counters.failed_passes += 1
         logger.warning("a step failed, computing what was in flight again: %r", error)
-        slots = [self.slots[slot_id] for slot_id in self.state.in_order()]
-        steps = [(slot.plan, slot.passes) for slot in slots]
+        steps = tuple(self.state.steps)
         self.abandon()
         outputs: list[StepOutput] = []
-        for plan, passes in steps:
-            launched = Launched(plan)
-            for forward_pass in passes:
-                shares = tuple(map(_with_token_ids, forward_pass.shares))
+        for step in steps:
+            launched = Launched(step.plan)
+            for forward_pass in step.passes:
+                shares = map(_with_token_ids, forward_pass.shares)
                 again = ForwardPass(tuple(share for share in shares if not share.request.is_terminal))
                 if again.shares:
                     self.stream.call(functools.partial(self._launch_pass, again, launched))
             with self.telemetry.part("commit"):
                 outputs += self.commit(launched)
-        recovered = [share for _, passes in steps for each in passes for share in each.shares]
-        self.stream.call(functools.partial(self._put_back_latest, recovered))
+        shares_of_all = [share for step in steps for share in step.shares]
+        self.stream.call(functools.partial(self._put_back_latest, shares_of_all))
         return outputs
 
     def abandon(self) -> None:
@@ -267,18 +259,17 @@ class PipelinedRunner(ChunkedRunner):
 
         May be repeated if it was interrupted.
         """
-        with suppress(Exception):  # of a device that failed, nothing can be waited for
+        with suppress(Exception):  # if the device failed, nothing can be waited for
             self.stream.drain()
-        for slot in self.slots:
-            slot.wait()  # collects what was computed
-            for request, span, _, _ in slot.shares:
+        for step in self.state.steps:
+            step.wait()  # collects what was computed
+            for share in step.shares:
+                request, span = share.request, share.span
                 length = min(span.start, self.pool.get_seq_len(span.slot))
                 self.pool.advance([span._replace(length=length)])
                 request.prefill_progress = length
                 request.pending_tokens = 0
         self.state.drop_all()
-        for slot in self.slots:
-            slot.clear()
 
     def _put_back_latest(self, shares: Sequence[PassShare]) -> None:
         """Write the requests' latest tokens to where the next step reads them."""
@@ -287,14 +278,14 @@ class PipelinedRunner(ChunkedRunner):
 
 
 def _with_token_ids(share: PassShare) -> PassShare:
-    """The share with its input tokens on the host: those of the step before have been read by now."""
+    """The share with its input tokens on the host: the tokens of the step before have been read by now."""
     return share._replace(token_ids=share.request.token_ids[share.span.start : share.span.end])
 
 
-def _apart(forward_pass: ForwardPass) -> Iterable[ForwardPass]:
+def _scored_apart(forward_pass: ForwardPass) -> Iterable[ForwardPass]:
     """Give the shares that score their prompts a pass of their own, which the host waits for."""
-    told: list[PassShare] = []
+    scored: list[PassShare] = []
     others: list[PassShare] = []
     for share in forward_pass.shares:
-        (told if scored_columns(share.request, share.span) else others).append(share)
-    return (ForwardPass(tuple(shares)) for shares in (others, told) if shares)
+        (scored if scored_columns(share.request, share.span) else others).append(share)
+    return (ForwardPass(tuple(shares)) for shares in (others, scored) if shares)

@@ -1,8 +1,7 @@
-"""The record of a step in flight: its plan, its passes, and where their results will be."""
+"""A step in flight: its plan, its passes, and the handles of their results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ class LaunchedPass:
     """One forward pass in flight.
 
     Attributes:
-        requests: the requests that get a token from it, row by row.
+        requests: the request of each sampled row, in order.
         forward: its logits.
         sampled: the tokens sampled from them; None until the sampling is submitted.
     """
@@ -28,45 +27,39 @@ class LaunchedPass:
 
     @property
     def outcome(self) -> Pending:
-        """The last thing submitted for this pass: its sampling, or its forward pass until then."""
+        """The last work submitted for this pass: its sampling, or its forward pass until then."""
         return self.forward if self.sampled is None else self.sampled
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodeSlot:
-    """A step from its launch to its commit.
+    """A step, made at its launch and dropped at its commit.
 
     Attributes:
         plan: what the step computes.
         passes: the plan as forward passes.
         launched: the passes that were submitted; fewer than `passes` if submitting one failed.
+        shares: the shares of all passes: one for each sequence in the step.
+        members: their requests.
     """
 
-    plan: StepPlan = field(default_factory=StepPlan)
-    passes: list[ForwardPass] = field(default_factory=list)
+    plan: StepPlan
+    passes: tuple[ForwardPass, ...]
     launched: list[LaunchedPass] = field(default_factory=list)
+    shares: tuple[PassShare, ...] = field(init=False)
+    members: tuple[Request, ...] = field(init=False)
 
-    def begin(self, plan: StepPlan, passes: list[ForwardPass]) -> None:
-        self.plan, self.passes, self.launched = plan, passes, []
-
-    @property
-    def shares(self) -> Iterator[PassShare]:
-        """The shares of all passes: one for each sequence in the step."""
-        return (share for each in self.passes for share in each.shares)
+    def __post_init__(self) -> None:
+        self.shares = tuple([share for each in self.passes for share in each.shares])
+        self.members = tuple([share.request for share in self.shares])
 
     @property
     def waits_for_tokens(self) -> bool:
         """Whether sampling must wait until the tokens of the step before have been read (grammars, penalties)."""
-        return any(
-            share.sample_at is not None and share.request.waits_for_its_tokens for share in self.shares
-        )
+        return any(share.sample_at and share.request.waits_for_its_tokens for share in self.shares)
 
     def wait(self) -> None:
         """Block until no pass of this step computes any more, failed or not."""
         for each in self.launched:
             with suppress(Exception, SystemExit):  # the pass raised it; an interrupt is this thread's own
                 each.outcome.wait()
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self.begin(StepPlan(), [])

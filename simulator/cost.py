@@ -53,8 +53,7 @@ class Work(NamedTuple):
             else:
                 tokens += end - start
                 pairs += (end - start) * (start + end + 1) // 2
-            if sample_at is not None:
-                logits += 1
+            logits += len(sample_at)
         return cls(rows, columns, min(columns, pool.used_tokens + rows), tokens, pairs, logits)
 
 

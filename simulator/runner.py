@@ -59,7 +59,7 @@ class SimulatedRunner(Runner):
         self.telemetry.current.passes += 1
         self.pool.advance([share.span for share in shares])
         self.count_as_computed(forward_pass)
-        return tuple([share.request for share in shares if share.sample_at is not None])
+        return forward_pass.sampled_rows()[0]
 
     def commit(self, launched: Launched) -> list[StepOutput]:
         outputs = [

@@ -22,6 +22,7 @@ from common.server.middleware import (
     CountAnswers,
     HeadAsGet,
     OwnPages,
+    PaceRefusals,
     RequestIds,
     RootPath,
     cors_settings,
@@ -122,6 +123,7 @@ def create_app(
         )
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
+    app.add_middleware(PaceRefusals, is_computing=lambda: engine.telemetry.latest.active > 0)
     app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

@@ -1,7 +1,7 @@
 """ASGI middleware, in the order in which a request meets it.
 
-Answers are counted, a proxy's path prefix is stripped, the request gets an id. Clients without a key, and pages of
-other sites, are turned away.
+Answers are counted, and refusals are paced while the engine computes. A proxy's path prefix is stripped, and the
+request gets an id. Clients without a key, and pages of other sites, are turned away.
 
 A page that a user opens can send requests to every server that the user's machine reaches, this one included. A
 browser lets the page read answers only if both have one origin. There are two ways around that. `OwnPages` closes
@@ -15,6 +15,7 @@ both on a server without keys:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import ipaddress
@@ -23,7 +24,7 @@ import secrets
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -89,6 +90,54 @@ def error_code(body: bytes) -> str:
         return str(orjson.loads(body)["error"]["code"])
     except (ValueError, TypeError, LookupError):
         return ""
+
+
+class PaceRefusals:
+    """Bounds how many refusals leave in a second while the engine computes.
+
+    A client that sends the next request when the last one is refused costs the server as much as it likes: two
+    megabytes are received, parsed and thrown away many times a second, and answers that others wait for come late.
+    A refusal that waits half a second makes such a client wait, too.
+
+    Args:
+        is_computing: whether answers are being computed. If not, refusals leave at once.
+    """
+
+    PER_S = 16  # refusals a second, once `BURST` have left at once
+    BURST = 32
+    MOST_S = 2.0  # that one refusal waits
+    MOST_WAITING = 64  # at the same time: each may hold the body that was refused
+
+    def __init__(self, app: ASGIApp, is_computing: Callable[[], bool]) -> None:
+        self.app = app
+        self._is_computing = is_computing
+        self._next_s = 0.0  # when the next refusal may leave, were there no burst
+        self._waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+
+        async def paced(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                await self._turn()
+            await send(message)
+
+        await self.app(scope, receive, paced)
+
+    async def _turn(self) -> None:
+        """Wait until this refusal may leave."""
+        now = asyncio.get_running_loop().time()
+        earliest = max(self._next_s, now - self.BURST / self.PER_S)
+        self._next_s = min(earliest + 1 / self.PER_S, now + self.MOST_S)
+        if self._next_s <= now or self._waiting >= self.MOST_WAITING or not self._is_computing():
+            return
+        self._waiting += 1
+        try:
+            await asyncio.sleep(self._next_s - now)
+        finally:
+            self._waiting -= 1
 
 
 def cors_settings(origins: Sequence[str]) -> dict[str, Any]:

@@ -63,7 +63,8 @@ PIPELINED_PLACES = [
     ("runner", "_read", "before"),
     ("runner", "_read", "after"),
     ("state", "on_launch", "after"),
-    ("state", "pop_oldest", "after"),
+    ("state", "on_pending_commit", "before"),
+    ("state", "on_pending_commit", "after"),
     ("state", "on_step_completed", "before"),
     ("state", "on_step_completed", "after"),
 ]

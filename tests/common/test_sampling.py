@@ -257,7 +257,7 @@ def test_candidates_that_end_among_equals(
     logits = torch.zeros(1, VOCAB)
     logits[0, [30, 20]] = 5.0
     monkeypatch.setattr(common.sampling, "FIRST_CANDIDATES", 8)
-    monkeypatch.setattr(Request, "next_uniform", lambda _: math.nextafter(1.0, 0.0))
+    monkeypatch.setattr(Request, "next_uniform", lambda *_: math.nextafter(1.0, 0.0))
     sorts = Sorts(monkeypatch)
     assert ids_of(logits, [make(**values)]) == [last]
     assert sorts.rows[VOCAB] == sorted_rows
@@ -374,7 +374,7 @@ def test_the_numbers_next_to_0_and_1_find_a_token(monkeypatch: pytest.MonkeyPatc
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[:, 3] = logits[:, 9] = 1.0
     for uniform, expected in ((0.0, 3), (math.nextafter(1.0, 0.0), 9)):
-        monkeypatch.setattr(Request, "next_uniform", lambda _, value=uniform: value)
+        monkeypatch.setattr(Request, "next_uniform", lambda *_, value=uniform: value)
         assert ids_of(logits, [make(), make(top_k=5)]) == [expected, expected]
 
 
@@ -386,7 +386,7 @@ def test_the_tail_of_a_large_vocabulary_is_reached(monkeypatch: pytest.MonkeyPat
     cumulative = list(itertools.accumulate(logits[0].softmax(-1).tolist()))
     for share in (0.1, 0.5, 0.77, 0.999):
         uniform = 1 - (1 - share) * 1e-4
-        monkeypatch.setattr(Request, "next_uniform", lambda _, value=uniform: value)
+        monkeypatch.setattr(Request, "next_uniform", lambda *_, value=uniform: value)
         (token,) = ids_of(logits, [make()])
         assert abs(token - bisect.bisect_right(cumulative, uniform * cumulative[-1])) <= 1
         assert abs(token - share * vocab) < 0.01 * vocab

@@ -126,7 +126,7 @@ def test_an_empty_plan_reads_what_is_in_flight() -> None:
     request = add(engine, PROMPT, greedy(2))
     assert engine.step() == []
     assert engine.step() == []
-    assert runner_of(engine).state.in_flight == SLOTS
+    assert len(runner_of(engine).state.steps) == SLOTS
     outputs = engine.step()
     assert len(tokens_of(outputs, request)) == 1
     assert not [line for line in stream.log if line == "submit forward 2"], "its end was foreseen"
@@ -138,11 +138,10 @@ def test_an_empty_plan_reads_what_is_in_flight() -> None:
 
 def test_the_selector_changes_nothing() -> None:
     engine, stream, (request,) = started()
-    runner = runner_of(engine)
-    plan = engine.scheduler.plan()
-    before = (request.inflight_refs, request.pending_tokens, list(stream.log), runner.state.in_order())
-    assert runner.schedule_decode_step(plan) == runner.schedule_decode_step(plan) == 1
-    assert before == (request.inflight_refs, request.pending_tokens, stream.log, runner.state.in_order())
+    steps = runner_of(engine).state.steps
+    before = (request.inflight_refs, request.pending_tokens, list(stream.log), list(steps))
+    assert engine.scheduler.plan() == engine.scheduler.plan() == StepPlan(decode=(request,))
+    assert before == (request.inflight_refs, request.pending_tokens, stream.log, list(steps))
 
 
 # ---------------------------------------------------------------------- ends
@@ -238,7 +237,7 @@ def test_a_prompt_starts_within_two_completions(mode: str) -> None:
     done = len(tokens_of(outputs, running))
     assert done <= 2
     if mode == "drained":
-        assert runner_of(engine).state.in_flight == 1, "alone in flight: what came before has been read"
+        assert len(runner_of(engine).state.steps) == 1, "alone in flight: what came before has been read"
     outputs += run(engine)
     assert tokens_of(outputs, running) == continuation(running.prompt_token_ids, 20)[:20]
     assert tokens_of(outputs, newcomer) == continuation([3] * 6, 4)
@@ -266,7 +265,7 @@ def test_a_full_house_is_not_drained_for_a_prompt_that_has_no_place() -> None:
     engine.step()
     add(engine, [1, 2, 3], greedy(2))
     engine.step()
-    assert runner_of(engine).state.in_flight == SLOTS
+    assert len(runner_of(engine).state.steps) == SLOTS
 
 
 def test_what_was_computed_is_shared_once_it_has_been_read() -> None:
@@ -296,7 +295,7 @@ def test_nobody_is_preempted_in_flight() -> None:
     outputs = []
     while engine.has_work:
         before = engine.scheduler.preemptions
-        flying = runner_of(engine).state.in_flight
+        flying = len(runner_of(engine).state.steps)
         outputs += engine.step()
         if engine.scheduler.preemptions > before:
             assert flying <= 1, "the last of them was read at the beginning of this step"
@@ -317,7 +316,7 @@ def test_a_pause_plans_nothing_and_the_steps_that_follow_deliver_what_is_in_flig
     engine.pause()
     assert engine.is_due, "two steps are in flight"
     outputs = engine.step() + engine.step()
-    assert (runner_of(engine).state.in_flight, engine.next_wake()) == (0, None)
+    assert (runner_of(engine).in_flight, engine.next_wake()) == (False, None)
     assert all(len(tokens_of(outputs, each)) == 2 for each in requests)
     assert [told for plan, step in seen[1:] if plan == StepPlan() for told in step] == outputs
     late = add(engine, [1, 2], greedy(3))

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from common.request import Request
+from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.scheduler import PipelinedScheduler
-from phase9_pipelined.state import PipelineState, Stage
+from phase9_pipelined.slots import DecodeSlot
+from phase9_pipelined.state import PipelineState
 from tests.engine_helpers import add, assert_all_free, continuation, end_of, greedy, run, tokens_of
 from tests.phase9_pipelined import test_loop as loop
 from tests.phase9_pipelined import test_state as states
@@ -40,28 +42,27 @@ CHECKS: list[Check] = [
     loop.test_nobody_is_preempted_in_flight,
     loop.test_nobody_gets_more_than_was_asked_for,
     loop.test_what_was_computed_is_shared_once_it_has_been_read,
-    lambda: states.test_what_leads_where((Stage.SAMPLED, Stage.FREE), "pop", 0),
+    lambda: states.test_what_is_told_of_each("SS"),
 ]
 
 
-def slot_free_when_its_tokens_have_arrived(patch: pytest.MonkeyPatch) -> None:
-    original = PipelineState.pop_oldest
+def dropped_when_its_tokens_have_arrived(patch: pytest.MonkeyPatch) -> None:
+    original = PipelinedRunner._read
 
-    def pop_oldest(self: PipelineState) -> int:
-        slot_id = original(self)
-        self.on_step_completed(slot_id)
-        return slot_id
+    def read(self: PipelinedRunner, step: DecodeSlot) -> Any:
+        results = original(self, step)
+        self.state.on_step_completed(step)
+        return results
 
-    patch.setattr(PipelineState, "pop_oldest", pop_oldest)
+    patch.setattr(PipelinedRunner, "_read", read)
 
 
 def newest_committed_first(patch: pytest.MonkeyPatch) -> None:
-    def pop_oldest(self: PipelineState) -> int:
-        slot_id = self._queue.pop()
-        self._stages[slot_id] = Stage.COMMITTING
-        return slot_id
+    def oldest(self: PipelineState[DecodeSlot]) -> DecodeSlot | None:
+        sampled = [step for step in self.steps if step is not self.launched]
+        return sampled[-1] if sampled else None
 
-    patch.setattr(PipelineState, "pop_oldest", pop_oldest)
+    patch.setattr(PipelineState, "oldest", property(oldest))
 
 
 def reference_dropped_at_cancel(patch: pytest.MonkeyPatch) -> None:
@@ -99,15 +100,15 @@ def preempted_in_flight(patch: pytest.MonkeyPatch) -> None:
 def shared_when_launched(patch: pytest.MonkeyPatch) -> None:
     original = PipelinedRunner.launch_forward
 
-    def launch_forward(self: PipelinedRunner, plan: Any, slot_id: int) -> None:
-        original(self, plan, slot_id)
+    def launch_forward(self: PipelinedRunner, plan: StepPlan) -> None:
+        original(self, plan)
         self.register_prefixes(plan)
 
     patch.setattr(PipelinedRunner, "launch_forward", launch_forward)
 
 
 MISTAKES = [
-    slot_free_when_its_tokens_have_arrived,
+    dropped_when_its_tokens_have_arrived,
     newest_committed_first,
     reference_dropped_at_cancel,
     only_committed_tokens_counted,

@@ -30,12 +30,12 @@ class PipelinedTraffic(Traffic):
         super().check()
         assert_shared_consistently(caching(self.engine))
         state = runner_of(self.engine).state
-        self.most_in_flight = max(self.most_in_flight, state.in_flight)
-        members = [member for slot_id in range(SLOTS) for member in state.members(slot_id)]
+        self.most_in_flight = max(self.most_in_flight, len(state.steps))
+        members = [member for step in state.steps for member in step.members]
         for request in self.live.values():
             assert request.inflight_refs == members.count(request) <= SLOTS
             assert 0 <= request.pending_tokens <= request.inflight_refs
-        assert state.launched is state.committing is None
+        assert state.launched is None
 
 
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3}

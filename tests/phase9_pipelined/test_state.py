@@ -1,19 +1,17 @@
-"""The state machine of two slots: what leads where, and whom a step holds."""
+"""The steps in flight: which move leads where, and which requests a step holds."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phase9_pipelined.state import SLOTS, PipelineError, PipelineState, Stage
-
-FREE, LAUNCHED, SAMPLED, COMMITTING = Stage.FREE, Stage.LAUNCHED, Stage.SAMPLED, Stage.COMMITTING
+from phase9_pipelined.state import SLOTS, PipelineError, PipelineState
 
 
 @dataclass(eq=False)
@@ -21,219 +19,223 @@ class Member:
     inflight_refs: int = 0
 
 
-def stages(state: PipelineState) -> tuple[Stage, ...]:
-    return tuple(state.stage(slot_id) for slot_id in range(SLOTS))
+@dataclass(eq=False)
+class Step:
+    members: list[Member] = field(default_factory=lambda: [Member()])
 
 
-def launch(state: PipelineState, slot_id: int) -> None:
-    state.on_launch(slot_id, [Member()])
+State = PipelineState[Step]
 
 
-def sample(state: PipelineState, slot_id: int) -> None:
-    state.on_pending_commit(slot_id)
+def launch(state: State) -> None:
+    state.on_launch(Step())
 
 
-def pop(state: PipelineState, _: int = 0) -> None:
-    state.pop_oldest()
+def sample(state: State) -> None:
+    state.on_pending_commit()
 
 
-def complete(state: PipelineState, slot_id: int) -> None:
-    state.on_step_completed(slot_id)
+def complete_first(state: State) -> None:
+    state.on_step_completed(state.steps[0] if state.steps else Step())
 
 
-Move = tuple[Callable[[PipelineState, int], None], int]
+def complete_last(state: State) -> None:
+    state.on_step_completed(state.steps[-1] if state.steps else Step())
 
-#: How every situation that can be is reached.
-SITUATIONS: dict[tuple[Stage, Stage], list[Move]] = {
-    (FREE, FREE): [],
-    (LAUNCHED, FREE): [(launch, 0)],
-    (SAMPLED, FREE): [(launch, 0), (sample, 0)],
-    (COMMITTING, FREE): [(launch, 0), (sample, 0), (pop, 0)],
-    (SAMPLED, LAUNCHED): [(launch, 0), (sample, 0), (launch, 1)],
-    (COMMITTING, LAUNCHED): [(launch, 0), (sample, 0), (launch, 1), (pop, 0)],
-    (SAMPLED, SAMPLED): [(launch, 0), (sample, 0), (launch, 1), (sample, 1)],
-    (COMMITTING, SAMPLED): [(launch, 0), (sample, 0), (launch, 1), (sample, 1), (pop, 0)],
-    (FREE, LAUNCHED): [(launch, 1)],
-    (FREE, SAMPLED): [(launch, 1), (sample, 1)],
-    (FREE, COMMITTING): [(launch, 1), (sample, 1), (pop, 0)],
+
+def complete_stranger(state: State) -> None:
+    state.on_step_completed(Step())
+
+
+def complete_twice(state: State) -> None:
+    step = Step()
+    state.on_launch(step)
+    state.on_pending_commit()
+    state.on_step_completed(step)
+    state.on_step_completed(step)
+
+
+def launch_twice_the_same_request(state: State) -> None:
+    member = Member()
+    state.on_launch(Step([member, member]))
+
+
+def sample_twice(state: State) -> None:
+    state.on_pending_commit()
+    state.on_pending_commit()
+
+
+def launch_three(state: State) -> None:
+    for _ in range(SLOTS + 1):
+        state.on_launch(Step())
+        state.on_pending_commit()
+
+
+Move = Callable[[State], None]
+
+#: How each situation is reached. L: launched, S: sampled; the oldest step first.
+SITUATIONS: dict[str, list[Move]] = {
+    "": [],
+    "L": [launch],
+    "S": [launch, sample],
+    "SL": [launch, sample, launch],
+    "SS": [launch, sample, launch, sample],
 }
-
-#: What leads on from there, and where to. All else is refused.
-LEGAL: dict[tuple[tuple[Stage, Stage], str, int], tuple[Stage, Stage]] = {
-    ((FREE, FREE), "launch", 0): (LAUNCHED, FREE),
-    ((FREE, FREE), "launch", 1): (FREE, LAUNCHED),
-    ((LAUNCHED, FREE), "sample", 0): (SAMPLED, FREE),
-    ((SAMPLED, FREE), "launch", 1): (SAMPLED, LAUNCHED),
-    ((SAMPLED, FREE), "pop", 0): (COMMITTING, FREE),
-    ((COMMITTING, FREE), "launch", 1): (COMMITTING, LAUNCHED),
-    ((COMMITTING, FREE), "complete", 0): (FREE, FREE),
-    ((SAMPLED, LAUNCHED), "sample", 1): (SAMPLED, SAMPLED),
-    ((SAMPLED, LAUNCHED), "pop", 0): (COMMITTING, LAUNCHED),
-    ((COMMITTING, LAUNCHED), "sample", 1): (COMMITTING, SAMPLED),
-    ((COMMITTING, LAUNCHED), "complete", 0): (FREE, LAUNCHED),
-    ((SAMPLED, SAMPLED), "pop", 0): (COMMITTING, SAMPLED),
-    ((COMMITTING, SAMPLED), "complete", 0): (FREE, SAMPLED),
-    ((FREE, LAUNCHED), "sample", 1): (FREE, SAMPLED),
-    ((FREE, SAMPLED), "launch", 0): (LAUNCHED, SAMPLED),
-    ((FREE, SAMPLED), "pop", 0): (FREE, COMMITTING),
-    ((FREE, COMMITTING), "launch", 0): (LAUNCHED, COMMITTING),
-    ((FREE, COMMITTING), "complete", 1): (FREE, FREE),
+#: Where each legal move leads. All other moves are refused.
+LEGAL: dict[tuple[str, Move], str] = {
+    ("", launch): "L",
+    ("L", sample): "S",
+    ("S", launch): "SL",
+    ("S", complete_first): "",
+    ("S", complete_last): "",
+    ("SL", sample): "SS",
+    ("SL", complete_first): "L",
+    ("SS", complete_first): "S",
 }
-
-MOVES = {"launch": launch, "sample": sample, "pop": pop, "complete": complete}
-CASES = [
-    (situation, name, slot_id)
-    for situation in SITUATIONS
-    for name in MOVES
-    for slot_id in range(1 if name == "pop" else SLOTS)
+MOVES: list[Move] = [
+    launch,
+    sample,
+    complete_first,
+    complete_last,
+    complete_stranger,
+    launch_twice_the_same_request,
+]
+CASES = [(situation, move) for situation in SITUATIONS for move in MOVES]
+#: Sequences of moves, each legal but the last, and the situation that its refusal leaves.
+SEQUENCES: list[tuple[str, Move, str]] = [
+    ("", complete_twice, ""),
+    ("S", complete_twice, "SS"),  # it is not the oldest: refused the first time
+    ("L", sample_twice, "S"),
+    ("SL", sample_twice, "SS"),
+    ("", launch_three, "SS"),
+    ("S", launch_three, "SS"),
 ]
 
 
-def reach(situation: tuple[Stage, Stage]) -> PipelineState:
-    state = PipelineState()
-    for move, slot_id in SITUATIONS[situation]:
-        move(state, slot_id)
-    assert stages(state) == situation
+def situation_of(state: State) -> str:
+    return "".join("L" if step is state.launched else "S" for step in state.steps)
+
+
+def reach(situation: str) -> State:
+    state = State()
+    for move in SITUATIONS[situation]:
+        move(state)
+    assert situation_of(state) == situation
     return state
 
 
-@pytest.mark.parametrize(
-    ("situation", "name", "slot_id"), CASES, ids=lambda case: str(getattr(case, "value", case))
-)
-def test_what_leads_where(situation: tuple[Stage, Stage], name: str, slot_id: int) -> None:
+def named(case: object) -> str | None:
+    return getattr(case, "__name__", None) or (case if isinstance(case, str) and case else "empty")
+
+
+@pytest.mark.parametrize(("situation", "move"), CASES, ids=named)
+def test_what_leads_where(situation: str, move: Move) -> None:
     state = reach(situation)
-    order = state.in_order()
-    expected = LEGAL.get((situation, name, slot_id))
+    steps = list(state.steps)
+    references = [member.inflight_refs for step in steps for member in step.members]
+    expected = LEGAL.get((situation, move))
     if expected is not None:
-        MOVES[name](state, slot_id)
-        assert stages(state) == expected
+        move(state)
+        assert situation_of(state) == expected
         return
     with pytest.raises(PipelineError):
-        MOVES[name](state, slot_id)
-    assert stages(state) == situation, "what is refused changes nothing"
-    assert state.in_order() == order
+        move(state)
+    assert situation_of(state) == situation, "a refused move changes nothing"
+    assert list(state.steps) == steps
+    assert [member.inflight_refs for step in steps for member in step.members] == references
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda each: "-".join(stage.value for stage in each))
-def test_what_is_told_of_each(situation: tuple[Stage, Stage]) -> None:
+@pytest.mark.parametrize(("situation", "moves", "left"), SEQUENCES, ids=named)
+def test_the_same_move_again_is_refused(situation: str, moves: Move, left: str) -> None:
     state = reach(situation)
-    assert state.in_flight == SLOTS - situation.count(FREE)
-    assert state.launched == (situation.index(LAUNCHED) if LAUNCHED in situation else None)
-    assert state.committing == (situation.index(COMMITTING) if COMMITTING in situation else None)
-    free = state.free_slot_id()
-    assert (free is None) == (FREE not in situation)
-    assert free is None or situation[free] is FREE
-    assert sorted(state.in_order()) == [slot for slot in range(SLOTS) if situation[slot] is not FREE]
+    with pytest.raises(PipelineError):
+        moves(state)
+    assert situation_of(state) == left
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda each: "-".join(stage.value for stage in each))
-def test_after_a_failure_nobody_is_held(situation: tuple[Stage, Stage]) -> None:
+@pytest.mark.parametrize("situation", SITUATIONS, ids=named)
+def test_what_is_told_of_each(situation: str) -> None:
     state = reach(situation)
-    members = [member for slot_id in range(SLOTS) for member in state.members(slot_id)]
+    assert len(state.steps) == len(situation)
+    assert state.has_free_slot == (len(situation) < SLOTS)
+    assert (state.launched is None) == ("L" not in situation)
+    assert state.oldest is (state.steps[0] if situation.startswith("S") else None)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=named)
+def test_after_a_failure_nobody_is_held(situation: str) -> None:
+    state = reach(situation)
+    members = [member for step in state.steps for member in step.members]
     state.drop_all()
-    assert stages(state) == (FREE, FREE)
+    assert situation_of(state) == ""
     assert [member.inflight_refs for member in members] == [0] * len(members)
-    assert (state.oldest, state.in_order()) == (None, [])
-    slot_id = state.free_slot_id()
-    assert slot_id is not None
-    launch(state, slot_id)
-
-
-def test_slots_take_turns() -> None:
-    state = PipelineState()
-    used = []
-    for _ in range(6):
-        slot_id = state.free_slot_id()
-        assert slot_id is not None
-        used.append(slot_id)
-        launch(state, slot_id)
-        sample(state, slot_id)
-        complete(state, state.pop_oldest())
-    assert used == [0, 1] * 3
+    assert (state.oldest, state.launched) == (None, None)
+    launch(state)
+    assert situation_of(state) == "L"
 
 
 def test_steps_are_committed_oldest_first() -> None:
-    state = PipelineState()
+    state = State()
     launched, committed = [], []
     for _ in range(10):
-        slot_id = state.free_slot_id()
-        if slot_id is None:
-            committed.append(state.pop_oldest())
-            complete(state, committed[-1])
-            slot_id = state.free_slot_id()
-        assert slot_id is not None
-        launched.append(slot_id)
-        launch(state, slot_id)
-        sample(state, slot_id)
+        if not state.has_free_slot:
+            assert state.oldest is not None
+            committed.append(state.oldest)
+            state.on_step_completed(committed[-1])
+        launched.append(Step())
+        state.on_launch(launched[-1])
+        state.on_pending_commit()
     assert committed == launched[:8]
 
 
-def test_nobody_is_in_a_step_twice_nor_in_three() -> None:
-    state, member = PipelineState(), Member()
+def test_nobody_is_in_a_step_twice() -> None:
+    state, member = State(), Member()
     with pytest.raises(PipelineError, match="twice"):
-        state.on_launch(0, [member, member])
-    with pytest.raises(PipelineError, match="more than 2"):
-        state.on_launch(0, [Member(inflight_refs=2)])
-    assert (stages(state), member.inflight_refs) == ((FREE, FREE), 0)
-    with pytest.raises(PipelineError, match="no slot 2"):
-        launch(state, 2)
-    with pytest.raises(PipelineError, match="no slot -1"):
-        complete(state, -1)
-    state.on_launch(0, [member])
+        state.on_launch(Step([member, member]))
+    assert (situation_of(state), member.inflight_refs) == ("", 0)
+    state.on_launch(Step([member]))
+    assert member.inflight_refs == 1
 
 
 class Membership(RuleBasedStateMachine):
-    """Any legal history: who is in flight is who the steps' members are, and as often."""
+    """Any legal history: a request is in flight as often as it is a member of a step in flight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = PipelineState()
+        self.state = State()
         self.people = [Member() for _ in range(4)]
-        self.order: list[int] = []  # slots, in the order of their launch
-        self.steps: dict[int, list[Member]] = {}
+        self.order: list[Step] = []  # in the order of their launch
 
-    @precondition(lambda self: self.state.free_slot_id() is not None and self.state.launched is None)
+    @precondition(lambda self: self.state.has_free_slot and self.state.launched is None)
     @rule(chosen=st.sets(st.integers(0, 3)))
     def launch(self, chosen: set[int]) -> None:
-        slot_id = self.state.free_slot_id()
-        assert slot_id is not None
-        self.steps[slot_id] = [self.people[i] for i in chosen]
-        self.state.on_launch(slot_id, self.steps[slot_id])
-        self.order.append(slot_id)
+        self.order.append(Step([self.people[i] for i in chosen]))
+        self.state.on_launch(self.order[-1])
 
     @precondition(lambda self: self.state.launched is not None)
     @rule()
     def sample(self) -> None:
-        assert self.state.launched is not None
-        self.state.on_pending_commit(self.state.launched)
+        self.state.on_pending_commit()
 
-    @precondition(lambda self: self.state.oldest is not None and self.state.committing is None)
-    @rule()
-    def pop(self) -> None:
-        assert self.state.pop_oldest() == self.order[0]
-
-    @precondition(lambda self: self.state.committing is not None)
+    @precondition(lambda self: self.state.oldest is not None)
     @rule()
     def complete(self) -> None:
-        slot_id = self.order.pop(0)
-        self.state.on_step_completed(slot_id)
-        del self.steps[slot_id]
+        assert self.state.oldest is self.order[0]
+        self.state.on_step_completed(self.order.pop(0))
 
-    @precondition(lambda self: self.state.in_flight)
+    @precondition(lambda self: self.state.steps)
     @rule()
     def drop(self) -> None:
         self.state.drop_all()
-        self.order, self.steps = [], {}
+        self.order = []
 
     @invariant()
     def references_are_members(self) -> None:
-        members = list(itertools.chain.from_iterable(self.steps.values()))
+        members = list(itertools.chain.from_iterable(step.members for step in self.order))
         assert [each.inflight_refs for each in self.people] == [members.count(p) for p in self.people]
-        assert self.state.in_order() == self.order
-        assert stages(self.state).count(LAUNCHED) <= 1
-        assert stages(self.state).count(COMMITTING) <= 1
-        for slot_id, step in self.steps.items():
-            assert list(self.state.members(slot_id)) == step
+        assert list(self.state.steps) == self.order
+        assert len(self.order) <= SLOTS
+        assert situation_of(self.state) in SITUATIONS
 
 
 TestMembership = Membership.TestCase

@@ -11,8 +11,8 @@ import phase9_pipelined
 from common.request import Request, SamplingParams
 from common.scheduling import StepPlan
 from common.streams import CAPTURED_ROWS, TapeStream, ThreadStream, graph_sizes
+from common.warm_up import TRIALS, capture, record
 from kernels import native
-from phase9_pipelined.warm_up import TRIALS, capture, warm_up
 from tests.engine_helpers import assert_all_free, run
 from tests.phase8_prefix.support import caching
 from tests.phase9_pipelined.support import runner_of
@@ -118,7 +118,7 @@ def test_one_thread_less_where_the_host_gains_more(
     stream = TimedStream(seconds)
     runner.stream = stream
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    warm_up(runner, stream, asked)
+    record(runner, stream, asked)
     assert stream.threads == chosen
 
 

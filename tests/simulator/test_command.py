@@ -71,7 +71,7 @@ def test_the_rate_is_scaled_to_what_is_simulated() -> None:
         (["--gpu", "fast"], "expected GB/S"),
         (["--gpu", "3350,0"], "expected GB/S"),
         (["--gpu", "9,9,0.5,1"], "expected GB/S"),
-        (["--rate", "0", "--workload", "chunked_prefill"], "a factor is a positive number"),
+        (["--rate", "0", "--workload", "chunked_prefill", *GPU], "a factor is a positive number"),
         (["--model", "dummy:llama-135m"], "nothing was measured of dummy:llama-135m"),
         (["--machine", "abacus"], "on abacus"),
         (["--option", "7:max-batch-size=0", "--phases", "7"], "max_batch_size"),

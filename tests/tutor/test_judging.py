@@ -51,7 +51,7 @@ HALF_RIGHT = {
     "logits of the rectangle's end": HalfRight(
         "phase4_static",
         "runner.py",
-        (("is_terminal else chunk.end - 1", "is_terminal else longest - 1"),),
+        (("else range(chunk.end - 1, chunk.end)", "else range(longest - 1, longest)"),),
         "A row's next token is chosen by the logits of its last real token",
     ),
     "idle rows that wander": HalfRight(
@@ -209,7 +209,7 @@ HALF_RIGHT = {
     "nobody waits for its token": HalfRight(
         "phase9_pipelined",
         "runner.py",
-        (("or self.slots[slot_id].waits_for_tokens:", "or False:"),),
+        (("or launched.waits_for_tokens):", "or False):"),),
         "Grammars and penalties choose by the token before",
     ),
     "memory taken in flight": HalfRight(
@@ -223,22 +223,11 @@ HALF_RIGHT = {
         "state.py",
         (
             (
-                "            self._stages[slot_id] = Stage.FREE\n        self._queue.clear()",
-                "            self._stages[slot_id] = Stage.FREE",
+                "        self.steps.clear()\n",
+                "",
             ),
         ),
         "After a failure nothing is in flight",
-    ),
-    "always the same slot": HalfRight(
-        "phase9_pipelined",
-        "state.py",
-        (
-            (
-                "        self._stages[slot_id] = Stage.LAUNCHED\n        self._latest = slot_id",
-                "        self._stages[slot_id] = Stage.LAUNCHED",
-            ),
-        ),
-        "Slots take turns",
     ),
 }
 

@@ -1,34 +1,34 @@
-"""Before the first client comes: record or capture what will be played, and choose how many threads play it."""
+"""Records or captures the passes of a stream before the first client comes, and chooses its number of threads.
+
+All of it by made-up requests, which go through the runner's `execute` and leave nothing behind.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from common.request import Request, SamplingParams
+from common.runner import Runner
 from common.scheduling import PrefillChunk, StepPlan
 from common.streams import TapeStream, graph_sizes
-
-if TYPE_CHECKING:
-    from phase9_pipelined.runner import PipelinedRunner
 
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
-HOST_S = 3e-4  # what the host does for a step, about
+HOST_S = 3e-4  # about what the host needs for a step
 
 
-def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) -> None:
-    """Passes of a made-up request, which leaves nothing behind.
+def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
+    """Record the common kinds of passes.
 
     Args:
         runner: with nothing in flight.
         stream: the runner's.
-        threads: how many share a pass; None: all there are, or one less.
+        threads: how many share a pass. None: time a pass with all threads and with one less, and choose.
     """
     logger.info("warming up")
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
@@ -51,7 +51,7 @@ def warm_up(runner: PipelinedRunner, stream: TapeStream, threads: int | None) ->
     runner.pool.reset_prefix_cache()
 
 
-def capture(runner: PipelinedRunner) -> None:
+def capture(runner: Runner) -> None:
     """Capture the decode step on a GPU in every size that a batch of this engine can need.
 
     A batch that fills all seats may be smaller than the graph that it needs; the graph's missing rows are copies.
@@ -67,15 +67,16 @@ def capture(runner: PipelinedRunner) -> None:
     logger.info("captured decode steps of %s sequences in %.1f s: %.0f MiB", sizes, seconds, taken / 2**20)
 
 
-def _decode(runner: PipelinedRunner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:
-    """Prompts of one token, and so many tokens more, a step at a time; nothing, where memory is too small."""
+def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:
+    """Compute prompts of one token, then `tokens` tokens more, a step at a time; nothing if memory is too small."""
     requests = [Request(f"warm-up {i}", [0], params) for i, params in enumerate(batch)]
     if all(runner.pool.reserve(request, 1 + tokens) for request in requests):
         for request in requests:
             request.start_prefill()
-        runner.execute(StepPlan(prefill=tuple(PrefillChunk.rest(request) for request in requests)))
-        runner.drain()
-        for _ in range(tokens):
-            runner.execute(StepPlan(decode=tuple(requests)))
-            runner.drain()
+        plans = [StepPlan(prefill=tuple(PrefillChunk.rest(request) for request in requests))]
+        plans += [StepPlan(decode=tuple(requests))] * tokens
+        for plan in plans:
+            runner.execute(plan)
+            while runner.in_flight:
+                runner.execute(StepPlan())
     runner.release(requests)
