@@ -168,13 +168,12 @@ class EngineWorker:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
         self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to be made between two steps
-        self._held = 0  # places whose requests are not yet with the scheduler
+        self._held = 0  # places that are promised, and those of requests on their way to the scheduler
         self._abort: Exception | None = None
         self._stopping = False
         self._turn_began_s: float | None = None  # on `time.monotonic`'s clock; None: it waits for work
         # The event loop's own:
         self._streams: dict[str, RequestStream] = {}
-        self._holders = 0  # of places whose requests are still to be handed over
         self._draining = False
         self._aborted: ShuttingDownError | None = None
         self._idle = asyncio.Event()
@@ -225,7 +224,6 @@ class EngineWorker:
         with self._wakeup:
             self._check_room(count)
             self._held += count
-        self._holders += 1
         self._idle.clear()
         return HeldPlaces(self, count)
 
@@ -279,7 +277,6 @@ class EngineWorker:
         """A holder of places is done (`HeldPlaces` calls this): take back those that it did not use."""
         with self._wakeup:
             self._held -= unused
-        self._holders -= 1
         self._mark_idle()
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
@@ -361,7 +358,7 @@ class EngineWorker:
         self._mark_idle()
 
     def _mark_idle(self) -> None:
-        if not self._streams and not self._holders:
+        if not self._streams and not self._held:
             self._idle.set()
 
     # ------------------------------------------------------------------ ending (event loop)
