@@ -53,7 +53,7 @@ def create_app(
     live_view: bool = True,
     admin: bool = False,
 ) -> FastAPI:
-    """The app around an engine, which it owns from start-up to shutdown.
+    """Return the app around an engine. The app owns the engine from start-up to shutdown.
 
     Args:
         engine: of any phase.

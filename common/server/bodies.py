@@ -60,7 +60,7 @@ _SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request can ask of this server."""
+    """This server's bounds on the values of a request."""
 
     models: tuple[str, ...]  # names of the one that is served; it calls itself by the first
     max_choices: int  # more would not fit an empty queue
@@ -68,7 +68,7 @@ class Limits:
 
 
 class BoundedParser(h11.Connection):
-    """h11's parser of a server's connection, with bounds.
+    """h11's parser of a server's connection, with bounds on events and pieces.
 
     Attributes:
         turn_is_over: whether events may be left that the next turn has to parse.
@@ -115,8 +115,11 @@ class BoundedParser(h11.Connection):
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """Serialize an event. An answer that comes before the whole request says that it is the connection's last:
-        to find the next request, the rest of this one would have to be parsed."""
+        """Serialize an event.
+
+        An answer that comes before the whole request gets `Connection: close`. To find the next request, the rest
+        of this one would have to be parsed.
+        """
         close = (b"connection", b"close")
         if (
             isinstance(event, h11.Response)
@@ -151,7 +154,7 @@ def in_origin_form(request: h11.Request) -> h11.Request:
 
 
 class Bodies:
-    """Reads what clients send, for as long as they may take to send it.
+    """Reads request bodies, within a time limit and a shared rate.
 
     Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
     they can would take its time. While the rate is used up, connections are not read, and their clients wait.
@@ -175,7 +178,7 @@ class Bodies:
         self._given_up = False
 
     async def read_json(self, request: Request) -> bytes:
-        """The body of a request that says it is JSON.
+        """Return the body of a request that says it is JSON.
 
         Raises:
             ApiError: 400, it is not called JSON; 408, it has not come in time; 413, as soon as it is known to be
@@ -212,7 +215,7 @@ class Bodies:
         return bytes(body)
 
     async def _pay_for(self, count: int) -> None:
-        """Wait until so many bytes more are within the rate of all large bodies."""
+        """Wait until `count` bytes more are within the rate of all large bodies."""
         now_s = asyncio.get_running_loop().time()
         earliest_s = now_s - self.BURST_BYTES / self.BYTES_PER_S
         self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self.BYTES_PER_S
@@ -220,7 +223,7 @@ class Bodies:
             await asyncio.sleep(self._paid_until_s - now_s)
 
     def give_up(self) -> None:
-        """The server ends: refuse whatever has not come by now."""
+        """Refuse all bodies that have not come by now: the server ends."""
         self._given_up = True
         for deadline in self._deadlines:
             expire(deadline)
@@ -233,7 +236,7 @@ class Bodies:
 
 
 def expire(deadline: asyncio.Timeout) -> None:
-    """Its time is over. One that has just run out by itself cannot be changed any more."""
+    """End a deadline now. A deadline that has just run out by itself cannot be changed any more."""
     if not deadline.expired():
         deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -251,7 +254,10 @@ def says_json(request: Request) -> bool:
 
 
 def _require_json(request: Request) -> None:
-    """A page in a browser can post text to any port of its machine unasked, but not JSON."""
+    """Refuse a body that is not called JSON.
+
+    A page in a browser can post text to any port of its machine unasked, but not JSON.
+    """
     if not says_json(request):
         raise ApiError(
             400,
@@ -266,7 +272,7 @@ class Body(BaseModel):
     model_config = BODY
 
     def check(self, limits: Limits) -> None:
-        """Refuse what is well-formed and cannot be served.
+        """Refuse a well-formed body that cannot be served.
 
         Raises:
             ApiError: 422.
@@ -330,12 +336,12 @@ def check_model(model: str, limits: Limits) -> None:
 
 
 def refused(param: str, message: str) -> ApiError:
-    """422: a value that cannot be served."""
+    """Return the 422 for a value that cannot be served."""
     return ApiError(422, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
-    """Unknown fields of a body and of the objects in it."""
+    """Refuse unknown fields of a body and of the objects in it."""
     unknown = next(iter(body.model_extra or ()), None)
     if unknown is not None:
         name = prefix + shorten(unknown, 100)
@@ -352,7 +358,7 @@ def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """One answer for all that is wrong: the first syntax or type error, or else the first of any kind."""
+    """Return one error for all mistakes of a body: the first in syntax or type, or else the first of any kind."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     worst = next((each for each in details if _is_syntax(each)), details[0])
     path = [part for part in worst["loc"] if not str(part).startswith(TAG)]
@@ -370,7 +376,9 @@ def _explain(error: ValidationError) -> ApiError:
 
 
 def _is_syntax(detail: ErrorDetails) -> bool:
-    """Whether this is an error of form (400) rather than of value (422). An empty prompt, or a token id that no
-    model has, counts as one of form."""
+    """Return whether a mistake is one of form (400) rather than of value (422).
+
+    An empty prompt, or a token id that no model has, counts as one of form.
+    """
     kind = detail["type"]
     return kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")) or detail["loc"][:1] == ("prompt",)

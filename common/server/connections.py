@@ -58,10 +58,13 @@ WARN_EVERY_S = 10.0
 #: Files a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128
 
+#: How long a client may go on sending after the answer has ended its connection.
+LINGER_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What connections may take.
+    """Bounds on the number of connections, and on the time that each may take.
 
     Attributes:
         connections: at a time.
@@ -104,7 +107,7 @@ class Config(uvicorn.Config):
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return by how many the connections are too many, of all or of one address; 0 or less: they are not."""
+        """Return by how many the connections exceed a bound, of all or of one address; 0 or less: by none."""
         limits = self.limits
         beyond = connections - limits.connections
         if beyond > 0:
@@ -132,21 +135,26 @@ class Config(uvicorn.Config):
             logger.warning(f"{message}: more are refused", *values)
 
 
-class Flow(FlowControl):
-    """uvicorn's flow control, which goes on reading while an answer is made.
+class TooMany:
+    """The app for connections beyond the bound: answers the health routes and refuses the rest."""
 
-    uvicorn stops reading when bytes wait behind a request. Then it learns of a client that leaves only when the
-    answer is complete, and a request with one byte behind it is computed for nobody.
-    """
+    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]]) -> None:
+        self.app = app
+        self._answers = answers
 
-    def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
-        super().__init__(transport)
-        self._parser = parser
-
-    def pause_reading(self) -> None:
-        """Stop reading a body that comes faster than the app takes it, and nothing else."""
-        if self._parser.their_state is h11.SEND_BODY:
-            super().pause_reading()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        refusal = unavailable(
+            "too many connections are open, of all clients or of one address (the server's options "
+            "--max-connections and --max-connections-per-address); try again shortly",
+            code="too_many_connections",
+            retry_after_s=1,
+        )
+        refusal.headers["Connection"] = "close"
+        self._answers[refusal.status, refusal.code] += 1
+        await refuse(refusal, scope, receive, send)
 
 
 class Connection(H11Protocol):
@@ -238,7 +246,7 @@ class Connection(H11Protocol):
             self._after_reading()
 
     def _after_reading(self) -> None:
-        """Close a connection with too much behind its request; give the others their time."""
+        """Close a connection with too many bytes behind its request; restart the timers of the others."""
         request_is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
         if request_is_whole and self._unparsed_bytes() > MAX_PIPELINED_BYTES:
             logger.info(
@@ -256,7 +264,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start the timer of what the connection waits for: the rest of a request, or the next one."""
+        """Start the timer for the rest of a request, or for the next one."""
         if self.transport.is_closing():
             self._stop_receiving()
             return
@@ -357,7 +365,7 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _on_unread(self, unsent: int) -> None:
-        """Some time ago, `unsent` bytes waited for the client."""
+        """Close the connection if the client has taken too little since `unsent` bytes waited for it."""
         if (
             not self.cycle.response_complete
             or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES
@@ -368,88 +376,21 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-def counted_address(host: str) -> str | None:
-    """Return the address that a peer's connections are counted under; None if they are not.
+class Flow(FlowControl):
+    """uvicorn's flow control, which goes on reading while an answer is made.
 
-    A machine with IPv6 has a network of 2^64 addresses, and counts as one.
+    uvicorn stops reading when bytes wait behind a request. Then it learns of a client that leaves only when the
+    answer is complete, and a request with one byte behind it is computed for nobody.
     """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            network = ipaddress.ip_network((int(address), 64), strict=False)
-            return None if address.is_loopback else str(network)
-        address = address.ipv4_mapped
-    return None if address.is_loopback else str(address)
 
+    def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
+        super().__init__(transport)
+        self._parser = parser
 
-class TooMany:
-    """The app for connections beyond the bound: it says how the server is, and refuses the rest."""
-
-    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]]) -> None:
-        self.app = app
-        self._answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await self.app(scope, receive, send)
-            return
-        refusal = unavailable(
-            "too many connections are open, of all clients or of one address (the server's options "
-            "--max-connections and --max-connections-per-address); try again shortly",
-            code="too_many_connections",
-            retry_after_s=1,
-        )
-        refusal.headers["Connection"] = "close"
-        self._answers[refusal.status, refusal.code] += 1
-        await refuse(refusal, scope, receive, send)
-
-
-# ---------------------------------------------------------------------- what the operating system does
-
-
-def find_lost_peers(listener: socket.socket, within_s: float) -> None:
-    """Let the kernel end a connection whose peer takes nothing, or is no longer there. Connections inherit it."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    ask_s = max(1, int(within_s / 4))
-    if sys.platform == "linux":
-        # Of what waits for a peer, or of a question whether it is there: none may stay unanswered for longer.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
-    elif sys.platform == "darwin":
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, ask_s)
-
-
-def allow_open_files(connections: int) -> int:
-    """Let the process open as many files as that takes: how many connections it can have, which may be fewer."""
-    if sys.platform == "win32":
-        return connections
-    import resource
-
-    needed = connections + SPARE_CONNECTIONS + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return connections
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return connections
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    possible = max(1, hard - SPARE_CONNECTIONS - OTHER_FILES)
-    logger.warning(
-        "--max-connections %d would need %d open files, and this process may have %d (ulimit -Hn): %d connections",
-        connections,
-        needed,
-        hard,
-        possible,
-    )
-    return possible
-
-
-#: How long a client may go on sending after the answer has ended its connection.
-LINGER_S = 5.0
+    def pause_reading(self) -> None:
+        """Stop reading a body that comes faster than the app takes it, and nothing else."""
+        if self._parser.their_state is h11.SEND_BODY:
+            super().pause_reading()
 
 
 class LingeringTransport(asyncio.Transport):
@@ -475,7 +416,7 @@ class LingeringTransport(asyncio.Transport):
         self._lingering: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Send what is left of the answer, and close, at once or after the client has stopped sending."""
+        """Send the rest of the answer and close, at once or after the client has stopped sending."""
         if self.is_closing():
             return
         if not self._may_be_sending():
@@ -500,7 +441,7 @@ class LingeringTransport(asyncio.Transport):
             self._lingering.cancel()
 
     def is_closing(self) -> bool:
-        """Return whether the connection is closed or lingers: the client's bytes are of no interest any more."""
+        """Return whether the connection is closed or lingers. The client's further bytes are dropped then."""
         return self._lingering is not None or self._transport.is_closing()
 
     def abort(self) -> None:
@@ -520,3 +461,61 @@ class LingeringTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
+
+
+def counted_address(host: str) -> str | None:
+    """Return the address that a peer's connections are counted under; None if they are not.
+
+    A machine with IPv6 has a network of 2^64 addresses, and counts as one.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            network = ipaddress.ip_network((int(address), 64), strict=False)
+            return None if address.is_loopback else str(network)
+        address = address.ipv4_mapped
+    return None if address.is_loopback else str(address)
+
+
+# ---------------------------------------------------------------------- what the operating system does
+
+
+def find_lost_peers(listener: socket.socket, within_s: float) -> None:
+    """Let the kernel end a connection whose peer takes nothing, or is no longer there. Connections inherit it."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    ask_s = max(1, int(within_s / 4))
+    if sys.platform == "linux":
+        # Of what waits for a peer, or of a question whether it is there: none may stay unanswered for longer.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
+    elif sys.platform == "darwin":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, ask_s)
+
+
+def allow_open_files(connections: int) -> int:
+    """Raise the process's limit of open files for so many connections. Returns how many are possible."""
+    if sys.platform == "win32":
+        return connections
+    import resource
+
+    needed = connections + SPARE_CONNECTIONS + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return connections
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return connections
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    possible = max(1, hard - SPARE_CONNECTIONS - OTHER_FILES)
+    logger.warning(
+        "--max-connections %d would need %d open files, and this process may have %d (ulimit -Hn): %d connections",
+        connections,
+        needed,
+        hard,
+        possible,
+    )
+    return possible

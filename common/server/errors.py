@@ -42,7 +42,7 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for.
+    """An error that a client is answered with.
 
     Attributes:
         status: HTTP status, used where the answer has not begun.
@@ -79,23 +79,26 @@ class ApiError(Exception):
 
 
 def shorten(text: str, limit: int) -> str:
-    """What a client wrote may be megabytes long; its echo is not."""
+    """Cut a text that a client wrote, which may be megabytes long, to `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def unavailable(message: str, *, code: str, retry_after_s: int, type: str = UNAVAILABLE) -> ApiError:
-    """503: not now. `retry_after_s` tells polite clients when to come back."""
+    """Return a 503 with `Retry-After`, the seconds after which a client should try again."""
     return ApiError(503, message, type=type, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def internal_error() -> ApiError:
-    """500: a failure of ours. The log has the details, the client has none of them."""
+    """Return the 500 for a failure of the server. Details are in the log only."""
     return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")
 
 
 def status_at(path: str, error: ApiError) -> int:
-    """Return the status of an error at a route. OpenAI's own routes answer 400 to any bad request; the others tell
-    a malformed request (400) from one that cannot be served (422)."""
+    """Return the status of an error at a route.
+
+    OpenAI's own routes answer 400 to any bad request. The other routes tell a malformed request (400) from one that
+    cannot be served (422).
+    """
     return 400 if error.status == 422 and path.startswith(STRICT_PREFIX) else error.status
 
 
@@ -133,7 +136,7 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """What the router says: there is no such route, or it has no such method."""
+    """Answer a request to a route that does not exist, or does not have the method."""
     assert isinstance(error, HTTPException)  # it was registered for these
     message = {
         404: f"there is no such route; {_route_meant_by(request)}",
@@ -188,12 +191,12 @@ async def answer_invalid_query(request: Request, error: Exception) -> Response:
 
 
 async def answer_nobody(_: Request, __: Exception) -> Response:
-    """The client has left: this is sent to a closed connection, for the sake of form (499 is nginx's)."""
+    """Answer a client that has left, on a closed connection, for the sake of form (499 is nginx's)."""
     return Response(status_code=499)
 
 
 async def answer_unexpected_error(request: Request, _: Exception) -> Response:
-    """The HTTP server logs the traceback; the client is told that there was one."""
+    """Answer an exception that nobody expected. The HTTP server logs the traceback."""
     return await answer_api_error(request, internal_error())
 
 

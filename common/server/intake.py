@@ -60,7 +60,7 @@ NICENESS = 10
 
 
 class Intake:
-    """Hands checked requests to an engine."""
+    """Validates bodies, tokenizes prompts and submits requests to an engine."""
 
     def __init__(self, engine: Engine, worker: EngineWorker, admission: Admission, limits: Limits) -> None:
         self._engine = engine
@@ -69,7 +69,7 @@ class Intake:
         self._limits = limits
 
     async def parse(self, body: bytes, form: type[BodyT]) -> BodyT:
-        """Validate a request's body: a large one in a thread, so that the event loop goes on.
+        """Validate a request's body. A large body is validated in a thread, so that the event loop goes on.
 
         Raises:
             ApiError: as `schemas.parsing.parse`; 413, it has too many values; 503, too many large bodies wait.
@@ -240,7 +240,7 @@ class Intake:
 
 
 def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
-    """Refuse an answer with more log-probabilities of prompt tokens than a client can want."""
+    """Refuse an answer with too many log-probabilities of prompt tokens."""
     top = wanted.scored_prompt
     if top is None:
         return
@@ -283,7 +283,7 @@ class Admission:
 
     @property
     def busy(self) -> bool:
-        """Whether a thread of any lane is at work."""
+        """True if a thread of any lane is at work."""
         return any(lane.jobs for lane in self.lanes)
 
 
@@ -312,7 +312,7 @@ class Lane:
 
     @property
     def jobs(self) -> int:
-        """Requests whose work runs or waits. Work whose client has left counts until its thread is free."""
+        """Number of requests whose work runs or waits, those included whose client has left meanwhile."""
         return self._jobs
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -344,6 +344,6 @@ class Lane:
 
 
 def _stand_back(niceness: int) -> None:
-    """Lower this thread's priority. Elsewhere than on Linux that would be the whole process's."""
+    """Lower this thread's priority, on Linux only: elsewhere that would lower the whole process's."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -62,7 +62,7 @@ FETCH_S = 0.1  # between two pieces of a trace
 
 
 class Watcher:
-    """One of an engine's: makes frames in the engine's thread and hands them to the event loop.
+    """Makes frames of the engine's steps in the engine's thread, and hands them to the event loop.
 
     Args:
         worker: the engine's.
@@ -90,7 +90,7 @@ class Watcher:
         self._make_frame()
 
     def catch_up(self, _: Engine) -> None:
-        """Tell of the latest step after all: another may not come for long."""
+        """Make a frame of the latest step if it has none: the next step may not come for long."""
         self._make_frame()
 
     def _make_frame(self) -> None:
@@ -116,7 +116,7 @@ class Watcher:
 
 
 class Viewer:
-    """One who looks."""
+    """One client of `GET /steps`, and the frames that it has not read yet."""
 
     def __init__(self, live_view: LiveView) -> None:
         self._live_view = live_view
@@ -144,7 +144,7 @@ class Viewer:
         self._news.set()
 
     def close(self) -> None:
-        """It has gone."""
+        """Remove this viewer: its client has left."""
         self._live_view.close(self)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -165,7 +165,7 @@ class Viewer:
 
 
 class LiveView:
-    """Who looks, and the watcher that is there as long as anybody does. Belongs to the event loop."""
+    """All viewers, and the watcher that exists while there is a viewer. Belongs to the event loop."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -178,7 +178,7 @@ class LiveView:
         return header(self._worker.engine)
 
     def open(self) -> Viewer:
-        """One more who looks; `close` is to be called when it has gone.
+        """Return a new viewer. Call its `close` when its client has left.
 
         Raises:
             ApiError: 503, as many as there may be look already, or the server takes nothing any more.
@@ -214,17 +214,17 @@ class LiveView:
             self._watcher.next_is_key()
 
     def end(self, _: None) -> None:
-        """There is nothing more to see."""
+        """End every viewer's stream."""
         for viewer in self._viewers:
             viewer.end()
 
     def _ask(self, call: Callable[[Engine], None]) -> None:
-        """Let the engine's thread call this, unless that ends."""
+        """Call a function in the engine's thread, unless that thread ends."""
         with contextlib.suppress(ShuttingDownError):
             self._worker.call(call)
 
     async def _tick(self) -> None:
-        """See to what no step does."""
+        """Show the last of many steps soon, and end the streams when the engine ends."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
@@ -237,7 +237,7 @@ class LiveView:
 
 
 class Recordings:
-    """The recordings that run.
+    """The traces that are being recorded.
 
     Args:
         worker: the engine's.
@@ -250,7 +250,7 @@ class Recordings:
         self._open: set[Recording] = set()
 
     def open(self, seconds: float) -> Recording:
-        """Return a recording that has not begun; close it in the end.
+        """Return a recording that has not begun. Close it in the end.
 
         Raises:
             ApiError: 503, too many run already, or the server ends.
@@ -275,7 +275,7 @@ class Recordings:
 
 
 class Recording:
-    """One client's recording."""
+    """One client's trace."""
 
     def __init__(self, recordings: Recordings, seconds: float) -> None:
         self._recordings = recordings
@@ -283,7 +283,7 @@ class Recording:
         self.buffer = TraceBuffer()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Record for as long as was asked for, and return the events as they come."""
+        """Record for the requested time, and yield the events as they come."""
         worker, tracer, buffer = self._recordings.worker, self._recordings.tracer, self.buffer
         clock = asyncio.get_running_loop().time
         await asyncio.wrap_future(worker.call(lambda _: tracer.start(buffer)))

@@ -32,7 +32,7 @@ FIELDS = "fields"
 
 
 def configure_logging(level: str, form: Literal["text", "json"] = "text") -> None:
-    """One concise line per event, on stderr. The HTTP server's own news are for debugging."""
+    """Log one line per event to stderr. The HTTP server's own lines are logged at level debug only."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonLines()
@@ -46,7 +46,7 @@ def configure_logging(level: str, form: Literal["text", "json"] = "text") -> Non
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line, whatever line ends its message has."""
+    """Formats a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -63,8 +63,11 @@ class JsonLines(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of the HTTP server's says what ours do not. An answer that we leave unfinished, because its
-    client takes nothing, is no error, and what is no HTTP was refused: each has a line that tells of it."""
+    """Return whether a line of the HTTP server says more than the server's own lines.
+
+    An answer is left unfinished if its client takes nothing, and bytes that are no HTTP are refused. Each of these
+    events has a line of its own already.
+    """
     return record.msg not in (
         "ASGI callable returned without completing response.",
         "Invalid HTTP request received.",
@@ -84,7 +87,7 @@ def log_end(
     request_id: str | None = None,
     client_gone: str | None = None,
 ) -> None:
-    """Say how an answer went, all its choices in one line.
+    """Log how an answer went, all its choices in one line.
 
     Args:
         answer: whose choices `streams` are, in order.
@@ -155,7 +158,7 @@ def _counted(ending: str, count: int, of: int) -> str:
 
 
 def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str | None = None) -> None:
-    """Say what a request was refused with: mistakes of a client's are news, a server that cannot is a warning.
+    """Log a refused request: an INFO line for a client's mistake, WARNING for 503, ERROR for 500.
 
     Args:
         refusal: what the client is told.
@@ -179,7 +182,7 @@ def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str
 
 
 def log_departure(client: str | None = None) -> None:
-    """Say that a request was given up before the engine had it: while it was read, queued or tokenized."""
+    """Log a client that left while its request was read, queued or tokenized."""
     logger.info(
         "dropped: %s before its request was taken in%s", CLIENT_LEFT, f", from {client}" if client else ""
     )
@@ -189,7 +192,7 @@ PULSE_EVERY_S = 10.0
 
 
 class Pulse:
-    """Logs what a server does, from the event loop, and returns freed memory. An idle server logs nothing.
+    """Logs the server's load every `PULSE_EVERY_S` seconds and returns freed memory to the operating system.
 
     Rates are of the time since the line before, or since the server became busy.
     """

@@ -140,18 +140,8 @@ class PaceRefusals:
             self._waiting -= 1
 
 
-def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `CORSMiddleware` that let pages of these origins use the whole API."""
-    return {
-        "allow_origins": origins,
-        "allow_methods": ["GET", "POST"],
-        "allow_headers": ["*"],
-        "expose_headers": [REQUEST_ID, "Retry-After", SHOULD_RETRY],
-    }
-
-
 class RootPath:
-    """Paths are the app's own, whether or not a proxy has taken its prefix away."""
+    """Strips a proxy's prefix from paths, unless the proxy has taken it away."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
@@ -164,8 +154,18 @@ class RootPath:
         await self.app(scope, receive, send)
 
 
+def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `CORSMiddleware` that let pages of these origins use the whole API."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["*"],
+        "expose_headers": [REQUEST_ID, "Retry-After", SHOULD_RETRY],
+    }
+
+
 class RequestIds:
-    """Every answer has the `x-request-id` of its request, or one made up for it.
+    """Gives every answer the `x-request-id` of its request, or one made up for it.
 
     In the request's state: `request_id`, and `named`, whether the client chose it.
     """
@@ -202,7 +202,7 @@ class RequestIds:
 
 
 class ApiKeys:
-    """A server with keys answers those who send one of them, as `Authorization: Bearer KEY`.
+    """Refuses requests without one of the server's keys as `Authorization: Bearer KEY`.
 
     Keys are compared by their digests and all of them, so the time tells nothing of how much was right.
     """
@@ -274,7 +274,7 @@ class OwnPages:
 
 
 class AllowedHosts:
-    """The names by which a server may be called.
+    """The names that the server answers to.
 
     They are IP addresses, `localhost` and names below it, the machine's own name, the name the server listens on,
     and those of `--allowed-host`. A server that other machines reach also answers to names without a dot, such as
@@ -372,11 +372,11 @@ class HeadAsGet:
 
 
 class HeadSentError(Exception):
-    """The answer to HEAD is complete."""
+    """Ends a HEAD request's route once the head of its answer is sent."""
 
 
 async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer in the place of the app, and say so in the log."""
+    """Answer in the place of the app, and log the refusal."""
     log_refusal(refusal, refusal.status, refusal, client=client_of(scope))
     await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
 

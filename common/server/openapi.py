@@ -67,7 +67,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """What FastAPI does not know of a route."""
+    """A route's body, answers and errors, which FastAPI does not know."""
 
     answer: type[Any]
     description: str
@@ -190,7 +190,7 @@ _HEADERS = {500: _NO_RETRY, 503: _RETRY_AFTER, 504: _NO_RETRY}
 
 
 def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: str = "") -> dict[str, Any]:
-    """The document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
+    """Return the document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
@@ -219,7 +219,7 @@ def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: st
 
 
 def _describe(operation: dict[str, Any], route: Documented) -> None:
-    """Add what a route reads and what it answers."""
+    """Add a route's body and answers to its operation."""
     content = {"application/json": {"schema": _reference(route.answer)}}
     if route.stream is not None:
         content["text/event-stream"] = route.stream.content()
@@ -250,7 +250,7 @@ def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
 
 
 def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
-    """What this server's model and options make of the fields that every body has."""
+    """Add this server's limits to the fields that every body has."""
     properties["model"]["anyOf"][0]["enum"] = list(limits.models)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in properties:
@@ -259,7 +259,7 @@ def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> N
 
 
 def _bound(array: dict[str, Any], length: int | None, limits: Limits) -> None:
-    """An array of token ids: which ones there are, and how many at the most (None: as many as a body holds)."""
+    """Bound an array of token ids: the ids, and their number (None: as many as a body holds)."""
     array["items"]["maximum"] = limits.vocab_size - 1
     if length is not None:
         array["maxItems"] = min(length, array.get("maxItems", length))

@@ -163,7 +163,7 @@ OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 class UsageError(Exception):
-    """The command line or the environment cannot be understood: one line that names the option and the mend."""
+    """A command line or environment that cannot be understood. One line names the option and the remedy."""
 
 
 def print_version() -> NoReturn:
@@ -187,7 +187,7 @@ REWORDED = {
 def read_options(
     package: PhasePackage, argv: Sequence[str], prog: str | None = None
 ) -> tuple[ServerOptions, EngineConfig]:
-    """The options of server and phase from flags, then the environment, then defaults.
+    """Return the options of server and phase: flags first, then the environment, then defaults.
 
     Raises:
         UsageError: an option is unknown, or its value is not one of its values.
@@ -197,7 +197,7 @@ def read_options(
 
 
 def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> BaseSettings:
-    """Return all options of such a class. Prints help or version instead, if asked to, and exits.
+    """Return all options of a settings class. Prints help or version instead, if asked to, and exits.
 
     Raises:
         UsageError: as `read_options`.
@@ -216,7 +216,7 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
 
 
 def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
-    """The options of one of the classes that settings were put together from."""
+    """Return the options of one of the classes that a settings class was put together from."""
     return options(**{name: getattr(settings, name) for name in options.model_fields})
 
 
@@ -227,7 +227,7 @@ def settings_for(
     server_options: type[CommonOptions] = ServerOptions,
     default_port: int | None = None,
 ) -> type[BaseSettings]:
-    """A phase's options and the server's, with flags and environment names.
+    """Return a settings class of a phase's options and the server's, with flags and environment names.
 
     Args:
         server_options: the server's, where it is another.
@@ -263,7 +263,7 @@ def settings_for(
 
 
 def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageError:
-    """What the parser of flags could not make sense of, with the option that may have been meant."""
+    """Return the error for an option that does not exist, with the option that may have been meant."""
     text = message.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: (\S+)", text)
     if unknown is None:
@@ -276,7 +276,7 @@ def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageE
 
 
 def explain_invalid(error: ValidationError) -> UsageError:
-    """The first value that is not one of its option's, or the first options that contradict each other."""
+    """Return the error for the first invalid value, or for the first options that contradict each other."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:  # options that contradict each other: the message names them
         return UsageError(first["msg"].removeprefix("Value error, "))
@@ -338,7 +338,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def _value_of(field: FieldInfo) -> str:
-    """Return what stands for an option's value."""
+    """Return the placeholder of an option's value."""
     types = list(_plain_types(field.annotation))
     if typing.get_origin(types[0]) is typing.Literal:
         return "{" + ",".join(typing.get_args(types[0])) + "}"

@@ -77,13 +77,13 @@ def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None
 
 
 def exit_with(message: str, code: int) -> NoReturn:
-    """Say one line, whatever line ends the message has."""
+    """Print a message as one line, and exit."""
     print(" ".join(message.split()), file=sys.stderr)
     sys.exit(code)
 
 
 def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> int:
-    """Serve until a signal: the exit code.
+    """Serve until a signal, and return the exit code.
 
     Raises:
         StartupError: the port is taken, the trace's file cannot be written, or the engine cannot be built.
@@ -152,7 +152,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
 
 
 def freeze_objects() -> None:
-    """Spare the garbage collector what there is by now.
+    """Exclude the objects that exist by now from garbage collection.
 
     It stays for as long as the process serves. To look through it takes 0.1 to 0.2 s, in which no step is planned
     and no client gets a token.
@@ -230,7 +230,7 @@ def check_tls(options: ServerOptions) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with its port, not listening yet: clients are refused until the server is ready.
+    """Return a socket bound to a port and not listening yet: clients are refused until the server is ready.
 
     Raises:
         StartupError: the port is in use, or the address is not one of this machine's.
@@ -264,7 +264,7 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a signal lets what runs finish before the listener closes.
+    """uvicorn's server, but a signal lets running requests finish before the listener closes.
 
     uvicorn's own handler closes the listener at once: a client that comes then is refused instead of told 503, and
     `/health` cannot say that the server is draining.
@@ -292,8 +292,10 @@ class Server(uvicorn.Server):
         logger.info(self.ready)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
-        """The first signal begins to drain; the second ends everything now. The handlers run between any two
-        bytecodes, so the event loop does the work."""
+        """Drain on the first signal, exit on the second.
+
+        Signal handlers run between any two bytecodes, so the event loop does the work.
+        """
         if self._loop is None:  # the event loop has not come to the listener yet
             self.should_exit = True
         else:
@@ -319,7 +321,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers may still be on their way to slow readers: those get what is left of the time, or a moment."""
+        """Close all connections. Answers that slow readers still take get the rest of the shutdown timeout."""
         left_s = max(self._left_s, LAST_WORDS_S)
         self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks that no connection ends
         cutting = asyncio.get_running_loop().call_later(left_s, self._cut)
@@ -335,8 +337,10 @@ class Server(uvicorn.Server):
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process with the engine's thread in the middle of something. The interpreter's own way out would wait
-    for other threads, and end this one inside torch, which aborts."""
+    """End the process while the engine's thread is inside a step.
+
+    The interpreter's own way out would wait for other threads, and end this one inside torch, which aborts.
+    """
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk, or closed
         logging.shutdown()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What the routes share: the engine behind them, its worker, and under which name it is served."""
+"""Service: the engine, its worker, and the objects that all routes share."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from common.worker import EngineWorker
 
 
 class Service:
-    """One engine, served.
+    """One engine with the objects that all routes share.
 
     Attributes:
-        model_name: what it calls its model.
+        model_name: the model's name in answers.
         admission: bounds the work that requests cause beside the engine's steps.
-        created: when it began, in seconds since 1970.
+        created: the time of its start, in seconds since 1970.
         answers: the number of HTTP answers by status and error code.
-        bodies: reads what clients send.
-        backlogs: what clients have not taken of what they are sent.
+        bodies: reads request bodies.
+        backlogs: the bytes of answers that clients have not taken.
         ping_s: seconds between comments in a quiet stream.
-        live_view: the engine's steps, for those who look; None: nobody may.
-        tracer: the engine's, to be called in its thread (`EngineWorker.call`).
+        live_view: the clients that watch the engine's steps; None: the live view is off.
+        tracer: traces the engine; call it in the engine's thread (`EngineWorker.call`).
         recordings: the traces that clients record.
     """
 
@@ -89,12 +89,12 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """The one that a request came to."""
+    """Return the service of the app that a request came to."""
     service: Service = request.app.state.server
     return service
 
 
 def served_model_name(model: str) -> str:
-    """A checkpoint's folder stays ours; its last part is name enough."""
+    """Return a model's name for clients. Of a checkpoint's folder only the last part is told."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model

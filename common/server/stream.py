@@ -148,7 +148,7 @@ class Stream(Response):
             backlog.put(self.ping)
 
     async def _send_backlog(self, send: Send, backlog: Backlog, ends: StreamEnds | None) -> None:
-        """Send what is made. A stream with `ends` goes in whole events, each with what has ended by then."""
+        """Send bytes as they are made. With `ends`, send whole events, each with the ends made by then."""
         while piece := await backlog.next_piece(PIECE_BYTES if ends is None else None):
             fields: dict[str, Any] = {} if ends is None else {"ended": ends.made(complete=backlog.ended)}
             await self._send(send, piece, **fields)
@@ -173,7 +173,7 @@ class EventStream(Stream):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves first.
+    """Return the result of `work`, which is cancelled if the client leaves first.
 
     Raises:
         ClientDisconnect: it did.
@@ -197,7 +197,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Backlog:
-    """One stream's bytes, made and not taken. A context manager: at its end the bytes that are left are forgotten.
+    """One stream's bytes that its client has not taken. Context manager: forgets the rest at its end.
 
     Attributes:
         failed: raises the error that ended the stream: its client is too slow, or an event could not be made.
@@ -214,7 +214,7 @@ class Backlog:
 
     @property
     def unread_bytes(self) -> int:
-        """How many bytes were made and not taken."""
+        """Number of bytes that were made and not taken."""
         return self._unread.bytes
 
     def __enter__(self) -> Backlog:
@@ -235,7 +235,7 @@ class Backlog:
             self._unread.give_up("over --max-unread-bytes")
 
     def end(self) -> None:
-        """Say that no more will be made."""
+        """Mark the stream as complete."""
         self._ended = True
         self._news.set()
 
@@ -248,7 +248,7 @@ class Backlog:
 
     @property
     def ended(self) -> bool:
-        """Whether all of the stream has been made."""
+        """True if all of the stream has been made."""
         return self._ended
 
     async def next_piece(self, limit: int | None = PIECE_BYTES) -> bytes:
@@ -278,7 +278,7 @@ class Backlog:
 
 
 class Backlogs:
-    """All clients' bytes, made and not read.
+    """The bytes of all clients that they have not read.
 
     Args:
         limit_bytes: of one stream; a stream with more is given up.
@@ -357,23 +357,23 @@ class Unread:
 
 
 class SlowReaderError(Exception):
-    """A client that does not take its answer; the message says how many bytes it left."""
+    """Ends an answer that its client does not take. The message says how many bytes it left."""
 
 
 class StreamEnds:
-    """Writes the ends of one answer's stream, and tells which of them have been made."""
+    """Writes the last events of one answer's stream, and tells which of them have been made."""
 
     def __init__(self, answer: Answer, wire: WireFormat) -> None:
         self._answer = answer
         self._wire = wire
 
     def write(self, error: ApiError) -> tuple[bytes, ...]:
-        """The event that ends each choice with this error, by index; last, the stream's own end."""
+        """Return the event that ends each choice with this error, by index, and last the stream's own end."""
         choices = (self._wire.events(choice, _failed(choice, error)) for choice in self._answer.choices)
         return (*choices, self._wire.last)
 
     def made(self, *, complete: bool) -> frozenset[int]:
-        """Indices of the ends that have been made by the app itself.
+        """Return the indices of the ends that the app has made itself.
 
         Args:
             complete: whether the whole stream has been made, its own end included.

@@ -31,7 +31,7 @@ LARGE_ANSWER = 512
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, and what its choices show of it.
+    """One prompt of a request, with the fields that its choices show of it.
 
     Attributes:
         token_ids: the prompt, once it has been tokenized.

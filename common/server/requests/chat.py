@@ -13,7 +13,7 @@ from common.chat_template import RESERVED, ChatTemplate
 from common.errors import InvalidRequestError
 from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.errors import shorten
-from common.server.requests.generation import GenerationRequest, TokenId
+from common.server.requests.generation import GenerationRequest, TokenId, by_type
 from common.server.requests.known_fields import (
     TOOLS,
     OpenAIChatFields,
@@ -21,12 +21,6 @@ from common.server.requests.known_fields import (
     TemplateFields,
     VllmChatFields,
 )
-
-_CONTENT_FORMS: dict[type, str] = {str: "as text", list: "as parts"}
-
-
-def _content_form(content: Any) -> str | None:
-    return _CONTENT_FORMS.get(type(content))
 
 
 class TextPart(BaseModel):
@@ -39,7 +33,7 @@ class TextPart(BaseModel):
 
 
 class OtherPart(BaseModel):
-    """A part of another type, such as an image: `ChatMessage.check` refuses it by its type's name."""
+    """A part of another type, such as an image. `ChatMessage.check` refuses it by its type's name."""
 
     type: str
 
@@ -58,7 +52,7 @@ Content = Annotated[
     Annotated[str, Tag("as text")]
     | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
     Discriminator(
-        _content_form,
+        by_type({str: "as text", list: "as parts"}),
         custom_error_type="content_type",
         custom_error_message="Input should be a string, or a list of parts of type text",
     ),
@@ -121,7 +115,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fai
 
 
 class TemplateOptions(TemplateFields):
-    """How a conversation becomes a text."""
+    """Fields that say how a conversation becomes a text."""
 
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -135,7 +129,7 @@ class TemplateOptions(TemplateFields):
     )
 
     def render(self, messages: Sequence[ChatMessage], template: ChatTemplate | None) -> str:
-        """The text that a model reads.
+        """Return the text that the model reads.
 
         Raises:
             InvalidRequestError: the model has no template, or its template does not take these messages.
@@ -222,7 +216,7 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
 
 
 class TokenizeRequest(Body, TemplateOptions):
-    """A text or a conversation, of which the token ids are wanted."""
+    """The body of `POST /tokenize`: a text or a conversation."""
 
     model: str | None = Field(default=None, description="a name of the served model; default: that model")
     prompt: str | None = Field(default=None, description="a text; or else:")
@@ -239,7 +233,7 @@ class TokenizeRequest(Body, TemplateOptions):
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
     def text(self, template: ChatTemplate | None) -> str:
-        """What is to be tokenized.
+        """Return the text to tokenize.
 
         Raises:
             InvalidRequestError: there is no template for these messages.
@@ -258,7 +252,7 @@ class TokenizeRequest(Body, TemplateOptions):
 
 
 class DetokenizeRequest(Body):
-    """Token ids, of which the text is wanted."""
+    """The body of `POST /detokenize`: token ids."""
 
     model: str | None = Field(default=None, description="a name of the served model; default: that model")
     tokens: list[TokenId] = Field(fail_fast=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,18 +26,10 @@ from common.server.requests.known_fields import (
 TokenId = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 
-# ---------------------------------------------------------------------- alternatives, told apart at a glance
 
-_STOP_FORMS: dict[type, str] = {str: "as text", list: "as texts"}
-_SCHEMA_FORMS: dict[type, str] = {str: "as text", dict: "as object"}
-
-
-def _stop_form(stop: Any) -> str | None:
-    return _STOP_FORMS.get(type(stop))
-
-
-def _schema_form(schema: Any) -> str | None:
-    return _SCHEMA_FORMS.get(type(schema))
+def by_type(forms: Mapping[type, str]) -> Callable[[Any], str | None]:
+    """Return a function that chooses the form to validate a value as by the value's type."""
+    return lambda value: forms.get(type(value))
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -45,7 +37,7 @@ Stop = Annotated[
     Annotated[StopString, Tag("as text")]
     | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
     Discriminator(
-        _stop_form,
+        by_type({str: "as text", list: "as texts"}),
         custom_error_type="stop_type",
         custom_error_message="Input should be a string or a list of strings",
     ),
@@ -54,7 +46,7 @@ Stop = Annotated[
 JsonSchema = Annotated[
     Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
     Discriminator(
-        _schema_form,
+        by_type({str: "as text", dict: "as object"}),
         custom_error_type="schema_type",
         custom_error_message="Input should be an object, or the JSON text of one",
     ),
@@ -90,7 +82,7 @@ class Shown:
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether log-probabilities of prompt tokens are shown."""
+        """True if log-probabilities of prompt tokens are shown."""
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
@@ -98,7 +90,7 @@ class Shown:
 
 
 class StreamOptions(OpenAIStreamFields):
-    """When a stream reports its usage; a JSON answer always has it."""
+    """Options that say when a stream reports its usage. A JSON answer always has it."""
 
     model_config = BODY
 
@@ -122,7 +114,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What OpenAI's clients ask for JSON by."""
+    """OpenAI's field for JSON answers."""
 
     model_config = BODY
 
@@ -131,7 +123,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(VllmStructuredFields):
-    """What vLLM's clients ask for answers of a form by: exactly one of these."""
+    """vLLM's field for answers of a form: exactly one of these."""
 
     model_config = BODY
 
@@ -148,7 +140,7 @@ class StructuredOutputs(VllmStructuredFields):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not null."""
+        """The fields that are not null."""
         fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -162,7 +154,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class GenerationRequest(Body, VllmFields):
-    """A request for text: a model, how to sample, when to end, what the answer looks like."""
+    """A request for text: a model, how to sample, when to end, and the form of the answer."""
 
     adds_special_tokens_by_default: ClassVar[bool]
 
@@ -240,7 +232,7 @@ class GenerationRequest(Body, VllmFields):
         raise NotImplementedError
 
     def prompts(self, template: ChatTemplate | None) -> Sequence[str] | Sequence[Sequence[int]]:
-        """What is to be continued; `template` is the model's, if it has one.
+        """Return the prompts to continue. `template` is the model's, if it has one.
 
         Raises:
             InvalidRequestError: there is no text for it.
@@ -249,26 +241,26 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The longest answer that is wanted; None: as long as fits."""
+        """The length of the longest answer that is wanted; None: as long as fits."""
         raise NotImplementedError
 
     @property
     def reported_logprobs(self) -> int | None:
-        """`SamplingParams.logprobs`."""
+        """`SamplingParams.logprobs` of this request."""
         raise NotImplementedError
 
     @property
     def scored_prompt(self) -> int | None:
-        """`SamplingParams.prompt_logprobs`."""
+        """`SamplingParams.prompt_logprobs` of this request."""
         return None
 
     @property
     def shown(self) -> Shown:
-        """What an answer says beside its text."""
+        """The parts of an answer beside its text."""
         return Shown()
 
     def field_of(self, param: str) -> str:
-        """What the engine's `prompt` or `max_tokens` is called in this body."""
+        """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
         return param
 
     # ------------------------------------------------------------------ what they share
@@ -304,7 +296,7 @@ class GenerationRequest(Body, VllmFields):
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        """What the answer must look like, and the field that says so; None: like anything."""
+        """The grammar that the answer follows, with the name of its field; None: no grammar."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None and wanted.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
@@ -316,7 +308,7 @@ class GenerationRequest(Body, VllmFields):
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
     def sampling_params(self, choice: int, max_new_tokens: int) -> SamplingParams:
-        """How choice `choice` of each prompt is sampled. Nulls become the defaults, which are the engine's too."""
+        """Return the engine's parameters for choice `choice` of each prompt. Nulls become the engine's defaults."""
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -359,7 +351,7 @@ class GenerationRequest(Body, VllmFields):
             )
 
     def _check_fields(self) -> None:
-        """Refuse values that a type cannot tell.
+        """Refuse values that a field's type cannot rule out.
 
         Raises:
             ApiError: 422.
@@ -373,7 +365,7 @@ class GenerationRequest(Body, VllmFields):
                 raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
 
     def _check_form(self) -> None:
-        """At most one thing can say what an answer looks like."""
+        """Refuse fields that say two things about the form of an answer."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
             raise refused(
@@ -404,7 +396,7 @@ _LIST_FORMS: dict[type, str] = {
 
 
 def _prompt_form(prompt: Any) -> str | None:
-    """The one form to validate a prompt as. Trying all of them would cost an error for each token and form."""
+    """Choose the form to validate a prompt as. Trying all of them would cost an error for each token and form."""
     if type(prompt) is str:
         return "as text"
     if type(prompt) is not list:
@@ -463,13 +455,13 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
         return len(self.prompts(None))
 
     def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
-        """Every prompt, where one may stand alone."""
+        """Return all prompts as a list, also where the body has a single one."""
         prompt: Any = self.prompt
         return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens for the engine to sample at most: at least one, which an answer without tokens leaves out."""
+        """Tokens for the engine to sample at most. At least one, which an answer without tokens leaves out."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
