@@ -1,4 +1,4 @@
-"""KV memory: who holds what (plain integers), and where a pass writes and reads (a view).
+"""KV memory: which sequence holds which blocks (plain integers), and where a pass writes and reads (a view).
 
 A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_dim]`. A sequence owns a *slot*
 (an integer handle) with a block table, a capacity and a length. Bookkeeping computes with integers only, so
@@ -8,9 +8,9 @@ schedulers are tested without a model; a `KVView` turns it into the index tensor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class KVCapacityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's keys and values take."""
+    """The size of one token's keys and values."""
 
     num_layers: int
     num_kv_heads: int
@@ -41,7 +41,7 @@ class KVShape:
     def allocate(
         self, blocks: int, block_size: int, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Stores of keys and of values, zeroed: for each layer [blocks, block_size, kv_heads, head_dim]."""
+        """Return zeroed stores of keys and of values: for each layer [blocks, block_size, kv_heads, head_dim]."""
         size = (blocks, block_size, self.num_kv_heads, self.head_dim)
         keys, values = (
             [torch.zeros(size, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
@@ -55,15 +55,15 @@ class KVShape:
 
 
 def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of KV memory for `tokens` tokens: 2 (keys and values) x layers x kv_heads x head_dim x itemsize."""
+    """Return the bytes of `tokens` tokens: 2 (keys and values) x layers x kv_heads x head_dim x itemsize each."""
     return KVShape.of(config, dtype).bytes_per_token * tokens
 
 
 class Span(NamedTuple):
     """The columns `start` to `end` (exclusive) of one sequence, which a pass computes.
 
-    `length` is what the sequence really holds once the pass has succeeded: less than `end` where the pass
-    also computes padding.
+    `length` is the number of columns that hold a token of the sequence once the pass has succeeded: less than `end`
+    if the pass also computes padding.
     """
 
     slot: int
@@ -76,16 +76,34 @@ class Span(NamedTuple):
         return cls(slot, start, end, end)
 
 
-class KVPool(ABC):
-    """Bookkeeping and storage of KV memory. Every phase has its own kind; nobody asks which.
+class SchedulerPool(Protocol):
+    """The part of a KV pool that schedulers use: integers only, so schedulers are tested without a model."""
 
-    Bookkeeping methods use integers only. Storage is written by the pass that uses a view, and by nobody else (a
-    pool that shares looks at what it is about to share, between two steps). What a sequence leaves behind stays
-    until the next owner of its columns writes over it. A mask would not do against a NaN among it (0 × NaN is
-    NaN), so attention reads no column past a sequence's end, masked or not.
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """See `KVPool.reserve`."""
+
+    def cost(self, request: Request, tokens: int) -> int:
+        """See `KVPool.cost`."""
+
+    def free_token_capacity(self) -> int | None:
+        """See `KVPool.free_token_capacity`."""
+
+    def match_prefix(self, request: Request) -> None:
+        """See `KVPool.match_prefix`."""
+
+
+class KVPool(ABC):
+    """KV memory: who holds which blocks, and the stores that a pass writes. Every phase has its own kind.
+
+    The stores are written by the pass that uses a view, and by nothing else. (A pool that shares blocks reads
+    them between two steps.) Keys and values of a sequence that has left stay until the next owner of its columns
+    writes over them. A mask would not protect that owner from a NaN among them, since 0 × NaN is NaN. So
+    attention reads no column past a sequence's end, masked or not.
+
+    Attributes:
+        k, v: the stores, [blocks, block_size, kv_heads, head_dim] for each layer.
     """
 
-    #: [blocks, block_size, kv_heads, head_dim] for each layer
     k: Sequence[Tensor]
     v: Sequence[Tensor]
 
@@ -95,17 +113,32 @@ class KVPool(ABC):
         self.workspace = Workspace()
         self._lengths: dict[int, int] = {}  # slot -> columns that hold a token
 
-    # ------------------------------------------------------------------ bookkeeping
+    # ------------------------------------------------------------------ for the scheduler (`SchedulerPool`)
+
+    @abstractmethod
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """Make sure that `request` owns columns for `tokens` tokens in all; give it a slot if it has none.
+
+        All or nothing: if it returns False, nothing has changed.
+        """
+
+    def cost(self, request: Request, tokens: int) -> int:  # noqa: ARG002 - alike for all if nothing is shared
+        """Return how many free columns `reserve` would take for `tokens` tokens of a request without memory."""
+        return -(-tokens // self.block_size) * self.block_size
+
+    def free_token_capacity(self) -> int | None:
+        """Return how many columns are free; None if memory comes in slots, whose number alone is the limit."""
+        return None
+
+    def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
+        """Let a request that was not computed yet begin after the longest prefix that is in memory."""
+
+    # ------------------------------------------------------------------ for the runner
 
     @property
     @abstractmethod
     def block_size(self) -> int:
         """Columns in a block."""
-
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int:
-        """Blocks of the store, free ones included."""
 
     @property
     @abstractmethod
@@ -117,98 +150,15 @@ class KVPool(ABC):
         """
 
     def seat(self, slot: int) -> int:
-        """The row of the block tables that is this slot's while it is in use."""
+        """Return the row of the block tables that belongs to this slot while it is in use."""
         return slot
 
-    @abstractmethod
-    def reserve(self, request: Request, tokens: int) -> bool:
-        """Make sure `request` owns columns for `tokens` tokens in all; give it a slot if it has none.
-
-        All or nothing: on False nothing has changed.
-        """
-
-    def cost(self, request: Request, tokens: int) -> int:  # noqa: ARG002 - all cost the same where nothing is shared
-        """Columns that `reserve` takes from the free ones for `tokens` tokens of a request without memory."""
-        return -(-tokens // self.block_size) * self.block_size
-
-    def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
-        """Let a request that has computed nothing yet begin after what is in memory already."""
-
-    def register_prefix(self, request: Request, columns: int) -> None:  # noqa: B027 - the same
-        """A request's first `columns` columns are computed, and may be shared from now on."""
-
-    def reset_prefix_cache(self) -> int:
-        """Forget what is kept for requests to come and used by nobody now; how many blocks that were."""
-        return 0
-
-    def kept_blocks(self) -> Sequence[int]:
-        """Blocks kept for requests to come and used by nobody now, those that go first in front."""
-        return ()
-
-    @property
-    def evictions(self) -> int:
-        """Blocks kept for requests to come, and then needed otherwise, since the start."""
-        return 0
-
-    def release(self, request: Request) -> None:
-        """Take back all that `request` holds; a request that holds nothing is left alone."""
-        if request.slot is not None:
-            self._free(request.slot)
-            request.slot = None
-
-    @abstractmethod
-    def capacity(self, slot: int) -> int:
-        """Columns that `slot` owns. KeyError: the slot is not in use."""
-
-    @abstractmethod
-    def block_table(self, slot: int) -> Sequence[int]:
-        """Physical blocks of `slot` in column order. KeyError: the slot is not in use."""
-
-    @abstractmethod
-    def max_request_tokens(self) -> int | None:
-        """Prompt and new tokens a single request can ever hold here; None: no limit of the pool's own."""
-
-    @property
-    @abstractmethod
-    def reserved_tokens(self) -> int:
-        """Columns set aside for the sequences that hold memory now."""
-
-    def active_seq_count(self) -> int:
-        """Sequences that hold memory now."""
-        return len(self._lengths)
-
-    @property
-    def used_tokens(self) -> int:
-        """Columns that hold a token now."""
-        return sum(self._lengths.values())
-
-    def free_token_capacity(self) -> int | None:
-        """Columns that nobody holds; None where memory comes in slots, and only their number limits."""
-        return None
-
     def get_seq_len(self, slot: int) -> int:
-        """Columns of `slot` that hold a token. KeyError: the slot is not in use."""
+        """Return how many columns of `slot` hold a token. Raises KeyError if the slot is not in use."""
         return self._lengths[slot]
 
-    def audit(self, holders: Iterable[Request]) -> int:
-        """Reclaim memory held for anybody but `holders`; how many slots or blocks that were (0 in health)."""
-        leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
-        for slot in leaked:
-            self._free(slot)
-        return len(leaked)
-
-    def clear(self) -> None:
-        """Free all memory, whoever holds it, whatever state an interrupted call has left the books in."""
-        self._lengths.clear()
-
-    @abstractmethod
-    def _free(self, slot: int) -> None:
-        """Return a slot and its blocks."""
-
-    # ------------------------------------------------------------------ storage
-
     def view(self, spans: Sequence[Span]) -> KVView:
-        """The addresses of one pass over `spans`, in that order.
+        """Return the addresses of one pass over `spans`, in that order.
 
         Raises:
             KVCapacityError: a span lies outside its slot's capacity, leaves a gap after the columns already
@@ -217,7 +167,7 @@ class KVPool(ABC):
         return KVView.of_spans(self, spans)
 
     def decode_view(self, tables: Tensor, lengths: Tensor) -> KVView:
-        """The addresses of a pass over one token of each sequence, as tensors that may hold others next time.
+        """Return the addresses of a pass over one token of each sequence, from tensors whose values may change.
 
         Nothing is checked: `view` has checked the same pass.
 
@@ -229,15 +179,89 @@ class KVPool(ABC):
         return KVView(self, AttentionLayout.of_decode(tables, lengths, self.block_size, heads_kv))
 
     def advance(self, spans: Iterable[Span]) -> None:
+        """Set the lengths of the spans' sequences."""
         for span in spans:
             self._lengths[span.slot] = span.length
 
+    def register_prefix(self, request: Request, columns: int) -> None:  # noqa: B027 - as `match_prefix`
+        """Let other requests share the first `columns` columns of a request: they are computed."""
+
+    def release(self, request: Request) -> None:
+        """Free all memory of `request`; a request that holds none is left alone."""
+        if request.slot is not None:
+            self._free(request.slot)
+            request.slot = None
+
+    @abstractmethod
+    def _free(self, slot: int) -> None:
+        """Free a slot and its blocks."""
+
+    # ------------------------------------------------------------------ for the engine: limits and repair
+
+    @abstractmethod
+    def max_request_tokens(self) -> int | None:
+        """Return how many tokens one request can ever hold here; None: the pool sets no limit of its own."""
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the blocks that are kept for later requests and not in use. Returns how many."""
+        return 0
+
+    def audit(self, holders: Iterable[Request]) -> int:
+        """Free the memory that no request of `holders` holds. Returns how many slots or blocks: 0 in health."""
+        leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
+        for slot in leaked:
+            self._free(slot)
+        return len(leaked)
+
+    def clear(self) -> None:
+        """Free all memory, whatever state an interrupted call has left the bookkeeping in."""
+        self._lengths.clear()
+
+    # ------------------------------------------------------------------ for telemetry, checks and tests
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks of the store, free ones included."""
+
+    @abstractmethod
+    def capacity(self, slot: int) -> int:
+        """Return how many columns `slot` owns. Raises KeyError if the slot is not in use."""
+
+    @abstractmethod
+    def block_table(self, slot: int) -> Sequence[int]:
+        """Return the physical blocks of `slot` in column order. Raises KeyError if the slot is not in use."""
+
+    @property
+    @abstractmethod
+    def reserved_tokens(self) -> int:
+        """Columns set aside for the sequences that hold memory now."""
+
+    @property
+    def used_tokens(self) -> int:
+        """Columns that hold a token now."""
+        return sum(self._lengths.values())
+
+    @property
+    def slots(self) -> Collection[int]:
+        """The slots in use: one for each sequence that holds memory."""
+        return self._lengths.keys()
+
+    def kept_blocks(self) -> Sequence[int]:
+        """Return the blocks that are kept for later requests and not in use; the next to be evicted first."""
+        return ()
+
+    @property
+    def evictions(self) -> int:
+        """How many kept blocks were taken for other requests since the start."""
+        return 0
+
 
 class KVView:
-    """One pass's window on a pool: index tensors computed once, read by every layer.
+    """One pass's window on a pool: index tensors, computed once and read by every layer.
 
     Attributes:
-        layout: where every query finds its keys, and every new key its place.
+        layout: the addresses of every query's keys and of every new key.
     """
 
     def __init__(self, pool: KVPool, layout: AttentionLayout, spans: Sequence[Span] = ()) -> None:
@@ -263,13 +287,13 @@ class KVView:
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64, each token's column in its own sequence."""
+        """[T] int64: each token's column in its own sequence."""
         return self.layout.positions
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        """Store this pass's keys and values, then let every query see what the position rule shows it.
+        """Store this pass's keys and values, then attend: a query sees what the position rule shows.
 
         Args:
             layer: index of the layer.
@@ -285,9 +309,11 @@ class KVView:
         return attention(q, k, v, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
-        """Set the sequences' new lengths. Called once the whole pass has succeeded: until then what it writes lies
-        beyond every length, so a failed pass leaves the pool as it was. (Phase 4's rows that are done, and go
-        along idle, write over their own last column; what they compute is dropped.)"""
+        """Set the sequences' new lengths. Called once the whole pass has succeeded.
+
+        Until then the pass has written beyond every length, so a failed pass leaves the pool as it was. (Phase 4's
+        idle rows write over their own last column, and their results are dropped.)
+        """
         self._pool.advance(self._spans)
 
 

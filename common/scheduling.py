@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config import EngineConfig
-from common.kv import KVPool
+from common.kv import SchedulerPool
 from common.request import Request
 
 Clock = Callable[[], float]  # seconds; only differences matter
@@ -115,7 +115,7 @@ class Scheduler(ABC):
     def _clear_seats(self) -> list[Request]:
         """Remove the active requests that may leave now from `active`, and return them."""
 
-    def make_room(self, pool: KVPool) -> list[Request]:  # noqa: ARG002 - a seat may come with all it needs
+    def make_room(self, pool: SchedulerPool) -> list[Request]:  # noqa: ARG002 - a seat may come with all it needs
         """Reserve memory for one more token of every decoding request.
 
         Returns the requests that were preempted for it. The engine releases their memory and calls again, until
@@ -124,7 +124,7 @@ class Scheduler(ABC):
         return []
 
     @abstractmethod
-    def admit(self, pool: KVPool) -> None:
+    def admit(self, pool: SchedulerPool) -> None:
         """Move waiting requests to PREFILL as far as seats and memory go."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Scheduler(ABC):
     def free_seats(self) -> int:
         return self.config.max_batch_size - len(self.active)
 
-    def _fill_seats(self, pool: KVPool) -> None:
+    def _fill_seats(self, pool: SchedulerPool) -> None:
         """Seat waiting requests. Stops at the first request that finds no seat or no memory."""
         while (request := self.next_waiting()) and self._seat(request, pool):
             self.waiting.popleft()
@@ -163,7 +163,7 @@ class Scheduler(ABC):
                 return request
         return first
 
-    def _seat(self, request: Request, pool: KVPool) -> bool:
+    def _seat(self, request: Request, pool: SchedulerPool) -> bool:
         """Give a request its memory and make it active. False: there is not enough memory."""
         if not pool.reserve(request, len(request.token_ids)):
             return False

@@ -12,7 +12,7 @@ time ──>
 
 from __future__ import annotations
 
-from common.kv import KVPool
+from common.kv import SchedulerPool
 from common.request import Request, RequestState
 from common.scheduling import Clock, PrefillChunk, Scheduler, StepPlan
 from phase4_static.config import Config
@@ -47,7 +47,7 @@ class StaticScheduler(Scheduler):
         done, self.active = self.active, []
         return done
 
-    def admit(self, pool: KVPool) -> None:
+    def admit(self, pool: SchedulerPool) -> None:
         """Form a batch, if none runs and it is time."""
         if not self.active and self._is_due(self.clock()):
             self._fill_seats(pool)

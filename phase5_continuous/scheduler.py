@@ -10,7 +10,7 @@ time ──>
 
 from __future__ import annotations
 
-from common.kv import KVPool
+from common.kv import SchedulerPool
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk, Scheduler, StepPlan
 
@@ -31,7 +31,7 @@ class ContinuousScheduler(Scheduler):
         self.active = [request for request in self.active if not request.is_done]
         return done
 
-    def admit(self, pool: KVPool) -> None:
+    def admit(self, pool: SchedulerPool) -> None:
         self._fill_seats(pool)
 
     def plan(self) -> StepPlan:

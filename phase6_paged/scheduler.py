@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from common.kv import KVPool
+from common.kv import SchedulerPool
 from common.request import Request
 from phase5_continuous.scheduler import ContinuousScheduler
 
@@ -20,7 +20,7 @@ GROWTH_RESERVE = 0.2  # share of the free pool kept from newcomers, for those wh
 class PagedScheduler(ContinuousScheduler):
     """Continuous batching on a budget of blocks. On a pool without one (slots) it is phase 5's."""
 
-    def make_room(self, pool: KVPool) -> list[Request]:
+    def make_room(self, pool: SchedulerPool) -> list[Request]:
         """Reserve oldest first, so that the oldest request always goes on: it preempts later arrivals only."""
         for request in sorted(self.active, key=lambda r: r.arrival):
             if request.wants_token and not pool.reserve(request, request.num_tokens):
@@ -39,7 +39,7 @@ class PagedScheduler(ContinuousScheduler):
         self.preemptions += 1
         return request
 
-    def admit(self, pool: KVPool) -> None:
+    def admit(self, pool: SchedulerPool) -> None:
         """First come, first served, as long as whole blocks for prompt and generated tokens are within budget."""
         free = pool.free_token_capacity()
         budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.kv import KVPool
+from common.kv import SchedulerPool
 from common.request import Request
 from phase7_chunked.scheduler import ChunkedScheduler
 from phase8_prefix.config import Config
@@ -26,7 +26,7 @@ class PrefixScheduler(ChunkedScheduler):
 
     config: Config
 
-    def admit(self, pool: KVPool) -> None:
+    def admit(self, pool: SchedulerPool) -> None:
         super().admit(pool)
         # Without chunks, the step that admits a prompt computes all of it: there is no second look to take.
         if self.config.enable_prefix_caching and self.config.use_chunked_prefill:
@@ -34,7 +34,7 @@ class PrefixScheduler(ChunkedScheduler):
             for _ in self.chunks(self._looked_up(pool)):
                 pass
 
-    def _looked_up(self, pool: KVPool) -> Iterator[Request]:
+    def _looked_up(self, pool: SchedulerPool) -> Iterator[Request]:
         """The requests whose prompts advance next. Those that have not begun look for hits first."""
         for request in self.prefill_requests():
             if not request.has_begun:

@@ -13,7 +13,7 @@ A request's own counts say so (`wants_token`, `num_tokens`, `is_done`); what is 
 
 from __future__ import annotations
 
-from common.kv import KVPool
+from common.kv import SchedulerPool
 from common.request import Request
 from common.scheduling import Clock, StepPlan
 from phase8_prefix.scheduler import PrefixScheduler
@@ -34,7 +34,7 @@ class PipelinedScheduler(PrefixScheduler):
         """Whether a step computes for anybody."""
         return any(request.inflight_refs for request in self.active)
 
-    def make_room(self, pool: KVPool) -> list[Request]:
+    def make_room(self, pool: SchedulerPool) -> list[Request]:
         self._out_of_room = False
         return super().make_room(pool)
 
@@ -44,7 +44,7 @@ class PipelinedScheduler(PrefixScheduler):
         self._out_of_room = self.in_flight
         return [] if self._out_of_room else super()._make_way()
 
-    def admit(self, pool: KVPool) -> None:
+    def admit(self, pool: SchedulerPool) -> None:
         if not self._out_of_room:  # what is free is for those who wait for room
             super().admit(pool)
 

@@ -171,11 +171,11 @@ def test_a_sequence_grows_to_all_it_can_become(kind: Kind, pool: KVPool) -> None
 
 
 def test_it_says_how_many_sequences_it_holds(kind: Kind, pool: KVPool) -> None:
-    assert pool.active_seq_count() == 0
+    assert len(pool.slots) == 0
     requests = seat(pool, *lengths(kind))
-    assert pool.active_seq_count() == len(requests)
+    assert len(pool.slots) == len(requests)
     pool.release(requests[0])
-    assert pool.active_seq_count() == len(requests) - 1
+    assert len(pool.slots) == len(requests) - 1
 
 
 def test_as_many_more_can_begin_as_it_says(kind: Kind, pool: KVPool) -> None:
@@ -281,7 +281,7 @@ def test_a_cleared_pool_is_as_a_fresh_one(kind: Kind, pool: KVPool) -> None:
         pool.release(requests[0])  # whose blocks may be kept
         pool.clear()
         assert (pool.used_tokens, pool.reserved_tokens) == (fresh.used_tokens, fresh.reserved_tokens)
-        assert (pool.active_seq_count(), pool.free_token_capacity()) == (0, fresh.free_token_capacity())
+        assert (len(pool.slots), pool.free_token_capacity()) == (0, fresh.free_token_capacity())
         assert (list(pool.kept_blocks()), pool.audit([])) == ([], 0)
 
 

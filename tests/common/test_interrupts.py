@@ -110,7 +110,7 @@ def assert_as_new(llm: LLM) -> None:
     engine = llm.engine
     assert not engine.has_work or engine.step() == []  # releases the memory of what ended last
     pool = engine.runner.pool
-    assert (pool.used_tokens, pool.reserved_tokens, pool.active_seq_count()) == (0, 0, 0)
+    assert (pool.used_tokens, pool.reserved_tokens, len(pool.slots)) == (0, 0, 0)
     assert (engine.scheduler.active, engine.scheduler.num_waiting) == ([], 0)
 
 

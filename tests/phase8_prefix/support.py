@@ -309,7 +309,7 @@ class Sharing:
             seen = [store[column(pool, request.slot, c)].item() for c in range(length)]
             assert seen == request.token_ids[:length], "a sequence sees another's tokens"
             assert request.state is not RequestState.PREFILL or request.prefill_progress == length
-        assert pool.active_seq_count() == len(self.active)
+        assert len(pool.slots) == len(self.active)
         assert 0 <= pool.used_tokens <= pool.reserved_tokens
 
 

@@ -95,7 +95,7 @@ def test_other_answers_do_not_wait(
 
 def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that waits may hold a body of two megabytes."""
-    ask, _ = paced(422, monkeypatch)
+    ask, _sleeper = paced(422, monkeypatch)
     begun: list[float] = []
 
     async def flood() -> None:
