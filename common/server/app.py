@@ -33,7 +33,7 @@ from common.server.service import Service, served_model_name
 from common.server.stream import Backlogs
 from common.worker import EngineWorker
 
-LAST_STEP_S = 5.0  # how long the end waits for a step whose clients have all been answered
+LAST_STEP_S = 5.0  # how long shutdown waits for a step whose clients have all been answered
 
 
 def create_app(
@@ -89,7 +89,7 @@ def create_app(
         pulse = asyncio.create_task(Pulse(engine, service.worker).run())
         yield
         pulse.cancel()
-        # Not in a `finally`: who cancels this is in a hurry, and a pass may be long.
+        # Not in a `finally`: a cancelled shutdown must not wait for a forward pass.
         engine.grammars.close()
         await service.worker.stop(LAST_STEP_S)
 
@@ -98,13 +98,13 @@ def create_app(
         summary=engine.phase.idea,
         version=importlib.metadata.version("infer-phases"),
         lifespan=lifespan,
-        docs_url=None,  # its pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers=HANDLERS,
     )
     app.state.server = service
-    app.state.paths = []  # of all routes, for who has mistyped one
+    app.state.paths = []  # of all routes, to suggest one for a mistyped path
     for routes in (router, admin_router) if admin else (router,):
         app.include_router(routes)
         app.state.paths += [route.path for route in routes.routes if isinstance(route, APIRoute)]
@@ -115,7 +115,7 @@ def create_app(
         app.add_middleware(ApiKeys, keys=api_keys)
     elif hosts is not None:
         app.add_middleware(OwnPages, hosts=hosts, origins=cors_origins)
-    app.add_middleware(RequestIds)  # outside those: refusals of theirs have their id, too
+    app.add_middleware(RequestIds)  # outside of these, so that their refusals have an id, too
     if cors_origins:
         app.add_middleware(  # the outermost: a page may read refusals, and a browser that asks first has no key yet
             CORSMiddleware,

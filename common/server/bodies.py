@@ -30,8 +30,8 @@ from common.server.errors import ApiError, from_exception, shorten
 #: Events parsed before the event loop serves others. They take about a millisecond.
 EVENTS_PER_TURN = 32
 
-#: Pieces of one body, its chunks or the network's packets, whatever their size; and the bytes that further pieces
-#: must have on average. Packets of 536 bytes, the smallest in use, fit.
+#: A body may come in so many pieces (chunks, or the network's packets) of any size. Further pieces must have
+#: `MEAN_PIECE_BYTES` on average, which packets of 536 bytes, the smallest in use, do.
 FREE_BODY_PIECES = 64
 MEAN_PIECE_BYTES = 256
 
@@ -48,7 +48,7 @@ BODY = ConfigDict(
     strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
 )
 
-#: How the tags begin that alternatives of a field are told apart by. pydantic names them in an error's place, where
+#: Prefix of the tags that tell alternatives of a field apart. pydantic puts tags into an error's location, where
 #: they mean nothing to a client.
 TAG = "as "
 
@@ -62,7 +62,7 @@ _SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
 class Limits:
     """This server's bounds on the values of a request."""
 
-    models: tuple[str, ...]  # names of the one that is served; it calls itself by the first
+    models: tuple[str, ...]  # names of the served model, the first of them its own
     max_choices: int  # more would not fit an empty queue
     vocab_size: int
 
@@ -163,7 +163,7 @@ class Bodies:
         timeout_s: from the end of a request's head to that of its body.
     """
 
-    #: Of each body, bytes that do not count.
+    #: The first bytes of each body, which do not count.
     FREE_BYTES = 64 * 1024
     BYTES_PER_S = 8 * 2**20
     #: How far the rate may be exceeded for a moment.
@@ -172,9 +172,9 @@ class Bodies:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._paid_until_s = (
-            0.0  # when the bytes read so far would have come at the rate, on the loop's clock
+            0.0  # time by which the bytes read so far would have come at the rate, on the loop's clock
         )
-        self._deadlines: set[asyncio.Timeout] = set()  # of those that are being read
+        self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
         self._given_up = False
 
     async def read_json(self, request: Request) -> bytes:
@@ -194,13 +194,13 @@ class Bodies:
                 self._deadlines.add(deadline)
                 try:
                     if self._given_up:
-                        expire(deadline)  # what has come already can be read all the same
+                        expire(deadline)  # bytes that have come already are still read
                     return await self._read(request)
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
             refusal = self._ending() if self._given_up else self._late()
-        # The rest of the body would be taken for the next request.
+        # On an open connection, the rest of the body would be parsed as the next request.
         refusal.headers["Connection"] = "close"
         raise refusal
 

@@ -39,26 +39,26 @@ from common.server.stream import Backlogs, SlowReaderError, Unread
 
 logger = logging.getLogger(__name__)
 
-#: Connections beyond the bound that are told so, and asked how the server is. Those beyond them are closed unheard.
+#: Connections beyond the bound that get a 503, and answers of the health routes. Any more are closed at once.
 SPARE_CONNECTIONS = 32
-#: How long such a one may take: it is in the way of the next.
+#: Seconds that a connection beyond the bound may take.
 SPARE_TIMEOUT_S = 5.0
-#: A client that takes less in its time takes nothing. The HTTP server holds 64 KiB of a stream, and goes on at 16.
+#: A client that takes less than this within `send_s` is given up. The HTTP server holds 64 KiB of a connection's
+#: bytes and takes more when 16 KiB are left, so a smaller step would not be seen.
 MUST_TAKE_BYTES = 48 * 1024
-#: A client has so long to read a JSON answer before the bytes that are left count among the unread ones.
+#: Seconds after which the bytes of a JSON answer that a client has not read count as unread.
 COUNT_AFTER_S = 5.0
-#: Of a request's head.
+#: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
-#: How long a connection lingers when the server ends.
+#: Seconds that a connection lingers when the server ends.
 LAST_LINGER_S = 0.5
 #: Bytes that a client may send behind a request whose answer is being made. A connection with more is closed.
 MAX_PIPELINED_BYTES = 64 * 1024
-#: Between two warnings that there are too many.
+#: Seconds between two warnings about too many connections.
 WARN_EVERY_S = 10.0
-#: Files a server has open beside its connections: the model's, its log, the event loop's.
+#: Files that a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128
-
-#: How long a client may go on sending after the answer has ended its connection.
+#: Seconds that a client may go on sending after the answer has ended its connection.
 LINGER_S = 5.0
 
 
@@ -67,12 +67,12 @@ class ConnectionLimits:
     """Bounds on the number of connections, and on the time that each may take.
 
     Attributes:
-        connections: at a time.
+        connections: number of connections at a time.
         per_address: connections at a time of one address; by default half of all. Loopback and Unix sockets have
             no such bound, since all clients of a proxy on this machine have its address.
-        keep_alive_s: without a request.
-        receive_s: for the head of a request to come.
-        send_s: to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
+        keep_alive_s: time without a request.
+        receive_s: time for the head of a request to come.
+        send_s: time to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
     """
 
     connections: int = 1024
@@ -103,7 +103,7 @@ class Config(uvicorn.Config):
         self.limits = limits
         self.backlogs = backlogs or Backlogs()
         self.answers = Counter() if answers is None else answers
-        self.addresses: Counter[str] = Counter()  # how many connections each has
+        self.addresses: Counter[str] = Counter()  # number of connections of each address
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
@@ -179,8 +179,8 @@ class Connection(H11Protocol):
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
         self._backlogs = config.backlogs
-        self._unread: Unread | None = None  # the bytes of a whole answer that the client leaves
-        self._counting: asyncio.TimerHandle | None = None  # counts those
+        self._unread: Unread | None = None  # bytes of a complete answer that the client has not read
+        self._counting: asyncio.TimerHandle | None = None  # updates `_unread`
 
     # ------------------------------------------------------------------ opened and closed
 
@@ -260,7 +260,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's own
+        self._unset_keepalive_if_required()  # the timer that uvicorn itself has set
         self._watch()
 
     def _watch(self) -> None:
@@ -370,7 +370,7 @@ class Connection(H11Protocol):
             not self.cycle.response_complete
             or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES
         ):
-            self._watch_sending()  # while it is not complete, the app waits, and has a deadline of its own
+            self._watch_sending()  # an incomplete answer is a stream, which has a deadline of its own
         else:
             logger.info("a client took too little of its answer for %g s: closed", self._limits.send_s)
             self.transport.abort()
@@ -423,9 +423,9 @@ class LingeringTransport(asyncio.Transport):
             self._transport.close()
             return
         self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._transport.close)
-        # Not with TLS, which cannot: there, the client finds the end of the answer by its length.
+        # TLS cannot close one direction only: there, the client finds the end of the answer by its length.
         if self._transport.can_write_eof():
-            with contextlib.suppress(OSError):  # reset by the client, which is about to be noticed
+            with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
                 self._transport.write_eof()
         self._transport.resume_reading()
 
@@ -488,7 +488,7 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     ask_s = max(1, int(within_s / 4))
     if sys.platform == "linux":
-        # Of what waits for a peer, or of a question whether it is there: none may stay unanswered for longer.
+        # Bytes for a peer, and keep-alive probes, may stay unacknowledged for this time.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)

@@ -30,7 +30,7 @@ from common.server.replies.shapes import ErrorResponse, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
-#: Where answers are OpenAI's to the letter, statuses included.
+#: Prefix of the routes whose answers are OpenAI's to the letter, statuses included.
 STRICT_PREFIX = "/openai/"
 
 SHOULD_RETRY = "x-should-retry"  # OpenAI's libraries heed it
@@ -69,7 +69,7 @@ class ApiError(Exception):
         self.type = type
         self.param = None if param is None else shorten(param, 100)
         self.code = code
-        # OpenAI's libraries repeat a request after any 5xx. It would be computed again, to the same end.
+        # OpenAI's libraries repeat a request after any 5xx. These would only fail again.
         no_retry = {SHOULD_RETRY: "false"} if status in (500, 504) else {}
         self.headers = {**no_retry, **(headers or {})}
 
@@ -137,7 +137,7 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Answer a request to a route that does not exist, or does not have the method."""
-    assert isinstance(error, HTTPException)  # it was registered for these
+    assert isinstance(error, HTTPException)  # the handler is registered for these
     message = {
         404: f"there is no such route; {_route_meant_by(request)}",
         405: f"this route has no method {request.method}",
@@ -154,7 +154,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 _CHAT_INSTEAD = "chat is: POST /v1/chat/completions"
 _OLLAMA = "Ollama's API is not served, OpenAI's is"
 
-#: Routes of other servers, by how they end, and what to ask for here instead.
+#: Hints for requests to routes of other servers, by the end of the path.
 _ELSEWHERE = {
     "/v1/responses": f"responses are not served, {_CHAT_INSTEAD}",
     "/v1/messages": f"Anthropic's messages are not served, {_CHAT_INSTEAD}",
@@ -181,7 +181,7 @@ def _route_meant_by(request: Request) -> str:
 
 
 async def answer_invalid_query(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)  # it was registered for these
+    assert isinstance(error, RequestValidationError)  # the handler is registered for these
     first = error.errors()[0]
     syntax = first["type"].endswith(("_type", "_parsing", "_size")) or first["type"] == "missing"
     name = str(first["loc"][-1])
@@ -200,7 +200,7 @@ async def answer_unexpected_error(request: Request, _: Exception) -> Response:
     return await answer_api_error(request, internal_error())
 
 
-#: Errors that the engine or its worker raises: no route has to translate them.
+#: Errors that the engine or its worker raises. Routes let them pass; the handlers translate them.
 ENGINE_ERRORS: tuple[type[Exception], ...] = (
     InvalidRequestError,
     QueueFullError,

@@ -55,7 +55,7 @@ MAX_LENGTHS = 8
 
 T = TypeVar("T")
 
-#: Work that no stream waits for gets about a tenth of a core that the engine wants, and all of an idle one.
+#: Niceness of work that no stream waits for: a tenth of a core that the engine wants, and all of an idle core.
 NICENESS = 10
 
 
@@ -177,7 +177,7 @@ class Intake:
         matchers: Sequence[Matcher | None],
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
-        scored = 0  # tokens of prompts in the answer
+        scored = 0  # prompt tokens of all choices so far
         try:
             for prompt in wanted.prompts(self._engine.tokenizer.chat_template):
                 token_ids = self._tokenize(prompt, wanted)
@@ -217,7 +217,10 @@ class Intake:
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
     def _check_least_length(self, text: str, rule: str) -> None:
-        """Refuse a text that takes far longer to tokenize than any prompt that the engine takes."""
+        """Refuse a text that takes far longer to tokenize than any prompt that the engine takes.
+
+        This bounds the tokenizer's work. Whether a prompt fits is judged by `Engine.create_request`.
+        """
         at_least = self._engine.tokenizer.min_tokens(text)
         limit = MAX_LENGTHS * self._engine.max_request_tokens
         if at_least > limit:
@@ -235,7 +238,7 @@ class Intake:
                 f"min_tokens: {wanted.min_tokens} do not fit behind a prompt of {prompt_tokens} tokens",
                 param="min_tokens",
             )
-        # A prompt that leaves no room is refused for its length, and its parameters are to make sense until then.
+        # Without room, the engine refuses the prompt for its length. Until then the parameters must be valid.
         return max(room, wanted.min_tokens or 1)
 
 

@@ -45,20 +45,20 @@ logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
 
-MAX_QUEUED = 50  # frames a viewer
+MAX_QUEUED = 50  # frames for each viewer
 
 MAX_FRAMES_PER_S = 20
 
-ENGINE_SHARE = 0.003  # of its time
+ENGINE_SHARE = 0.003  # share of the engine's time
 
-TICK_S = 0.25  # after the last step of many it takes so long at the most until that is shown
+TICK_S = 0.25  # seconds at the most until the last step of many is shown
 
 Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
 
 #: Each recording writes every step's events again, in the engine's thread.
 MAX_RECORDINGS = 4
 
-FETCH_S = 0.1  # between two pieces of a trace
+FETCH_S = 0.1  # seconds between two pieces of a trace
 
 
 class Watcher:
@@ -99,14 +99,14 @@ class Watcher:
             return
         try:
             frame = self._maker.frame(*self._left_out)
-        except Exception:  # whoever waits for a token is not to suffer from it
+        except Exception:  # a failed view must not fail the requests
             logger.exception("the live view failed")
             self._due_s = math.inf
             self._worker.on_event_loop(self._live_view.end, None)
             return
         self._left_out = None
         self._worker.on_event_loop(self._live_view.publish, frame)
-        took_s = time.thread_time() - began_s  # what others of the machine take is not the view's
+        took_s = time.thread_time() - began_s  # processor time: other processes' share is not the view's
         self._due_s = now_s + max(took_s / ENGINE_SHARE, 1 / MAX_FRAMES_PER_S)
 
     # ------------------------------------------------------------------ any thread

@@ -59,7 +59,7 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, FIELDS, {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)  # ASCII: a line must be one whatever its bytes mean
+        return json.dumps(line, default=str)  # ASCII, so that no character can end the line
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -106,7 +106,7 @@ def log_end(
     prompt_tokens, new_tokens = sum(prompts.values()), sum(stream.received_tokens for stream in streams)
     first_s = min(begun) - asked_s if begun else None
     gap_s = max(stream.longest_gap_s for stream in streams) if begun else None
-    # Of the time in which tokens came: how long the first took is said apart.
+    # The rate is of the time after the first token, which has a number of its own.
     decode_s = max(stream.latest_token_s for stream in streams) - min(begun) if begun else 0.0
     rate = (new_tokens - len(begun)) / decode_s if decode_s > 0 else None
     parts = [
@@ -146,7 +146,7 @@ def log_end(
 
 
 def _ending(stream: RequestStream) -> str:
-    if stream.last is None:  # its reader stopped before
+    if stream.last is None:  # the stream was cancelled before its last output
         return "cancelled"
     if stream.last.error is not None:
         return f"error {from_exception(stream.last.error).code}"

@@ -35,8 +35,8 @@ from common.server.errors import SHOULD_RETRY, ApiError, shorten
 from common.server.logs import log_refusal
 from common.server.replies.shapes import json_response
 
-#: What is told without a key: nothing in it is anybody's, and whoever watches over servers has none. A browser has
-#: none either when it opens the page: that asks for one, and sends it with all that it asks.
+#: Paths that need no key. They tell nothing about requests, and monitoring has no key. A browser that opens the
+#: page has none either: the page asks for it, and sends it with its requests.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 REQUEST_ID = "x-request-id"
@@ -79,7 +79,7 @@ class CountAnswers:
         try:
             await self.app(scope, receive, send_and_count)
         except Exception:
-            if not counted:  # whoever called the app answers this
+            if not counted:  # the HTTP server answers this
                 self._counts[500, "internal_error"] += 1
             raise
 
@@ -230,7 +230,7 @@ class ApiKeys:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # a header's bytes, whatever they mean
+        digest = _digest(key.strip().encode("latin-1"))  # the header's bytes as they came
         same = [secrets.compare_digest(digest, each) for each in self._digests]
         return scheme.lower() == "bearer" and any(same)
 
@@ -330,7 +330,7 @@ def _without_port(host: str) -> str:
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
-    if _address(host) is not None:  # of IPv6, as an option has it
+    if _address(host) is not None:  # an IPv6 address without brackets, as in an option
         return host
     return host.partition(":")[0].removesuffix(".")
 

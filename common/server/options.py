@@ -24,7 +24,7 @@ from common.config import EngineConfig
 from common.phases import PhasePackage
 from common.server.errors import shorten
 
-#: Texts: a flag for each, or one with commas between them, which is how the environment has them.
+#: Several texts: one flag for each, or one value with commas, as in the environment.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
@@ -172,7 +172,7 @@ def print_version() -> NoReturn:
     sys.exit(0)
 
 
-#: Messages for wrong options, in place of those of pydantic that speak of its own types.
+#: Messages for wrong options that replace pydantic's where these speak of its own types.
 REWORDED = {
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",

@@ -11,7 +11,7 @@ from string import Template
 
 from common.engine import Engine
 
-#: A browser holds the page to it: its own script and style, this server, and nothing else.
+#: Headers that restrict the page to its own script and style, and to this server.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -22,10 +22,10 @@ VIEWER_PARTS = ("trace", "shapes", "seats", "memory", "panel", "viewer")
 
 #: Tokens of an answer unless its reader asks for more: stories of the bundled models end within that.
 MOST_TOKENS = 512
-MOST_COPIES = 32  # of a prompt that the form sends at once
+MOST_COPIES = 32  # requests with the same prompt that the form sends at once
 STORIES = 6
 
-#: The form's words for a model with a chat template, and for one that only continues text.
+#: Words of the form for a model with a chat template, and for a model that only continues text.
 CHAT = {
     "mode": "chat",
     "verb": "Send",

@@ -45,7 +45,7 @@ from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0  # what answers get that were ended because the time was over
+LAST_WORDS_S = 1.0  # time for the last bytes of answers that were cut off at the shutdown timeout
 
 
 def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> NoReturn:
@@ -125,7 +125,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
                 limits,
                 backlogs,
                 service.answers,
-                loop="asyncio",  # not another that is installed, such as by Ray
+                loop="asyncio",  # even if uvloop is installed, as by Ray
                 lifespan="on",
                 ws="none",
                 log_config=None,
@@ -159,7 +159,7 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-    # At its end the interpreter takes down what it can collect, and libraries complain of the rest.
+    # At its end the interpreter destroys collectable objects, and libraries complain about the rest.
     atexit.register(gc.unfreeze)
 
 
@@ -223,7 +223,7 @@ def check_tls(options: ServerOptions) -> None:
         files += f" --ssl-keyfile {options.ssl_keyfile}"
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A password that is always wrong: without one, openssl would ask at the terminal for a locked key's.
+        # A wrong password on purpose: without one, openssl would ask at the terminal for a locked key's password.
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="none")
     except OSError as error:
         raise StartupError(f"{files}: {error.strerror or error}") from None
@@ -279,15 +279,13 @@ class Server(uvicorn.Server):
         self.shutdown_timeout_s = shutdown_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._left_s = 0.0  # of the shutdown timeout
+        self._left_s = 0.0  # what is left of the shutdown timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         try:
             await super().startup(sockets)
-        except (
-            OSError
-        ) as error:  # somebody was quicker to listen at our port while the model was being loaded
+        except OSError as error:  # another process has begun to listen at the port while the model was loaded
             raise StartupError(f"cannot listen: {error.strerror}") from None
         logger.info(self.ready)
 
@@ -296,7 +294,7 @@ class Server(uvicorn.Server):
 
         Signal handlers run between any two bytecodes, so the event loop does the work.
         """
-        if self._loop is None:  # the event loop has not come to the listener yet
+        if self._loop is None:  # the server has not started yet
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)

@@ -147,7 +147,7 @@ class PlainChunks(WireFormat, Generic[ChoiceT]):
         if output.error is not None:
             return event(error_event(self.answer, output, self.empty_choice(choice)))
         chunks = [self.chunk([each]) for each in self.choices(choice, output)]
-        if self.include_usage:  # OpenAI's chunks have the key then, and null for what the last one says
+        if self.include_usage:  # then every chunk has the key, with null until the last one
             for chunk in chunks:
                 chunk["usage"] = choice.usage() if self.continuous_usage else None
         return b"".join(map(event, chunks))
@@ -364,7 +364,7 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
     columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     pieces = IncrementalDetokenizer(tokenizer, ())
     known = [None, *(_cut(each, count) for each in prompt.scores or ())]
-    known += [None] * (len(prompt.token_ids) - len(known))  # of a prompt that could not be scored
+    known += [None] * (len(prompt.token_ids) - len(known))  # the prompt could not be scored
     at = 0
     for token_id, logprobs in zip(prompt.token_ids, known, strict=True):
         _add_token(columns, tokenizer, token_id, logprobs, min(at, len(prompt.echo)))

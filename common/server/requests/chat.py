@@ -110,7 +110,7 @@ class ChatMessage(OpenAIMessageFields):
                 raise refused(place, f"{kind!r} is refused: only parts of type 'text' are read")
 
 
-# At most so many, and parts of each: two megabytes of empty ones would hold up the event loop for half a second.
+# Bounded, as are the parts of each: two megabytes of empty messages would block the event loop for half a second.
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
@@ -173,7 +173,7 @@ class TemplateOptions(TemplateFields):
 class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChatFields):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
-    adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes those that belong there
+    adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes the special tokens
 
     messages: Messages = Field(
         description="each with a `role` and a `content`: a text, or parts of type text, a line each"

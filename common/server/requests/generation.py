@@ -385,7 +385,7 @@ class GenerationRequest(Body, VllmFields):
 
 DEFAULT_MAX_TOKENS = 128
 
-#: Which form a list has, by the type of its first item.
+#: The form of a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {
     int: "as tokens",
     float: "as tokens",
