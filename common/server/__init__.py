@@ -1,5 +1,7 @@
 """The HTTP server. A request goes through these modules once, from top to bottom.
 
+No module of this way imports a later one, which an import contract in `pyproject.toml` checks.
+
 ```text
 socket    connections   how many clients there are, and how long each may take
 request   middleware    ids, keys, names that the server answers to

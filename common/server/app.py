@@ -56,18 +56,18 @@ def create_app(
     """Return the app around an engine. The app owns the engine from start-up to shutdown.
 
     Args:
-        engine: of any phase.
-        worker: whose thread built the engine; by default a new one, which takes the engine as it is.
-        model_name: what clients call the model; by default the name it was loaded by (a folder's last part).
-        other_names: what they may call it as well.
-        api_keys: of which clients must send one; none: everybody is answered.
-        cors_origins: whose pages a browser lets talk to this app; none: no others than its own.
+        engine: an engine of any phase.
+        worker: the worker that built the engine; by default a new worker around it.
+        model_name: the model's name for clients; by default the name it was loaded by (a folder's last part).
+        other_names: further names of the model.
+        api_keys: keys, one of which clients must send; empty: every client is answered.
+        cors_origins: sites whose pages may use this app in a browser, beside its own page.
         hosts: the names that requests may call this app by, if it has no keys. None: any name, and pages of all
             sites may send requests, as is right for an app that no browser can reach.
-        root_path: what a proxy puts before every path.
-        body_timeout_s: from a request's head to the end of its body.
+        root_path: prefix that a proxy puts before every path.
+        body_timeout_s: seconds from a request's head to the end of its body.
         step_timeout_s: the longest that a step may take before the server counts as dead; None: for ever.
-        backlogs: how much clients may leave unread; by default as `--max-unread-bytes` and the like.
+        backlogs: bounds of the bytes that clients leave unread; by default those of the options.
         ping_s: seconds between comments in a quiet stream.
         live_view: whether the engine's steps can be watched.
         admin: whether clients may pause the engine.

@@ -86,9 +86,9 @@ class Config(uvicorn.Config):
     """The HTTP server's settings, with limits for its connections.
 
     Args:
-        limits: of connections.
-        backlogs: where JSON answers that clients do not read are counted, beside streams; by default on their own.
-        answers: where requests that are refused here are counted; by default on their own.
+        limits: bounds of connections.
+        backlogs: counts JSON answers that clients do not read, together with streams; by default apart.
+        answers: counts the requests that are refused here; by default apart.
     """
 
     def __init__(
@@ -403,7 +403,7 @@ class LingeringTransport(asyncio.Transport):
     Args:
         transport: the socket's.
         may_be_sending: returns whether bytes of the client may be on their way.
-        linger_s: how long the client may go on sending.
+        linger_s: seconds that the client may go on sending.
     """
 
     def __init__(

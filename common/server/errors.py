@@ -46,11 +46,11 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status, used where the answer has not begun.
-        message: for a person; holds nothing of the server's insides.
+        message: text for a person, without the server's insides.
         type: the kind of error, for programs.
         param: the request's field at fault, if one is.
-        code: which error, for programs.
-        headers: to send along. 500 and 504 have `x-should-retry: false`.
+        code: the error, for programs.
+        headers: headers of the answer. 500 and 504 have `x-should-retry: false`.
     """
 
     def __init__(

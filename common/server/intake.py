@@ -92,8 +92,8 @@ class Intake:
 
         Args:
             wanted: the request.
-            answer_id: what the ids of the engine's requests begin with.
-            arrived_s: when the whole request had come, on `time.monotonic`'s clock.
+            answer_id: prefix of the ids of the engine's requests.
+            arrived_s: time by which the whole request had come, on `time.monotonic`'s clock.
 
         Raises:
             QueueFullError, ShuttingDownError, EngineDeadError, ApiError: nothing was tokenized.
@@ -294,11 +294,11 @@ class Lane:
     """Threads for one kind of work, and a bound on the requests that run or wait there.
 
     Args:
-        name: of the work, a participle: `tokenizing`. Its refusals have the code `tokenizing_busy`.
-        threads: how many requests are worked for at the same time.
+        name: the work, as a participle: `tokenizing`. Its refusals have the code `tokenizing_busy`.
+        threads: number of requests that are worked on at the same time.
         limit: requests that may run or wait; None if another bound holds for them already.
-        retry_after_s: when a refused client is told to come back.
-        niceness: how far its threads stand back while the cores are busy, as in `nice(1)`; on Linux only.
+        retry_after_s: `Retry-After` of its refusals.
+        niceness: of its threads, as in `nice(1)`; on Linux only.
     """
 
     def __init__(

@@ -90,12 +90,13 @@ def log_end(
     """Log how an answer went, all its choices in one line.
 
     Args:
-        answer: whose choices `streams` are, in order.
-        asked_s: when the request had come, on `time.monotonic`'s clock.
+        answer: the answer.
+        streams: the requests of its choices, in order.
+        asked_s: time by which the request had come, on `time.monotonic`'s clock.
         client: the address that it came from.
         user: the client's own label.
-        request_id: what the client calls its request, if it does.
-        client_gone: why nobody takes the answer any more; None if somebody does.
+        request_id: the client's name for its request, if it has one.
+        client_gone: the reason why the client does not take the answer any more; None if it does.
     """
     prompts = {
         id(choice.prompt): stream.request.num_prompt_tokens
@@ -161,9 +162,9 @@ def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str
     """Log a refused request: an INFO line for a client's mistake, WARNING for 503, ERROR for 500.
 
     Args:
-        refusal: what the client is told.
-        status: with which HTTP status.
-        error: what was raised; shown whole where the client is told nothing of it.
+        refusal: the error that the client is sent.
+        status: the HTTP status it is sent with.
+        error: the exception; its traceback is logged if the client is told nothing of it.
         client: the address that the request came from.
     """
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.

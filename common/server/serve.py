@@ -52,9 +52,9 @@ def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None
     """Serve a phase until a signal ends it; does not return.
 
     Args:
-        phase_name: as `find_phase` takes it.
+        phase_name: a name that `find_phase` takes.
         argv: the flags; the process's own if None.
-        prog: what `--help` calls this command; `python -m` and the phase if None.
+        prog: the name of this command in `--help`; `python -m` and the phase if None.
     """
     try:
         package = find_phase(phase_name)

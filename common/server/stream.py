@@ -65,7 +65,7 @@ class Stream(Response):
         chunks: the stream's bytes.
         on_close: called once at the end with the reason why the client did not get everything: it left, or it is
             too slow. None if it took everything.
-        backlogs: where this stream's backlog is counted.
+        backlogs: counts this stream's backlog.
         waits: produce the next chunk only after the client has taken the last one, for live updates, where an old
             chunk is worthless.
         ping_s: seconds between pings.
@@ -281,14 +281,14 @@ class Backlogs:
     """The bytes of all clients that they have not read.
 
     Args:
-        limit_bytes: of one stream; a stream with more is given up.
-        total_limit_bytes: of all clients together. Beyond it, the client with the most is given up, unless that has
-            less than `FLOOR_BYTES`.
-        send_timeout_s: for how long the HTTP server may wait until it takes a piece. It holds 64 KiB of a
+        limit_bytes: bound for one stream; a stream with more is given up.
+        total_limit_bytes: bound for all clients together. Beyond it, the client with the most is given up, unless
+            that has less than `FLOOR_BYTES`.
+        send_timeout_s: seconds within which the HTTP server must take a piece. It holds 64 KiB of a
             connection's bytes, and takes more when 16 KiB are left.
 
     Attributes:
-        bytes: how many there are.
+        bytes: number of unread bytes.
         unread: the clients.
     """
 
@@ -325,7 +325,7 @@ class Unread:
         give_up: ends the answer; called at most once, and the client's bytes have left the total by then.
 
     Attributes:
-        bytes: how many this client has not read.
+        bytes: number of bytes that this client has not read.
     """
 
     def __init__(self, backlogs: Backlogs, give_up: Callable[[SlowReaderError], None]) -> None:

@@ -68,9 +68,9 @@ class Shown:
 
     Attributes:
         echo: the prompt comes first.
-        logprobs: how many of the most likely tokens are named beside an echoed one; None: no log-probabilities.
+        logprobs: number of the most likely tokens beside an echoed token; None: no log-probabilities.
         prompt_logprobs: the same for a field of its own.
-        token_ids: of prompt and answer.
+        token_ids: the token ids of prompt and answer are shown.
         prompt_only: the answer has no tokens of its own.
     """
 
