@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_pre_page(page: Page, config: MkDocsConfig, files: Files) -> Page:  # noqa: ARG001 - names that mkdocs gives
-    """Log which page is read, of how many: numbers on pages are computed, and all pages take minutes."""
+    """Log the number of the page that is read: a build takes half a minute or more."""
     pages = files.documentation_pages()
     logger.info("page %d of %d: %s", pages.index(page.file) + 1, len(pages), page.file.src_uri)
     return page

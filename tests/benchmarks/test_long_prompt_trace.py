@@ -1,42 +1,36 @@
-"""The traces that pages draw: recorded from phases, valid, and drawn with what they hold."""
+"""The traces of a long prompt: recorded from phases and valid, with the chunks that each phase makes."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from benchmarks import long_prompt_trace
-from docs.building.traces import RESULTS, TRACES, read, trace_pictures
+from benchmarks.long_prompt_trace import TRACES
+from docs.building.results import RESULTS
 from tests.traces import assert_valid, read_trace, requests_of
 
-PHASES = ("phase6_paged", "phase7_chunked")
+ENDS = {"phase6_paged": [1000], "phase7_chunked": [256, 512, 768, 1000]}
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_what_is_committed_is_a_trace_of_a_stall_or_of_none(phase: str) -> None:
-    path = RESULTS / TRACES / f"long_prompt-{phase}.trace"
-    events = read_trace(path.read_bytes())
+def chunks_of(trace: bytes) -> list[str]:
+    """Return the names of the long prompt's chunks."""
+    events = read_trace(trace)
     assert_valid(events)
-    assert len(requests_of(events)) == 4
-    drawn = read(path)
-    chunks = [what for what, *_ in drawn.spans["long prompt"] if what.startswith("chunk")]
-    assert len(chunks) == (1 if phase == "phase6_paged" else 4)
-    assert "dummy:llama-60m" in drawn.label
+    tracks = [[e["name"] for e in track if e["ph"] == "b"] for track in requests_of(events).values()]
+    assert sorted(names[0] for names in tracks) == ["decodes 1", "decodes 2", "decodes 3", "long prompt"]
+    [long] = [names for names in tracks if names[0] == "long prompt"]
+    return [name for name in long if name.startswith("chunk")]
 
 
-def test_they_are_recorded_and_drawn(tmp_path: Path) -> None:
-    results = tmp_path / TRACES
-    results.mkdir()
-    assert "Not drawn yet" in trace_pictures("long_prompt", *PHASES, results=tmp_path)
-    for phase in PHASES:
-        name, trace = long_prompt_trace.record(phase, "zoo:llama-tiny", 300)
-        assert name == phase
-        assert_valid(read_trace(trace))
-        (results / f"long_prompt-{phase}.trace").write_bytes(trace)
-    drawn = trace_pictures("long_prompt", *PHASES, results=tmp_path)
-    assert drawn.count("chunk 0:300,") == 1
-    assert drawn.count("chunk 0:256,") == drawn.count("chunk 256:300,") == 1
-    for name in ("decodes 1", "decodes 2", "decodes 3", "long prompt"):
-        assert drawn.count(f">{name}</text>") == 2
-    assert "Recorded: zoo:llama-tiny, " in drawn
+@pytest.mark.parametrize("phase", ENDS)
+def test_what_is_committed_is_a_trace_of_a_stall_or_of_none(phase: str) -> None:
+    trace = (RESULTS / TRACES / f"long_prompt-{phase}.trace").read_bytes()
+    assert chunks_of(trace) == [
+        f"chunk {a}:{b}" for a, b in zip([0, *ENDS[phase]], ENDS[phase], strict=False)
+    ]
+
+
+def test_they_are_recorded() -> None:
+    traces = dict(long_prompt_trace.record(phase, "zoo:llama-tiny", 300) for phase in ENDS)
+    assert chunks_of(traces["phase6_paged"]) == ["chunk 0:300"]
+    assert chunks_of(traces["phase7_chunked"]) == ["chunk 0:256", "chunk 256:300"]
