@@ -44,21 +44,15 @@ from common.worker import EngineWorker
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
-
 MAX_QUEUED = 50  # frames for each viewer
-
 MAX_FRAMES_PER_S = 20
-
 ENGINE_SHARE = 0.003  # share of the engine's time
-
 TICK_S = 0.25  # seconds at the most until the last step of many is shown
-
-Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
-
 #: Each recording writes every step's events again, in the engine's thread.
 MAX_RECORDINGS = 4
-
 FETCH_S = 0.1  # seconds between two pieces of a trace
+
+Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
 
 
 class Watcher:

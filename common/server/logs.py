@@ -30,6 +30,8 @@ from common.worker import EngineWorker, RequestStream
 #: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
 FIELDS = "fields"
 
+PULSE_EVERY_S = 10.0
+
 
 def configure_logging(level: str, form: Literal["text", "json"] = "text") -> None:
     """Log one line per event to stderr. The HTTP server's own lines are logged at level debug only."""
@@ -187,9 +189,6 @@ def log_departure(client: str | None = None) -> None:
     logger.info(
         "dropped: %s before its request was taken in%s", CLIENT_LEFT, f", from {client}" if client else ""
     )
-
-
-PULSE_EVERY_S = 10.0
 
 
 class Pulse:

@@ -50,9 +50,9 @@ STREAM_ENDS = "infer.stream_ends"
 
 T = TypeVar("T")
 
-#: The most that is handed on at once. A client's progress is seen from one piece to the next.
+#: Bytes that are handed on at once. A client's progress is seen from one piece to the next.
 PIECE_BYTES = 16 * 1024
-#: A client that has left less is not given up for the others: a prompt reader may have as much for a moment.
+#: A client with fewer unread bytes is never given up for the total: a quick reader may have as many for a moment.
 FLOOR_BYTES = 64 * 1024
 
 
