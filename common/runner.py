@@ -1,8 +1,8 @@
 """Runs a plan: forward passes on the device, then tokens turned into outputs.
 
 `execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the device. `commit`
-copies the sampled ids to the host and turns them into text, stop decisions and outputs. A phase decides which passes
-a plan becomes (`passes`).
+copies the sampled ids to the host and turns them into text, stop decisions and outputs. A phase decides which
+passes a plan becomes (`passes`).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Runner(ABC):
         """Block until the step that `settle` is going to commit has computed its tokens."""
 
     def settle(self) -> list[StepOutput]:
-        """Commit the steps that must be read before the next one is planned, and return their outputs. None here."""
+        """Commit the steps that must be read before the next one is planned. Returns their outputs."""
         return []
 
     def abandon(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
@@ -213,7 +213,7 @@ class Runner(ABC):
             self._launch_pass(half, launched)
 
     def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
-        """Sample a pass's tokens, all at once. If that raises, one by one, so that only the guilty requests fail."""
+        """Sample a pass's tokens, all at once. If that raises, one by one, so that only guilty requests fail."""
         try:
             with torch.inference_mode():
                 sampled = sample(logits, requests, self.masks(requests))
