@@ -9,6 +9,7 @@ the paged kernel is only to be read.
 
 import contextlib
 import importlib.util
+from typing import Literal
 
 import torch
 
@@ -38,7 +39,7 @@ def has_native_products(tensor: torch.Tensor) -> bool:
     return use_native(tensor) and native.has_products(tensor.dtype)
 
 
-def kernels_on(device: torch.device) -> str:
+def kernels_on(device: torch.device) -> Literal["triton", "native", "torch"]:
     """What computes on `device`: `triton`, `native` or `torch`."""
     if device.type == "cuda":
         return "triton" if HAS_TRITON else "torch"

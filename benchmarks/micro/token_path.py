@@ -34,9 +34,9 @@ from common.engine import Engine
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.intake import Intake
-from common.server.lifecycle import bind
 from common.server.middleware import RequestIds
-from common.server.transport import EventStream
+from common.server.serve import bind
+from common.server.stream import EventStream
 from common.worker import EngineWorker
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4

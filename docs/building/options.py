@@ -13,12 +13,10 @@ from pydantic.fields import FieldInfo
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
-from common.server.cli import flag_of
-from common.server.options import ServerOptions
-from common.server.schemas.chat import ChatRequest
-from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.unimplemented import TABLES, lines_of
+from common.server.options import ServerOptions, flag_of
+from common.server.requests.chat import ChatRequest
+from common.server.requests.generation import CompletionRequest, GenerationRequest
+from common.server.requests.known_fields import TABLES, lines_of
 
 #: Attributes of a field's metadata (`annotated_types`), and how a page writes them.
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "max_length": "at most"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from common.llm import LLM, SamplingParams
-from common.server.wire.format import Answer, Choice, Prompt
-from common.server.wire.named import NamedCompletionEvents
+from common.server.replies.answer import Answer, Choice, Prompt
+from common.server.replies.formats import NamedCompletionEvents
 
 PROMPT = "Once upon a time"
 

@@ -1,8 +1,9 @@
-"""What requests for text have in common, however their prompt is worded."""
+"""The body of `POST /v1/completions`, and the fields that it shares with chat (`GenerationRequest`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,26 +13,23 @@ from pydantic_core import PydanticCustomError
 from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
-from common.server.schemas.parsing import BODY, Body, Limits, check_model, refused
-from common.server.schemas.unimplemented import OpenAIStreamFields, VllmFields, VllmStructuredFields
-from common.server.wire.format import Shown
+from common.server.bodies import BODY, Body, Limits, check_model, refused
+from common.server.requests.known_fields import (
+    OpenAICompletionFields,
+    OpenAIStreamFields,
+    VllmCompletionFields,
+    VllmFields,
+    VllmStructuredFields,
+)
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
 TokenId = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 
-# ---------------------------------------------------------------------- alternatives, told apart at a glance
 
-_STOP_FORMS: dict[type, str] = {str: "as text", list: "as texts"}
-_SCHEMA_FORMS: dict[type, str] = {str: "as text", dict: "as object"}
-
-
-def _stop_form(stop: Any) -> str | None:
-    return _STOP_FORMS.get(type(stop))
-
-
-def _schema_form(schema: Any) -> str | None:
-    return _SCHEMA_FORMS.get(type(schema))
+def by_type(forms: Mapping[type, str]) -> Callable[[Any], str | None]:
+    """Return a function that chooses the form to validate a value as by the value's type."""
+    return lambda value: forms.get(type(value))
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -39,7 +37,7 @@ Stop = Annotated[
     Annotated[StopString, Tag("as text")]
     | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
     Discriminator(
-        _stop_form,
+        by_type({str: "as text", list: "as texts"}),
         custom_error_type="stop_type",
         custom_error_message="Input should be a string or a list of strings",
     ),
@@ -48,7 +46,7 @@ Stop = Annotated[
 JsonSchema = Annotated[
     Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
     Discriminator(
-        _schema_form,
+        by_type({str: "as text", dict: "as object"}),
         custom_error_type="schema_type",
         custom_error_message="Input should be an object, or the JSON text of one",
     ),
@@ -64,11 +62,35 @@ def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Parts of an answer beside its text, if its format has a place for them.
+
+    Attributes:
+        echo: the prompt comes first.
+        logprobs: number of the most likely tokens beside an echoed token; None: no log-probabilities.
+        prompt_logprobs: the same for a field of its own.
+        token_ids: the token ids of prompt and answer are shown.
+        prompt_only: the answer has no tokens of its own.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    prompt_only: bool = False
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if log-probabilities of prompt tokens are shown."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+
+
 # ---------------------------------------------------------------------- objects within a body
 
 
 class StreamOptions(OpenAIStreamFields):
-    """When a stream reports its usage; a JSON answer always has it."""
+    """Options that say when a stream reports its usage. A JSON answer always has it."""
 
     model_config = BODY
 
@@ -92,7 +114,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What OpenAI's clients ask for JSON by."""
+    """OpenAI's field for JSON answers."""
 
     model_config = BODY
 
@@ -101,7 +123,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(VllmStructuredFields):
-    """What vLLM's clients ask for answers of a form by: exactly one of these."""
+    """vLLM's field for answers of a form: exactly one of these."""
 
     model_config = BODY
 
@@ -118,7 +140,7 @@ class StructuredOutputs(VllmStructuredFields):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not null."""
+        """The fields that are not null."""
         fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -132,7 +154,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class GenerationRequest(Body, VllmFields):
-    """A request for text: a model, how to sample, when to end, what the answer looks like."""
+    """A request for text: a model, how to sample, when to end, and the form of the answer."""
 
     adds_special_tokens_by_default: ClassVar[bool]
 
@@ -210,7 +232,7 @@ class GenerationRequest(Body, VllmFields):
         raise NotImplementedError
 
     def prompts(self, template: ChatTemplate | None) -> Sequence[str] | Sequence[Sequence[int]]:
-        """What is to be continued; `template` is the model's, if it has one.
+        """Return the prompts to continue. `template` is the model's, if it has one.
 
         Raises:
             InvalidRequestError: there is no text for it.
@@ -219,26 +241,26 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The longest answer that is wanted; None: as long as fits."""
+        """The length of the longest answer that is wanted; None: as long as fits."""
         raise NotImplementedError
 
     @property
     def reported_logprobs(self) -> int | None:
-        """`SamplingParams.logprobs`."""
+        """`SamplingParams.logprobs` of this request."""
         raise NotImplementedError
 
     @property
     def scored_prompt(self) -> int | None:
-        """`SamplingParams.prompt_logprobs`."""
+        """`SamplingParams.prompt_logprobs` of this request."""
         return None
 
     @property
     def shown(self) -> Shown:
-        """What an answer says beside its text."""
+        """The parts of an answer beside its text."""
         return Shown()
 
     def field_of(self, param: str) -> str:
-        """What the engine's `prompt` or `max_tokens` is called in this body."""
+        """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
         return param
 
     # ------------------------------------------------------------------ what they share
@@ -274,7 +296,7 @@ class GenerationRequest(Body, VllmFields):
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        """What the answer must look like, and the field that says so; None: like anything."""
+        """The grammar that the answer follows, with the name of its field; None: no grammar."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None and wanted.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
@@ -286,7 +308,7 @@ class GenerationRequest(Body, VllmFields):
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
     def sampling_params(self, choice: int, max_new_tokens: int) -> SamplingParams:
-        """How choice `choice` of each prompt is sampled. Nulls become the defaults, which are the engine's too."""
+        """Return the engine's parameters for choice `choice` of each prompt. Nulls become the engine's defaults."""
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -329,7 +351,7 @@ class GenerationRequest(Body, VllmFields):
             )
 
     def _check_fields(self) -> None:
-        """Refuse values that a type cannot tell.
+        """Refuse values that a field's type cannot rule out.
 
         Raises:
             ApiError: 422.
@@ -343,7 +365,7 @@ class GenerationRequest(Body, VllmFields):
                 raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
 
     def _check_form(self) -> None:
-        """At most one thing can say what an answer looks like."""
+        """Refuse fields that say two things about the form of an answer."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
             raise refused(
@@ -359,3 +381,113 @@ class GenerationRequest(Body, VllmFields):
             raise refused(
                 "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
             )
+
+
+DEFAULT_MAX_TOKENS = 128
+
+#: The form of a list, by the type of its first item.
+_LIST_FORMS: dict[type, str] = {
+    int: "as tokens",
+    float: "as tokens",
+    bool: "as tokens",
+    str: "as texts",
+    list: "as token lists",
+}
+
+
+def _prompt_form(prompt: Any) -> str | None:
+    """Choose the form to validate a prompt as. Trying all of them would cost an error for each token and form."""
+    if type(prompt) is str:
+        return "as text"
+    if type(prompt) is not list:
+        return None
+    return _LIST_FORMS.get(type(prompt[0])) if prompt else "as tokens"
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[Tokens, Tag("as tokens")]
+    | Annotated[Texts, Tag("as texts")]
+    | Annotated[TokenLists, Tag("as token lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
+        "lists of token ids",
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
+    """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
+
+    adds_special_tokens_by_default: ClassVar[bool] = True
+
+    prompt: Prompt = Field(
+        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+    )
+    max_tokens: int | None = Field(
+        default=DEFAULT_MAX_TOKENS,
+        ge=0,
+        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = Field(
+        default=False,
+        description="the prompt before the answer, with log-probabilities of its own if asked for",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="what the model makes of the prompt's tokens, for each but the first",
+    )
+    return_token_ids: bool | None = Field(
+        default=False, description="of prompt and answer, beside their text"
+    )
+    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts(None))
+
+    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
+        """Return all prompts as a list, also where the body has a single one."""
+        prompt: Any = self.prompt
+        return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens for the engine to sample at most. At least one, which an answer without tokens leaves out."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(
+            echo=bool(self.echo),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            prompt_only=self.max_tokens == 0,
+        )
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refused("max_tokens", "0 only with echo or prompt_logprobs; send at least 1")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            raise refused("best_of", "not implemented; send the value of n, or leave it out")

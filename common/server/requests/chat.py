@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`."""
+"""Bodies that hold a conversation: `POST /v1/chat/completions`, and `POST /tokenize` with `POST /detokenize`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from pydantic_core import PydanticCustomError
 
 from common.chat_template import RESERVED, ChatTemplate
 from common.errors import InvalidRequestError
+from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.errors import shorten
-from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import BODY, refused
-from common.server.schemas.unimplemented import (
+from common.server.requests.generation import GenerationRequest, TokenId, by_type
+from common.server.requests.known_fields import (
     TOOLS,
     OpenAIChatFields,
     OpenAIMessageFields,
     TemplateFields,
     VllmChatFields,
 )
-
-_CONTENT_FORMS: dict[type, str] = {str: "as text", list: "as parts"}
-
-
-def _content_form(content: Any) -> str | None:
-    return _CONTENT_FORMS.get(type(content))
 
 
 class TextPart(BaseModel):
@@ -39,7 +33,7 @@ class TextPart(BaseModel):
 
 
 class OtherPart(BaseModel):
-    """A part of another type, such as an image: `ChatMessage.check` refuses it by its type's name."""
+    """A part of another type, such as an image. `ChatMessage.check` refuses it by its type's name."""
 
     type: str
 
@@ -58,7 +52,7 @@ Content = Annotated[
     Annotated[str, Tag("as text")]
     | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
     Discriminator(
-        _content_form,
+        by_type({str: "as text", list: "as parts"}),
         custom_error_type="content_type",
         custom_error_message="Input should be a string, or a list of parts of type text",
     ),
@@ -116,12 +110,12 @@ class ChatMessage(OpenAIMessageFields):
                 raise refused(place, f"{kind!r} is refused: only parts of type 'text' are read")
 
 
-# At most so many, and parts of each: two megabytes of empty ones would hold up the event loop for half a second.
+# Bounded, as are the parts of each: two megabytes of empty messages would block the event loop for half a second.
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
 class TemplateOptions(TemplateFields):
-    """How a conversation becomes a text."""
+    """Fields that say how a conversation becomes a text."""
 
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -135,7 +129,7 @@ class TemplateOptions(TemplateFields):
     )
 
     def render(self, messages: Sequence[ChatMessage], template: ChatTemplate | None) -> str:
-        """The text that a model reads.
+        """Return the text that the model reads.
 
         Raises:
             InvalidRequestError: the model has no template, or its template does not take these messages.
@@ -179,7 +173,7 @@ class TemplateOptions(TemplateFields):
 class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChatFields):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
-    adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes those that belong there
+    adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes the special tokens
 
     messages: Messages = Field(
         description="each with a `role` and a `content`: a text, or parts of type text, a line each"
@@ -219,3 +213,53 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)
+
+
+class TokenizeRequest(Body, TemplateOptions):
+    """The body of `POST /tokenize`: a text or a conversation."""
+
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    prompt: str | None = Field(default=None, description="a text; or else:")
+    messages: Messages | None = Field(default=None, description="a conversation, as for chat")
+    add_special_tokens: bool | None = Field(
+        default=None, description="default: for a prompt; a conversation has its own"
+    )
+    return_token_strs: bool | None = Field(
+        default=False, description="the tokens as the tokenizer spells them, too"
+    )
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    def text(self, template: ChatTemplate | None) -> str:
+        """Return the text to tokenize.
+
+        Raises:
+            InvalidRequestError: there is no template for these messages.
+        """
+        if self.messages is not None:
+            return self.render(self.messages, template)
+        assert self.prompt is not None  # see `check`
+        return self.prompt
+
+    def check(self, limits: Limits) -> None:
+        if self.model is not None:
+            check_model(self.model, limits)
+        if (self.prompt is None) is (self.messages is None):
+            raise refused("prompt", "send either a prompt or messages")
+        self.check_messages(self.messages or ())
+
+
+class DetokenizeRequest(Body):
+    """The body of `POST /detokenize`: token ids."""
+
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    tokens: list[TokenId] = Field(fail_fast=True)
+
+    def check(self, limits: Limits) -> None:
+        if self.model is not None:
+            check_model(self.model, limits)
+        unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
+        if unknown is not None:
+            raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
+from common.server.bodies import BODY, NOT_IMPLEMENTED
 from common.server.errors import shorten
-from common.server.schemas.parsing import BODY, NOT_IMPLEMENTED
 
 
 class Neutral:

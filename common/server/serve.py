@@ -1,9 +1,11 @@
-"""A server's life, from its port to its exit code.
+"""The command `python -m phaseN_x`: a server's life, from its port to its exit code.
 
 ```text
 port taken ─> engine built ─> ready ─> SIGTERM: draining, new requests 503 ─> idle or timeout ─> exit 0
   exit 1        exit 1                  second signal ────────────────────────────────────────> exit 1
 ```
+
+Wrong options (`common.server.options`) end the command with exit code 2.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -30,23 +32,58 @@ import uvicorn
 
 from common.config import EngineConfig
 from common.errors import StartupError
-from common.phases import PhasePackage
+from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
-from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
-from common.server.options import ServerOptions
-from common.server.own_pages import AllowedHosts
+from common.server.logs import configure_logging
+from common.server.middleware import AllowedHosts
+from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
+from common.server.stream import Backlogs
 from common.trace import TraceFile
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0  # what answers get that were ended because the time was over
+LAST_WORDS_S = 1.0  # time for the last bytes of answers that were cut off at the shutdown timeout
+
+
+def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> NoReturn:
+    """Serve a phase until a signal ends it; does not return.
+
+    Args:
+        phase_name: a name that `find_phase` takes.
+        argv: the flags; the process's own if None.
+        prog: the name of this command in `--help`; `python -m` and the phase if None.
+    """
+    try:
+        package = find_phase(phase_name)
+        options, config = read_options(package, sys.argv[1:] if argv is None else argv, prog)
+        configure_logging(options.log_level, options.log_format)
+        try:
+            sys.exit(serve(package, options, config))
+        except StartupError as error:
+            if options.log_format == "text":
+                raise
+            logger.error(error)  # noqa: TRY400 - its traceback is of no use
+            sys.exit(1)
+    except UsageError as error:
+        exit_with(f"error: {error}", 2)
+    except StartupError as error:
+        exit_with(f"error: {error}", 1)
+    except KeyboardInterrupt:  # while the engine is being built
+        print("interrupted", file=sys.stderr)
+        exit_at_once(130)
+
+
+def exit_with(message: str, code: int) -> NoReturn:
+    """Print a message as one line, and exit."""
+    print(" ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
 
 
 def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> int:
-    """Serve until a signal: the exit code.
+    """Serve until a signal, and return the exit code.
 
     Raises:
         StartupError: the port is taken, the trace's file cannot be written, or the engine cannot be built.
@@ -88,7 +125,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
                 limits,
                 backlogs,
                 service.answers,
-                loop="asyncio",  # not another that is installed, such as by Ray
+                loop="asyncio",  # even if uvloop is installed, as by Ray
                 lifespan="on",
                 ws="none",
                 log_config=None,
@@ -115,14 +152,14 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
 
 
 def freeze_objects() -> None:
-    """Spare the garbage collector what there is by now.
+    """Exclude the objects that exist by now from garbage collection.
 
     It stays for as long as the process serves. To look through it takes 0.1 to 0.2 s, in which no step is planned
     and no client gets a token.
     """
     gc.collect()
     gc.freeze()
-    # At its end the interpreter takes down what it can collect, and libraries complain of the rest.
+    # At its end the interpreter destroys collectable objects, and libraries complain about the rest.
     atexit.register(gc.unfreeze)
 
 
@@ -186,14 +223,14 @@ def check_tls(options: ServerOptions) -> None:
         files += f" --ssl-keyfile {options.ssl_keyfile}"
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A password that is always wrong: without one, openssl would ask at the terminal for a locked key's.
+        # A wrong password on purpose: without one, openssl would ask at the terminal for a locked key's password.
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="none")
     except OSError as error:
         raise StartupError(f"{files}: {error.strerror or error}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with its port, not listening yet: clients are refused until the server is ready.
+    """Return a socket bound to a port and not listening yet: clients are refused until the server is ready.
 
     Raises:
         StartupError: the port is in use, or the address is not one of this machine's.
@@ -227,7 +264,7 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a signal lets what runs finish before the listener closes.
+    """uvicorn's server, but a signal lets running requests finish before the listener closes.
 
     uvicorn's own handler closes the listener at once: a client that comes then is refused instead of told 503, and
     `/health` cannot say that the server is draining.
@@ -242,22 +279,22 @@ class Server(uvicorn.Server):
         self.shutdown_timeout_s = shutdown_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._left_s = 0.0  # of the shutdown timeout
+        self._left_s = 0.0  # what is left of the shutdown timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         try:
             await super().startup(sockets)
-        except (
-            OSError
-        ) as error:  # somebody was quicker to listen at our port while the model was being loaded
+        except OSError as error:  # another process has begun to listen at the port while the model was loaded
             raise StartupError(f"cannot listen: {error.strerror}") from None
         logger.info(self.ready)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
-        """The first signal begins to drain; the second ends everything now. The handlers run between any two
-        bytecodes, so the event loop does the work."""
-        if self._loop is None:  # the event loop has not come to the listener yet
+        """Drain on the first signal, exit on the second.
+
+        Signal handlers run between any two bytecodes, so the event loop does the work.
+        """
+        if self._loop is None:  # the server has not started yet
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
@@ -282,7 +319,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers may still be on their way to slow readers: those get what is left of the time, or a moment."""
+        """Close all connections. Answers that slow readers still take get the rest of the shutdown timeout."""
         left_s = max(self._left_s, LAST_WORDS_S)
         self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks that no connection ends
         cutting = asyncio.get_running_loop().call_later(left_s, self._cut)
@@ -298,8 +335,10 @@ class Server(uvicorn.Server):
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process with the engine's thread in the middle of something. The interpreter's own way out would wait
-    for other threads, and end this one inside torch, which aborts."""
+    """End the process while the engine's thread is inside a step.
+
+    The interpreter's own way out would wait for other threads, and end this one inside torch, which aborts.
+    """
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk, or closed
         logging.shutdown()
         sys.stderr.flush()
