@@ -1,1 +1,1 @@
-"""Replicas of any phase behind one address, on Ray Serve. Nothing here is imported by a phase."""
+"""Replicas of any phase behind one address, on Ray Serve. No phase imports this package."""

@@ -1,4 +1,4 @@
-"""A client's answer as the front sends it: begun late, tried again, or ended where the replica is lost."""
+"""A client's answer as the front sends it: its start is delayed, so that another replica can take over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Answer:
     """One client's answer.
 
     Attributes:
-        begun: whether a byte was sent; until then the request can be tried elsewhere.
+        begun: whether a byte was sent. Until then another replica can answer the request.
     """
 
     def __init__(self, send: Send, path: str) -> None:
@@ -28,8 +28,11 @@ class Answer:
         self.begun = False
 
     async def add(self, part: Part) -> None:
-        """Send a part from the replica. A head waits for the first byte of its body, and a refusal for now until
-        `finish`: another replica may not refuse."""
+        """Send a part from the replica.
+
+        A head is held back until the first byte of its body comes. A 503 is held back until `finish`, since another
+        replica may accept the request.
+        """
         if isinstance(part, Head):
             self._head, self._refusal = part, b""
             return
@@ -45,11 +48,11 @@ class Answer:
 
     @property
     def refusal(self) -> str | None:
-        """The code of a refusal for now, if that is what came."""
+        """The error code of the 503 that is held back; None if there is none."""
         return str(orjson.loads(self._refusal)["error"]["code"]) if self._refusal else None
 
     async def finish(self) -> None:
-        """End the answer: it is complete."""
+        """Send what is held back, and end the answer."""
         await self._begin()
         await self._send({"type": "http.response.body", "body": self._refusal, "more_body": False})
 

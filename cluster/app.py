@@ -39,7 +39,7 @@ HEAD_NODE = "node:__internal_head__"
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The application that `args` describe: options as on the command line, with underscores.
+    """Return the application that `args` describe: options as on the command line, with underscores.
 
     Raises:
         ValueError: an option is unknown, or its value is not one of its values.
@@ -51,10 +51,10 @@ def build(args: Mapping[str, Any]) -> Application:
 
 
 def application(plan: Plan) -> Application:
-    """The application that was planned."""
+    """Return the application of a plan: the front's deployment and the replicas'."""
     options = plan.options
-    # An engine refuses what it has no room for, and then the front asks another. Serve's own limit, at which
-    # requests queue where nobody counts them, stands above.
+    # An engine refuses requests that its queue cannot take, and the front asks another replica. Serve's own limit
+    # is higher than that: requests above it would queue inside Serve, where no metric counts them.
     max_ongoing = plan.config.max_batch_size + plan.config.max_waiting_requests + SPARE
     replicas = serve.deployment(
         Replica,
@@ -108,7 +108,7 @@ def application(plan: Plan) -> Application:
 
 
 def _number(plan: Plan) -> dict[str, Any]:
-    """How many replicas: so many, or as many as the load is worth."""
+    """Return the deployment's options for the number of replicas: fixed, or scaled with the load."""
     options = plan.options
     if options.max_replicas is None:
         return {"num_replicas": options.replicas}
@@ -124,8 +124,8 @@ def _number(plan: Plan) -> dict[str, Any]:
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Serve's question for a number of replicas, answered by our arithmetic."""
+    """Return the number of replicas that Serve asks for: see `replicas_for`."""
     loads = (context.aggregated_metrics or {}).get("load", {})
-    if len(loads) < context.current_num_replicas:  # not all have said how they are
+    if len(loads) < context.current_num_replicas:  # some replicas have not reported yet
         return context.target_num_replicas, {}
     return replicas_for(list(loads.values())), {}

@@ -1,4 +1,4 @@
-"""What Ray is told by way of the environment. It reads that when it is imported, so this knows nothing of Ray."""
+"""Environment variables for Ray. Ray reads them when it is imported, so this module does not import it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FAST = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": 
 
 
 def settings() -> dict[str, str]:
-    """All of `FAST`, as the environment has it where it has it."""
+    """Return the variables of `FAST`; values that the environment has already take precedence."""
     return {name: os.environ.get(name, value) for name, value in FAST.items()}
 
 
 def prepare() -> None:
-    """Set what is not set otherwise, for this process and those that it starts. Ray asks nobody's server about
-    updates.
+    """Set the variables that are not set, for this process and the processes that it starts. They also keep Ray
+    from asking a server on the internet about updates.
 
     Raises:
         StartupError: Ray's ports are to be open to everybody. Who reaches them can run any code here.

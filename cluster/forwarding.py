@@ -1,4 +1,4 @@
-"""What goes from the front to a replica and back. No Ray, and nothing that knows where either of them is.
+"""The messages between the front and a replica. This module does not import Ray.
 
 ```text
 client ── HTTP ──> front: Forwarded ── Ray ──> replica: the phase's app, in this process
@@ -37,12 +37,12 @@ GENERATING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A request as it came, and what the router goes by.
+    """A request as the front received it, and the fields that the router reads.
 
     Attributes:
-        client: the address that it came from.
-        keys: of its prompt's beginning (`cluster.policy.prefix_keys`).
-        avoid: replicas that have refused it or were lost with it.
+        client: the client's address.
+        keys: the keys of the prompt's beginning (`cluster.policy.prefix_keys`).
+        avoid: names of the replicas that refused the request or were lost while they computed it.
     """
 
     method: str
@@ -55,7 +55,7 @@ class Forwarded:
     avoid: tuple[str, ...] = ()
 
     def scope(self) -> dict[str, Any]:
-        """The same as ASGI has it."""
+        """Return the request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -76,10 +76,10 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an answer begins.
+    """Status and headers of an answer.
 
     Attributes:
-        ends: of a stream, what the client is owed if the replica is lost (`common.server.stream`).
+        ends: for a stream, the last events that the front sends if the replica is lost (`common.server.stream`).
     """
 
     status: int
@@ -89,12 +89,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Which of a stream's `ends` its bytes contain by now."""
+    """The indices of a stream's `ends` that the replica has sent by now."""
 
     ends: frozenset[int]
 
 
-#: Of an answer on its way: its head, then bytes of its body. Those of a stream are whole events.
+#: A part of an answer: its head, then bytes of its body. Bytes of a stream are whole events.
 Part = Head | bytes | Ended
 
 #: A whole answer.
@@ -102,7 +102,7 @@ Whole = tuple[Head, bytes]
 
 
 def replica_lost() -> ApiError:
-    """The error of a request whose replica will not answer any more."""
+    """Return the error of a request whose replica was lost."""
     return unavailable(
         "the replica that computed this was lost; send the request again",
         code="replica_lost",
@@ -111,9 +111,9 @@ def replica_lost() -> ApiError:
 
 
 def read_keys(path: str, body: bytes) -> tuple[int, ...]:
-    """Return the keys of a request's prompt; none for a body that is wrong, which the replica will refuse.
+    """Return the keys of a request's prompt; none if the body is invalid, since the replica will refuse it.
 
-    A conversation's key is its messages as they were sent. Its next turn begins with the same ones.
+    The keys of a conversation are those of its messages as they were sent: its next turn begins with the same ones.
     """
     if path not in GENERATING:
         return ()
@@ -129,7 +129,7 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
 
 
 class LocalCall:
-    """One request to an ASGI app of this process."""
+    """One request to an ASGI app in this process."""
 
     def __init__(self, app: ASGIApp, request: Forwarded) -> None:
         self._app = app
@@ -140,7 +140,10 @@ class LocalCall:
         self._ended: frozenset[int] = frozenset()
 
     async def answer(self) -> AsyncGenerator[list[Part], None]:
-        """What the app sends, a list of what is ready at a time. Closed early, the app's client has left."""
+        """Yield the parts that the app sends, as lists of those that are ready together.
+
+        If the generator is closed early, the app is told that its client has left.
+        """
         running = asyncio.create_task(self._run())
         try:
             ready: list[Part] = []
@@ -182,7 +185,7 @@ class LocalCall:
 
 
 async def collect(app: ASGIApp, request: Forwarded) -> Whole:
-    """Return the whole answer of an app."""
+    """Return the whole answer of an app: head and body."""
     parts: list[Part] = []
     async with contextlib.aclosing(LocalCall(app, request).answer()) as answer:
         async for ready in answer:

@@ -1,14 +1,13 @@
-"""The front: what clients talk to, before the replicas.
+"""The front: the process between clients and replicas.
 
 ```text
 client ── HTTP ── Ray's proxy ── front ──┬── replica a
                                          └── replica b
 ```
 
-Ray's proxy could pass requests to replicas itself, but knows nothing of what they ask for: it routes before the
-body has come, it tries nothing twice, and where a replica is lost it cuts the connection. The front has read the
-body; it holds an answer's head back until there is a first byte of its body, so that until then another replica can
-answer.
+Ray's proxy could pass requests to replicas itself. But it routes before it has read the body, tries no request
+twice, and cuts the connection if a replica is lost. The front reads the body first. It holds the head of an answer
+back until the first byte of its body comes, so until then another replica can answer.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from common.server.stream import while_connected
 
 logger = logging.getLogger(__name__)
 
-#: Why a replica refuses that is as well as the others: they may have room.
+#: Error codes with which a healthy replica refuses a request that another replica may accept.
 BUSY = {"queue_full", "shutting_down", "engine_stuck"}
 
-#: What it says when its engine has ended, maybe of this very request: that is tried on one other, not on all.
+#: Error code of a dead engine. This request may have killed it, so only one other replica gets it.
 DEAD = "engine_dead"
 
-#: Routes that a single server, too, answers 503 once it drains. The others say how it is.
+#: Routes that are answered 503 while the cluster drains, as by a single server. Others still report its state.
 REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
 
-#: For all replicas to say how they are: whoever asks for that is impatient.
+#: The longest that `/health` waits for the replicas, in seconds.
 HEALTH_WAIT_S = 5.0
 
 
@@ -56,12 +55,12 @@ class ReplicaLostError(Exception):
     """A replica will not answer any more."""
 
 
-#: What is raised where a replica is gone, or Serve has none.
+#: The exceptions that mean that a replica is gone, or that Serve has none.
 LOST = (ReplicaLostError, RayError, RayServeException)
 
 
 def pass_through() -> Router:
-    """The ASGI app of a front, for which every path is the same; Serve makes it in the front's own process."""
+    """Return an ASGI app that hands every path to the front of its process. Serve calls this in that process."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         front: Front = serve.get_replica_context().servable_object
@@ -72,17 +71,17 @@ def pass_through() -> Router:
 
 @serve.ingress(pass_through)
 class Front:
-    """Passes requests on.
+    """Forwards requests to replicas, and merges the answers of all replicas where a route asks for them.
 
     Args:
-        replicas: of the deployment that computes.
-        wanted: how many of them there should be, at the least.
-        wait_s: for a replica, where there is none.
-        body_timeout_s: from the head of a request to the end of its body.
+        replicas: handle of the deployment of replicas.
+        wanted: the smallest number of replicas that the cluster should have.
+        wait_s: how long a request waits for a replica, in seconds.
+        body_timeout_s: seconds from the head of a request to the end of its body.
         api_keys, cors_origins: as for `create_app`. Keys are checked here, too, before a body is read.
 
     Attributes:
-        guarded: the ASGI app that answers requests which have shown their keys.
+        guarded: the ASGI app with the checks of keys and origins in front of it.
     """
 
     def __init__(
@@ -112,12 +111,12 @@ class Front:
     # ------------------------------------------------------------------ the end (asked by the command)
 
     def stop_accepting(self) -> None:
-        """From now on, new requests are told that the server is shutting down; so are those still being sent."""
+        """From now on, refuse new requests, and requests whose body is still coming: the cluster shuts down."""
         self._draining = True
         self._bodies.give_up()
 
     def num_running(self) -> int:
-        """Requests that have not been answered to their end."""
+        """Return the number of requests whose answer is not complete."""
         return self._running
 
     # ------------------------------------------------------------------ requests
@@ -142,7 +141,7 @@ class Front:
             self._running -= 1
 
     async def _read(self, request: Request) -> Forwarded:
-        """Read a request. A body that is not JSON is left unread: the replica refuses it, or does not want it.
+        """Read a request. A body that is not JSON is left unread: the replica refuses or ignores it.
 
         Raises:
             ApiError: as `Bodies.read_json`.
@@ -162,7 +161,7 @@ class Front:
         )
 
     async def _reply(self, request: Forwarded, answer: Answer) -> None:
-        """Send the answer of one replica, or one that is made of all replicas'."""
+        """Send the answer of one replica, or one merged from the answers of all replicas."""
         if request.path == HEALTH:
             replies = await self._ask_all(request, min(self._wait_s, HEALTH_WAIT_S))
             head, body = health(replies, wanted=self._wanted, known=self._known, draining=self._draining)
@@ -176,10 +175,10 @@ class Front:
         await answer.finish()
 
     async def _pass_on(self, request: Forwarded, answer: Answer) -> None:
-        """The answer of the first replica that has one.
+        """Send the answer of the first replica that accepts the request.
 
-        A replica that is busy is passed over, until all have said so. One that is lost is replaced once, if the
-        client was not sent a byte.
+        If a replica is busy, the next one is asked, until all were. If a replica is lost before the client got a
+        byte, one other replica is asked.
         """
         lost = False
         while True:
@@ -194,11 +193,11 @@ class Front:
             request = dataclasses.replace(request, avoid=(*request.avoid, *tried))
 
     async def _try_one(self, request: Forwarded, answer: Answer, tried: list[str]) -> bool:
-        """Pass on what one replica answers; its name is put into `tried`. False: it is busy, another may not be.
+        """Forward the answer of one replica, and add its name to `tried`. Returns False if the replica is busy.
 
         Raises:
-            ApiError: for so long there has been no replica.
-            ReplicaLostError, RayError, RayServeException: it is lost.
+            ApiError: no replica took the request within `wait_s`.
+            ReplicaLostError, RayError, RayServeException: the replica is lost.
         """
         reply = self._streams.remote(request)
         try:
@@ -218,7 +217,7 @@ class Front:
             reply.cancel()  # harmless for one that is done
 
     async def _ask_all(self, request: Forwarded, wait_s: float) -> dict[str, Whole]:
-        """Return the answer of every replica, by its name. A replica that is lost has none.
+        """Return the answers of all replicas that are not lost, by name.
 
         Raises:
             ApiError: there is no replica.
@@ -232,17 +231,17 @@ class Front:
         if not answers:
             raise no_replica()
         if len(answers) >= self._wanted:
-            self._known.clear()  # whoever is not among these was replaced, or is not needed any more
+            self._known.clear()  # replicas that are not among these were replaced, or scaled away
         self._known.update(answers)
         return answers
 
 
 @contextlib.asynccontextmanager
 async def no_longer_than(wait_s: float) -> AsyncIterator[None]:
-    """Wait for a replica for so long.
+    """Context manager: bounds the wait for a replica.
 
     Raises:
-        ApiError: no replica has taken the request in that time.
+        ApiError: no replica took the request within `wait_s` seconds.
     """
     try:
         async with asyncio.timeout(wait_s):

@@ -33,7 +33,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 
 
 def serve(plan: Plan) -> int:
-    """Serve until a signal: the exit code.
+    """Serve until a signal. Returns the exit code.
 
     Raises:
         StartupError: the port is taken, there is too little of something, or a replica cannot be built.
@@ -68,7 +68,7 @@ def serve(plan: Plan) -> int:
 
 
 def where(plan: Plan) -> tuple[str, int]:
-    """What clients are told to connect to, and the port alone. Ray's proxy listens there once it is started.
+    """Return the address for clients, and its port. Ray's proxy listens there once it is started.
 
     Raises:
         StartupError: the port is taken.
@@ -83,7 +83,7 @@ def where(plan: Plan) -> tuple[str, int]:
 
 
 class Signals:
-    """The first SIGINT or SIGTERM is waited for; the second ends the process, and Ray's with it."""
+    """Waits for the first SIGINT or SIGTERM. The second one ends the process, and Ray's processes with it."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -91,7 +91,7 @@ class Signals:
         self.listen()
 
     def listen(self) -> None:
-        """Take the signals; again, when Ray has taken them for itself."""
+        """Install the handlers. Called again after Ray has installed its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -106,7 +106,7 @@ class Signals:
         return self._came.is_set()
 
     def wait(self) -> str:
-        """The first one's name, once it is there."""
+        """Block until a signal comes. Returns its name."""
         self._came.wait()
         return self._name
 
@@ -115,7 +115,7 @@ def start_ray(plan: Plan) -> None:
     """Join a cluster, or start one of this machine.
 
     Raises:
-        StartupError: there is none at the address, or it is too small.
+        StartupError: there is no cluster at the address, or it is too small.
     """
     options = plan.options
     quiet: dict[str, Any] = {
@@ -147,7 +147,7 @@ def start_ray(plan: Plan) -> None:
 
 
 def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> bool:
-    """Start Serve and the application, and wait until every replica is there. False: it was given up first.
+    """Start Serve and the application, and wait until every replica is ready. Returns False if a signal came first.
 
     Raises:
         StartupError: a replica cannot be built.
@@ -173,20 +173,20 @@ def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> bool:
 
 
 def _reason(message: str) -> str:
-    """Our own words in a message of Serve's, if there are any; else the whole of it."""
+    """Return the message of our own StartupError within a message of Serve's; else the whole message."""
     own = re.search(r"StartupError: (.+)", message)
     return own[1] if own else message
 
 
 def take_down(plan: Plan) -> None:
-    """Ray ends, where it was started here. From a cluster that was joined, the application is taken away."""
+    """Stop Ray if it was started here; delete the application from a cluster that was joined."""
     if plan.options.address is not None:
         ray_serve.delete(NAME)
     ray.shutdown()
 
 
 async def drain(timeout_s: float) -> None:
-    """Let what runs come to its end; new requests are answered 503."""
+    """Refuse new requests with 503 and wait until the running ones are answered, at most `timeout_s`."""
     front = ray_serve.get_app_handle(NAME)
     await front.stop_accepting.remote()
     deadline = time.monotonic() + timeout_s

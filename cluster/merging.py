@@ -1,4 +1,4 @@
-"""One answer, made of the answers of all replicas."""
+"""Merges the answers of all replicas into one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OK, SERVER_ERROR = 200, 500
 
 
 def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
-    """Return the answer to `path`, one of `MERGES`, from each replica's.
+    """Return the merged answer to `path`, one of `MERGES`.
 
     A replica that cannot answer (5xx: its engine is dead, or it drains) is left out, unless none can. A refusal of
     the request (4xx) is the answer.
@@ -34,9 +34,9 @@ def health(replies: Mapping[str, Whole], *, wanted: int, known: Collection[str],
     """Return the answer to `/health`: 200 while a replica lives.
 
     Args:
-        replies: of the replicas that answered.
-        wanted: how many replicas there should be, at the least.
-        known: names of all that should be there; those that did not answer are lost.
+        replies: the answers, by replica; replicas that did not answer are missing.
+        wanted: the smallest number of replicas that the cluster should have.
+        known: names of all replicas that should be there; one that did not answer is lost.
         draining: whether the front takes no more requests.
     """
     states = dict.fromkeys(known, "lost") | {
@@ -57,13 +57,13 @@ def health(replies: Mapping[str, Whole], *, wanted: int, known: Collection[str],
 
 
 def _state(head: Head, body: bytes) -> str:
-    """Return a replica's own word for how it is: its status, or the code of its error."""
+    """Return the state that a replica reports: its status, or the code of its error."""
     said = orjson.loads(body)
     return str(said["status"] if head.status == OK else said["error"]["code"])
 
 
 def _refusal(replies: Mapping[str, Whole]) -> Whole | None:
-    """Return the refusal that is everybody's answer, if there is one."""
+    """Return the refusal to send instead of a merged answer, if there is one."""
     of_the_request = (whole for whole in replies.values() if OK < whole[0].status < SERVER_ERROR)
     all_refused = all(head.status != OK for head, _ in replies.values())
     return next(of_the_request, next(iter(replies.values())) if all_refused else None)
@@ -75,9 +75,9 @@ def _with_body(head: Head, body: bytes) -> Whole:
 
 
 def merge_telemetry(bodies: Mapping[str, bytes]) -> bytes:
-    """Sums; each replica's own answer, with its steps, is under its name.
+    """Return the sums of all counters, and each replica's own answer, with its steps, under its name.
 
-    Steps of different engines are no sequence, so there are none outside of `replicas`.
+    Steps of different engines are no sequence, so only `replicas` has steps.
     """
     said: dict[str, dict[str, Any]] = {name: orjson.loads(body) for name, body in bodies.items()}
     first = next(iter(said.values()))
@@ -97,7 +97,7 @@ def merge_telemetry(bodies: Mapping[str, bytes]) -> bytes:
 
 
 def merge_metrics(bodies: Mapping[str, bytes]) -> bytes:
-    """Every replica's numbers, with its name as a label; Prometheus adds them up."""
+    """Return the metrics of every replica, with its name as a label. Prometheus adds them up."""
     families: dict[str, Metric] = {}
     for replica, body in bodies.items():
         for family in text_string_to_metric_families(body.decode()):
@@ -108,7 +108,7 @@ def merge_metrics(bodies: Mapping[str, bytes]) -> bytes:
 
 
 class _Collected:
-    """Families that are there already, as a registry has them."""
+    """A registry of metric families that were parsed from text."""
 
     def __init__(self, families: Mapping[str, Metric]) -> None:
         self._families = families

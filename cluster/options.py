@@ -65,7 +65,7 @@ class ClusterOptions(CommonOptions):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that was asked for, checked."""
+    """The checked options of a cluster and its phase."""
 
     package: PhasePackage
     options: ClusterOptions
@@ -79,7 +79,7 @@ class Plan:
 
 
 def read_flags(argv: Sequence[str], prog: str = "python -m cluster") -> Plan:
-    """From the command line and the environment.
+    """Return the plan that the command line and the environment describe.
 
     Raises:
         UsageError: an option is unknown, or its value is not one of its values.
@@ -93,7 +93,7 @@ def read_flags(argv: Sequence[str], prog: str = "python -m cluster") -> Plan:
 
 
 def read_mapping(args: Mapping[str, Any]) -> Plan:
-    """From `args` of a Serve config file: the same options, with underscores.
+    """Return the plan that the `args` of a Serve config file describe: the same options, with underscores.
 
     Raises:
         UsageError, StartupError: as `read_flags`.
@@ -129,7 +129,7 @@ def _default_phase() -> str:
 
 
 def _phase_of(argv: Sequence[str]) -> str:
-    """Which phase the flags name: what the other flags can be depends on it."""
+    """Return the phase that the flags name. The other flags depend on it."""
     for flag, following in zip(argv, [*argv[1:], None], strict=True):
         name, equals, value = flag.partition("=")
         if name == "--phase":

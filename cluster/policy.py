@@ -1,4 +1,4 @@
-"""Which replica gets a request. No Ray, no clock, no tensors: what a router knows goes in, a name comes out.
+"""Routing policies: from the replicas' loads and a prompt's keys to the name of a replica. No Ray, no clock.
 
 ```text
 load of a replica = waiting / seats + max(active / seats, KV use)
@@ -31,7 +31,7 @@ MAX_BLOCKS = 256  # of a prompt that have keys; those that part later go togethe
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine says of itself.
+    """The load that an engine reports.
 
     Attributes:
         seats: sequences it computes together.
@@ -54,12 +54,15 @@ class Load:
 
     @property
     def value(self) -> float:
-        """0 is idle, 1 is a full batch, and each batch that waits is 1 more."""
+        """The load as one number: 0 is idle, 1 a full batch, and each waiting batch adds 1."""
         return self.waiting / self.seats + max(self.active / self.seats, self.kv_use)
 
     def plus(self, requests: int) -> Load:
-        """The same engine with so many requests more, or less: first the seats, then the queue, as an engine
-        fills them. Who waits while seats are free waits for memory, and so does who comes after."""
+        """Return the load with `requests` more requests, or fewer if negative.
+
+        They fill the seats first, then the queue, as in an engine. If requests wait although seats are free, they
+        wait for memory, and so will later ones.
+        """
         if requests < 0:
             queued = -min(-requests, self.waiting)
             seated = max(requests - queued, -self.active)
@@ -75,9 +78,9 @@ class Load:
 
 
 class LoadTable:
-    """The loads of all replicas: what each has reported, and what this router has done since.
+    """The loads of all replicas: the last report of each, and the requests that this router sent since.
 
-    A report is old when it comes. In a burst, every request would go to the replica that was idle then.
+    A report is old when it arrives. Without the requests sent since, a whole burst would go to one idle replica.
     """
 
     def __init__(self) -> None:
@@ -87,8 +90,7 @@ class LoadTable:
         self._numbers: dict[str, int] = {}  # of the latest reports
 
     def report(self, replica: str, load: Load, number: int) -> None:
-        """A replica's own word. `number` tells a new report from one that was seen: what happened since is not in
-        that."""
+        """Store a replica's report. A `number` that was seen before is an old report, and is ignored."""
         if number == self._numbers.get(replica):
             return
         self._numbers[replica] = number
@@ -96,23 +98,23 @@ class LoadTable:
         self._counted[replica] = self._in_flight.setdefault(replica, 0)
 
     def begin(self, replica: str) -> None:
-        """A request goes there now."""
+        """Count a request that is sent to this replica now."""
         self._in_flight[replica] = self._in_flight.get(replica, 0) + 1
 
     def end(self, replica: str) -> None:
-        """One of them is done. Harmless for a replica that is gone."""
+        """Count a request of this replica as done. A replica that is gone is ignored."""
         if self._in_flight.get(replica, 0) > 0:
             self._in_flight[replica] -= 1
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget all but these."""
+        """Forget all replicas but these."""
         tables: tuple[dict[str, Any], ...] = (self._reported, self._in_flight, self._counted, self._numbers)
         for table in tables:
             for gone in table.keys() - set(replicas):
                 del table[gone]
 
     def load(self, replica: str) -> Load:
-        """The latest estimate; of a replica that has not reported, that it is idle but for what was sent there."""
+        """Return the estimated load. A replica without a report has only the requests that were sent to it."""
         in_flight = self._in_flight.get(replica, 0)
         reported = self._reported.get(replica)
         if reported is None:
@@ -124,7 +126,7 @@ class LoadTable:
 
 
 class Policy(ABC):
-    """Chooses among replicas. Deterministic for a seed and what it was asked before."""
+    """Chooses among replicas. The same seed and the same calls give the same choices."""
 
     name: str
 
@@ -133,25 +135,26 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:
-        """The replica for a prompt, and what there is to remember of that.
+        """Choose the replica for a prompt, and remember the choice if the policy needs it.
 
         Args:
-            keys: of the prompt's beginning (`prefix_keys`).
-            loads: of the replicas to choose among, at least one. Full ones are chosen only if all are.
+            keys: keys of the prompt's beginning (`prefix_keys`).
+            loads: loads of the replicas to choose among, at least one. Full ones are chosen only if all are full.
         """
 
     def forget(self, replica: str) -> None:  # noqa: B027 - most remember nothing
-        """A replica is gone."""
+        """Forget a replica that is gone."""
 
     def _least_loaded(self, loads: Mapping[str, Load]) -> str:
-        """Equals are drawn from: with several routers, the first of them would be everybody's."""
+        """Return a replica with the smallest load, drawn at random among equals: several routers should not all
+        choose the first one."""
         values = {replica: (load.is_full, load.value) for replica, load in loads.items()}
         least = min(values.values())
         return self._random.choice([replica for replica, value in values.items() if value == least])
 
 
 class Random(Policy):
-    """Any that is not full: what the others are compared with."""
+    """A random replica that is not full: the baseline for the other policies."""
 
     name = "random"
 
@@ -160,7 +163,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """One after the other, in the order of their names, full ones left out."""
+    """Replicas in turn, in the order of their names, without the full ones."""
 
     name = "round_robin"
 
@@ -175,7 +178,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The one whose engine has the least to do."""
+    """The replica with the smallest load."""
 
     name = "least_loaded"
 
@@ -184,11 +187,10 @@ class LeastLoaded(Policy):
 
 
 class Prefix(Policy):
-    """The one that was sent most of the prompt's beginning before, so that its cache may have it.
+    """The replica that was sent the longest part of the prompt's beginning before, so its cache may hold it.
 
-    What a replica holds is a guess: it may have dropped what it was sent. A wrong guess costs a prefill, and the
-    load decides again when it does. The idea is that of SGLang's router and of Ray's; theirs keep trees of
-    text, this one a table of hashes whose size is bounded by a number.
+    That is a guess: the replica may have evicted those blocks, and then they are computed again. SGLang's router
+    and Ray's do the same with trees of text; here it is a table of hashes with a bounded number of entries.
 
     Args:
         margin: in batches; who is loaded by more than this above the least loaded is passed over.
@@ -219,7 +221,7 @@ POLICIES: dict[str, type[Policy]] = {each.name: each for each in (Prefix, LeastL
 
 
 def _with_room(loads: Mapping[str, Load]) -> list[str]:
-    """Those that would take a request; all of them, if none would."""
+    """Return the replicas that are not full; all of them if every one is."""
     return [name for name, load in loads.items() if not load.is_full] or list(loads)
 
 
@@ -246,10 +248,10 @@ def prefix_keys(prompt: bytes, salt: bytes = b"", *, block_bytes: int = BLOCK_BY
 
 
 class HolderTable:
-    """Which replicas were sent which beginnings of prompts; the least recently used are forgotten first.
+    """A table of the replicas that were sent each key; the least recently used keys are forgotten first.
 
     Args:
-        capacity: pairs of a key and a replica, at the most.
+        capacity: the largest number of pairs of a key and a replica.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -261,7 +263,7 @@ class HolderTable:
         return self._pairs
 
     def longest(self, keys: Iterable[int], replicas: Collection[str]) -> list[str]:
-        """Those of `replicas` that have the most of `keys` from the first on; all of them, if none has any."""
+        """Return the replicas that have the most of `keys` from the first on; all of them if none has any."""
         best = list(replicas)
         for key in keys:
             holders = self._holders.get(key, ())
@@ -272,7 +274,7 @@ class HolderTable:
         return best
 
     def add(self, keys: Sequence[int], replica: str) -> None:
-        """A replica has these now."""
+        """Add the keys that were sent to a replica."""
         for key in reversed(
             keys
         ):  # the first key comes to be the latest used: it is no use without those before
@@ -285,7 +287,7 @@ class HolderTable:
             self._pairs -= len(dropped)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone, and what it had with it."""
+        """Remove a replica that is gone."""
         for key in [key for key, holders in self._holders.items() if replica in holders]:
             self._holders[key].discard(replica)
             self._pairs -= 1

@@ -1,4 +1,4 @@
-"""One replica: a phase's own app, in an actor of Ray's."""
+"""A replica: a phase's own app in a Ray actor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GAUGES = {
 
 
 class Replica:
-    """Builds an engine and answers what the front forwards.
+    """Builds an engine and answers the requests that the front forwards.
 
     Serve calls `check_health`, `record_routing_stats` and `record_autoscaling_stats` by these names.
 
@@ -39,7 +39,7 @@ class Replica:
         phase: as `find_phase` takes it.
         config: the phase's options.
         options: the server's.
-        created: when the cluster was, in seconds since 1970: all replicas say the same of their model.
+        created: when the cluster was started, in seconds since 1970. All replicas report it for their model.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -77,7 +77,7 @@ class Replica:
     # ------------------------------------------------------------------ requests
 
     async def stream(self, request: Forwarded) -> AsyncIterator[str | list[Part]]:
-        """Who answers, at once; then the answer as it comes."""
+        """Yield this replica's name at once, then the parts of its answer as they come."""
         yield self._name
         answer = LocalCall(self._app, request).answer()
         try:
@@ -87,13 +87,13 @@ class Replica:
             await answer.aclose()
 
     async def whole(self, request: Forwarded) -> tuple[str, Head, bytes]:
-        """Who answers, and the answer to what every replica is asked."""
+        """Return this replica's name and its whole answer."""
         return self._name, *await collect(self._app, request)
 
     # ------------------------------------------------------------------ what Serve asks
 
     def check_health(self) -> None:
-        """Serve replaces a replica where this raises.
+        """Check that this replica still computes. Serve replaces it if this raises.
 
         Raises:
             ApiError, EngineDeadError, RuntimeError: nothing will be computed here any more.
@@ -114,7 +114,7 @@ class Replica:
         )
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """For routers. The gauges are set here, too: it is asked every second or so."""
+        """Return the load for routers, and set the gauges: Serve calls this about every second."""
         load = self.load()
         for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))

@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica, made by our policies.
+"""The request router of Ray Serve that asks our policies.
 
 A router lives where requests are sent from, in the front. Serve tells it which replicas there are and what each
 reports of itself (`Replica.record_routing_stats`), and asks it for one at a time.
@@ -16,10 +16,10 @@ from cluster.policy import POLICIES, Load, LoadTable, Policy, Prefix
 
 
 class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types where it is not installed
-    """Asks a policy, with loads that count what this router has sent itself."""
+    """Asks a policy. The loads include the requests that this router has sent since the last report."""
 
     def initialize_state(self, policy: str, seed: int, margin: float) -> None:
-        """Serve calls this once, with the deployment's own arguments."""
+        """Set up the policy. Serve calls this once, with the arguments of the deployment."""
         self._policy: Policy = (
             Prefix(seed, margin=margin) if policy == Prefix.name else POLICIES[policy](seed)
         )
@@ -30,7 +30,7 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types whe
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica; Serve asks again if it did not take the request."""
+        """Return one replica. Serve asks again if that replica did not take the request."""
         assert pending_request is not None, "our requests are routed one by one"
         request: Forwarded = pending_request.args[0]
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}

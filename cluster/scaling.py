@@ -1,4 +1,4 @@
-"""How many replicas the load is worth. No Ray.
+"""The number of replicas for a load. This module does not import Ray.
 
 ```text
 target = 0.7      loads   1.0  1.0  0.4     sum 2.4     2.4 / 0.7 = 3.43     4 replicas
@@ -18,5 +18,5 @@ TARGET = 0.7  # of one replica: the rest is for what comes while another is bein
 
 
 def replicas_for(loads: Sequence[float], target: float = TARGET) -> int:
-    """How many replicas bring everybody's load to `target` at the most; at least one."""
+    """Return the smallest number of replicas, at least one, whose average load is at most `target`."""
     return max(math.ceil(round(sum(loads) / target, 6)), 1)
