@@ -10,6 +10,7 @@
 #   make test-cluster    the tests of that
 #   make learn PHASE=6   copy a phase without the bodies that are its idea into learn/, to write them
 #   make check PHASE=6   what holds of the copy, by the phase's own tests
+#   make size            lines of each part, and the functions that a decode step crosses
 #   make lint            style, types, and the one-way dependency rule
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/ (SITE_URL=https://… if it is published: link previews need it)
@@ -29,7 +30,7 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-cluster lint format bench plots docs docs-serve clean distclean
+.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-cluster lint size format bench plots docs docs-serve clean distclean
 
 # Prints the comment at the top of this file.
 help:
@@ -105,6 +106,9 @@ lint: .venv/full
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+size: .venv/base
+	$(BIN)/python .ci/size.py
 
 format: .venv/full
 	$(BIN)/ruff check --fix-only

@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare | run | plots | export`."""
+"""`python -m benchmarks compare | run | publish | micro | plots | export`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks import micro
 from benchmarks.calibrate import LOADS, CalibrationError
 from benchmarks.compare import Comparison, compare
 from benchmarks.export import export_dummy
+from benchmarks.files import publish
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers.registry import peer_targets
 from benchmarks.report import report, summary
@@ -32,10 +34,15 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
-    """The command line; returns the exit code: 0 only if every run did what was asked."""
-    options = parser(prog).parse_args(arguments)
+    """Run the command line. Returns the exit code: 0 only if every run did what was asked."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     console = Console()
     try:
+        if words[:1] == [
+            "micro"
+        ]:  # the options are those of the measurement, whose module is loaded for them
+            return micro.main(words[1:], console)
+        options = parser(prog).parse_args(words)
         code: int = options.command(options, console)
     except (StartupError, CalibrationError, ValueError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", markup=True, highlight=False)
@@ -46,12 +53,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
 
 
 def exit_on_sigterm() -> None:
-    """Asked to stop, we first stop the servers we have started: as an exception it passes through their `with`."""
+    """Turn SIGTERM into an exception, which passes through the `with` of each server and stops it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """Every option, in groups that commands share."""
+    """Return the parser of all commands."""
     load = argparse.ArgumentParser(add_help=False)
     group = load.add_argument_group("workload")
     group.add_argument(
@@ -85,9 +92,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
 
     top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
-    commands = top.add_subparsers(required=True, metavar="compare | run | plots | export")
+    commands = top.add_subparsers(required=True, metavar="compare | run | publish | micro | plots | export")
     _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
     _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
+    _add_publish(commands.add_parser("publish", help="make small files of complete comparisons"))
+    commands.add_parser("micro", help="measurements that answer one question each")
     plots = commands.add_parser("plots", help="draw every figure from the results")
     plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
     plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
@@ -133,6 +142,22 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "With variants, only the phases in --phases are measured beside them",
     )
     command.set_defaults(command=_compare)
+
+
+def _add_publish(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--results", type=Path, default=LOCAL, help=f"folder with the runs ({LOCAL})")
+    command.add_argument("--out", type=Path, default=RESULTS, help=f"folder to publish in ({RESULTS})")
+    command.add_argument(
+        "--only", nargs="+", default=[], help="names of comparisons, such as 20261123-030937"
+    )
+    command.add_argument(
+        "--timelines",
+        default="typical",
+        choices=["typical", "all", "none"],
+        help="whose requests and engine steps are kept: of each server the run with the median throughput, "
+        "which figures draw; of all runs, for the simulator; or of none (typical)",
+    )
+    command.set_defaults(command=_publish)
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
@@ -230,8 +255,20 @@ def _measure(
 
 
 def exit_code(runs: Sequence[Run]) -> int:
-    """0 if every run is complete."""
+    """Return 0 if every run is complete, else 1."""
     return 0 if all(run.status == "ok" for run in runs) else 1
+
+
+def _publish(options: argparse.Namespace, console: Console) -> int:
+    published = publish(options.results, options.out, timelines=options.timelines, only=options.only)
+    for each in published:
+        comparison, workload, model, quick = each.key
+        name = f"{workload}{' (quick)' if quick else ''}, {model}"
+        console.print(f"{comparison}: {name}, runs: {len(each.runs)}", highlight=False)
+    if not published:
+        raise ValueError(f"--results {options.results}: no complete comparison to publish")
+    console.print(f"published in {options.out}")
+    return 0
 
 
 def _plots(options: argparse.Namespace, console: Console) -> int:
@@ -257,7 +294,7 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 
 
 def parse_workloads(names: str) -> list[Workload]:
-    """Workloads by name.
+    """Find workloads by their names.
 
     Raises:
         ValueError: there is no such workload.
@@ -271,7 +308,7 @@ def parse_workloads(names: str) -> list[Workload]:
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Options]:
-    """`6:num-blocks=512` as `{"6": {"num-blocks": "512"}}`.
+    """Parse `6:num-blocks=512` into `{"6": {"num-blocks": "512"}}`.
 
     Raises:
         ValueError: one is not of that form.
@@ -286,7 +323,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
 
 
 def parse_variant(text: str) -> tuple[str, Options]:
-    """`7:prefill-chunk-size=64,no-mixed-batches` as a phase and its options.
+    """Parse `7:prefill-chunk-size=64,no-mixed-batches` into a phase and its options.
 
     Raises:
         ValueError: it is not of that form.

@@ -1,4 +1,4 @@
-"""`--rate auto`: the same offered load relative to capacity, on a laptop and on an H200.
+"""Scale a workload's rates to the machine, so that the load is the same relative to its capacity.
 
 The table's arrival rates (4, 6 and 8 requests a second) fit one speed of machine. On a slower one every server
 drowns and all that is measured is the length of the queue; on a faster one every server idles and all of them look
@@ -57,7 +57,7 @@ class CalibrationError(RuntimeError):
 
 
 def reference_capacity(workload: Workload, load: float | None = None) -> float | None:
-    """The capacity, in requests per second, at which the table's rate is the intended load; None without a rate."""
+    """Return the capacity in requests per second for which the table's rate was written; None: no rate."""
     if workload.rate is None:
         return None
     return workload.rate / (LOADS.get(workload.name, DEFAULT_LOAD) if load is None else load)
@@ -116,7 +116,7 @@ def _one_round(
     stall_timeout_s: float,
     run: Callable[[LoadPlan], LoadResult],
 ) -> float:
-    """Seconds from the first request's sending to the last one's end."""
+    """Send a batch of average requests. Returns the seconds from the first one's sending to the last one's end."""
     requests = identical_requests(
         writer,
         count=batch,
@@ -135,14 +135,14 @@ def _one_round(
 
 
 def warmup_requests(writer: PromptWriter) -> list[PlannedRequest]:
-    """The two requests that come before every run and are not counted."""
+    """Return the two requests that are sent before every run and not counted."""
     return identical_requests(
         writer, count=2, prompt_tokens=WARMUP_PROMPT, new_tokens=WARMUP_NEW, seed="warm-up"
     )
 
 
 def fixed_factor(workload: Workload, rate: str) -> Calibration:
-    """`--rate table` or `--rate NUMBER`.
+    """Return the calibration that `--rate table` or `--rate NUMBER` asks for.
 
     Raises:
         ValueError: neither of them.

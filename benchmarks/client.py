@@ -1,4 +1,4 @@
-"""One request over HTTP: send it, note when each token arrives.
+"""Sends one request over HTTP and notes when each token arrives.
 
 Understands our named events and the plain chunks of any other OpenAI-compatible server:
 
@@ -35,7 +35,7 @@ MAX_MESSAGE = 300  # characters of a server's error message that are kept
 
 
 class EventParser:
-    """Server-sent events from bytes as they come, however they are cut."""
+    """Parses server-sent events from bytes, however the bytes are cut."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -43,7 +43,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """The events that this chunk completes: name (empty if it has none) and data."""
+        """Return the events that this chunk completes: name (empty if it has none) and data."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         events = []
         for raw in lines:
@@ -61,7 +61,7 @@ class EventParser:
 
 @dataclass(slots=True)
 class AnswerReader:
-    """What a stream has said so far.
+    """Reads a streamed answer: its tokens, its end and its errors so far.
 
     Attributes:
         tokens: how many tokens arrived.
@@ -80,7 +80,7 @@ class AnswerReader:
     _parser: EventParser = field(default_factory=EventParser)
 
     def feed(self, chunk: bytes) -> int:
-        """Read some bytes: how many tokens they held."""
+        """Read some bytes. Returns how many tokens they held."""
         before = self.tokens
         for name, data in self._parser.feed(chunk):
             if (
@@ -118,7 +118,7 @@ class AnswerReader:
             self.tokens += len(token_ids) or bool(choice.get("text")) or reason is None
 
     def continued(self, prompt: list[int] | str) -> list[int] | str:
-        """A prompt and the answer to it, in the prompt's form.
+        """Return a prompt with the answer to it appended, in the prompt's form.
 
         Raises:
             ValueError: the prompt is token ids, and the stream did not say which ones its tokens were.
@@ -133,7 +133,7 @@ class AnswerReader:
 
 
 def error_message(body: Any) -> str:
-    """What an error object says, in one line of bounded length."""
+    """Return the message of an error object as one line of bounded length."""
     error = body.get("error", body) if isinstance(body, dict) else body
     text = str(error.get("message", error) if isinstance(error, dict) else error)
     return " ".join(text.split())[:MAX_MESSAGE]
@@ -141,7 +141,7 @@ def error_message(body: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go, and how they are worded.
+    """The server that requests go to, and the form of their bodies.
 
     Attributes:
         url: the server's root, such as `http://127.0.0.1:8004`.
@@ -158,7 +158,7 @@ class Endpoint:
     fields: Mapping[str, bool] = field(default_factory=dict)
 
     def body(self, planned: PlannedRequest) -> bytes:
-        """The JSON that asks for this request's tokens, greedily: sampling is not what is measured."""
+        """Return the JSON body of a request. Decoding is greedy, because sampling is not measured."""
         fields: dict[str, Any] = {
             "model": self.model,
             "prompt": planned.prompt,
@@ -233,7 +233,7 @@ async def send(
 
 
 def new_record(planned: PlannedRequest) -> RequestRecord:
-    """A record of a request that has not been sent yet."""
+    """Return the record of a request that has not been sent yet."""
     return RequestRecord(
         index=planned.index,
         scheduled_s=planned.send_at_s,
@@ -244,7 +244,7 @@ def new_record(planned: PlannedRequest) -> RequestRecord:
 
 
 def _close(record: RequestRecord, reader: AnswerReader, now_s: float) -> None:
-    """What the stream said at its end, or that it said nothing."""
+    """Fill in a record from the end of its stream, or note that the stream broke off."""
     usage = reader.usage or {}
     record.finish_reason = reader.finish_reason
     record.completion_tokens = usage.get("completion_tokens", reader.tokens)

@@ -39,7 +39,7 @@ LOG_LINES_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared, and how.
+    """The servers and workloads of a comparison, and how they are measured.
 
     Attributes:
         model: its name as results show it.
@@ -96,7 +96,7 @@ def _written(count: int, total: int, out: Path) -> str:
 
 
 def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: int) -> None:
-    """Every run of a comparison, added to `runs` and written as it ends."""
+    """Make every run of a comparison. Each is added to `runs` and written as it ends."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -138,7 +138,7 @@ def run_once(
     repeat: int,
     progress: Progress,
 ) -> Run:
-    """Start a server, measure one workload, stop the server. Whatever goes wrong is in the result."""
+    """Start a server, measure one workload, stop the server. Failures are noted in the result, not raised."""
     info = ServerInfo(
         label=target.label,
         order=target.order,
@@ -181,7 +181,7 @@ def run_once(
 
 @contextmanager
 def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator[None]:
-    """A trace beside the result, if one is wanted; the result says so, for recording takes some of the time."""
+    """Keep a trace beside the result if one is wanted. The result says so, because recording takes time."""
     if not comparison.trace or comparison.out is None:
         yield
         return
@@ -192,7 +192,7 @@ def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator
 
 
 def _note_the_end(run: Run, died: int | None) -> None:
-    """How a server ended belongs to the result: one that fell over has not passed, whatever it had answered."""
+    """Note how the server ended. A run whose server died has failed, whatever had been answered."""
     exit_code = run.server.exit_code
     if died is not None:
         run.status = "failed"
@@ -214,7 +214,7 @@ def _endpoint(comparison: Comparison, server: RunningServer) -> Endpoint:
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:
-    """A calibration for every workload; the server is started only if one of them needs it."""
+    """Calibrate every workload. The server is started only if a workload has a rate."""
     if comparison.rate != "auto":
         return {workload.name: fixed_factor(workload, comparison.rate) for workload in comparison.workloads}
     if not any(workload.rate is not None for workload in comparison.workloads):

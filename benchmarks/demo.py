@@ -44,7 +44,7 @@ ENDED = {"eos": "by itself", "length": "cut"}
 
 @dataclass
 class Answer:
-    """What one client saw; times in seconds from the moment it sent its request."""
+    """One client's answer; times in seconds since it sent its request."""
 
     prompt: str
     text: str = ""
@@ -84,7 +84,7 @@ async def complete(client: httpx.AsyncClient, prompt: str) -> Answer:
 
 
 async def stream_all(url: str) -> tuple[list[Answer], float]:
-    """All prompts at once: the answers, and the seconds until the last was complete."""
+    """Send all prompts at once. Returns the answers, and the seconds until the last was complete."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         started = time.perf_counter()
         answers = await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
@@ -92,7 +92,7 @@ async def stream_all(url: str) -> tuple[list[Answer], float]:
 
 
 def write(phase: str, console: Console) -> None:
-    """A few clients at once, and what they read."""
+    """Serve a few clients at once, and print what they read."""
     console.rule(f"[bold]{len(PROMPTS)} clients at once, python -m {phase} --model {WRITER_MODEL}")
     with open_server(phase_target(phase, Setup(model=WRITER_MODEL))) as server:
         answers, elapsed_s = asyncio.run(stream_all(server.url))
@@ -112,7 +112,7 @@ def write(phase: str, console: Console) -> None:
 
 
 def race(phases: Sequence[str], console: Console) -> int:
-    """The same work for every phase, and the table that compares them: the exit code."""
+    """Give every phase the same work, and print the table that compares them. Returns the exit code."""
     workload = WORKLOADS["mixed"]
     console.rule(f"[bold]the same {workload.requests} requests for every phase, {MEASURED_MODEL}")
     for phase in phases:
@@ -130,7 +130,7 @@ def race(phases: Sequence[str], console: Console) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks.demo") -> int:
-    """The command line; returns the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

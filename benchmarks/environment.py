@@ -1,4 +1,4 @@
-"""Where a measurement was made: machine, versions, revision. No names of hosts, users or folders."""
+"""The machine, versions and revision of a measurement. No names of hosts, users or folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Everything about this machine that moves a number."""
+    """Return everything about this machine that influences measurements."""
     return {
         "cpu": cpu_name(),
         "cores": psutil.cpu_count(logical=False),
@@ -42,7 +42,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name as people know it."""
+    """Return the processor's name as its maker writes it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -52,7 +52,7 @@ def cpu_name() -> str:
 
 
 def git_revision() -> str | None:
-    """The commit measured, with `+` behind it where files differ from it; None outside a repository."""
+    """Return the commit measured, with `+` behind it if files differ from it; None outside a repository."""
     here = Path(__file__).resolve().parent
     try:
         revision = _git(here, "rev-parse", "--short=12", "HEAD")

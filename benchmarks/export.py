@@ -1,4 +1,4 @@
-"""A dummy's weights as a Hugging Face folder, so that other servers can serve exactly what ours makes up.
+"""Writes a dummy's weights as a Hugging Face folder, so that other servers can serve the same weights.
 
 `python -m benchmarks export llama-135m FOLDER`
 """

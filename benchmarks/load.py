@@ -1,4 +1,4 @@
-"""How much of this machine other programs take: looked at while no server of ours runs."""
+"""The cores that other programs take, looked at while no server of ours runs."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def in_words(taken: float) -> str:
 
 
 def cores() -> int:
-    """The machine's logical cores."""
+    """Return the number of the machine's logical cores."""
     return psutil.cpu_count() or 1

@@ -37,7 +37,7 @@ Progress = Callable[[int, int, int], None]  # finished, failed, total
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything a load generator needs.
+    """The requests to send, where to, and when to give up.
 
     Attributes:
         requests: in the order they are sent.
@@ -67,7 +67,7 @@ class LoadPlan:
 
 
 class LoadGeneratorError(RuntimeError):
-    """The generator's own process failed: nothing can be said about the server."""
+    """The generator's own process failed, so nothing can be said about the server."""
 
 
 # ---------------------------------------------------------------------------------------------- outside
@@ -102,7 +102,7 @@ def run_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadRes
 
 
 class _Run:
-    """One run's state, as its tasks see it."""
+    """The state of a run, shared by its tasks."""
 
     def __init__(self, plan: LoadPlan, client: httpx.AsyncClient, on_progress: Progress) -> None:
         self.plan = plan
@@ -118,7 +118,7 @@ class _Run:
         self._last_sign_of_life = self.origin_s
 
     async def everything(self) -> None:
-        """All requests, each at its time, until every one has ended or the watchdog bites."""
+        """Send all requests at their times, until every one has ended or the watchdog gives up."""
         tasks = [asyncio.create_task(job) for job in self._jobs()]
         watchdog = asyncio.create_task(self._watch(tasks))
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -136,7 +136,7 @@ class _Run:
         return [self._conversation(planned, record) for planned, record in pairs if planned.follows is None]
 
     async def _conversation(self, planned: PlannedRequest, record: RequestRecord) -> None:
-        """A request on its time, and after each answer the next turn, if there is one."""
+        """Send a request at its time, and after each answer the next turn of the conversation."""
         await asyncio.sleep(self.origin_s + planned.send_at_s - time.monotonic())
         answer = await self._send(planned, record)
         while (turn := self._next_turns.get(planned.index)) is not None and record.error is None:
@@ -182,7 +182,7 @@ class _Run:
         self._last_sign_of_life = time.monotonic()
 
     async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End a run that no longer moves. One slow request among others that move is no stall: it may queue."""
+        """End a run in which no stream brings a token. One slow request among others is no stall: it may queue."""
         limit = self.plan.stall_timeout_s
         while self.abort is None:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -196,7 +196,7 @@ class _Run:
 
 
 async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadResult:
-    """Warm up, then run the plan. What goes wrong at the server is in the records, not raised."""
+    """Warm up, then run the plan. The server's errors are in the records and not raised."""
     # No limit on connections: a request that waits for a free one would be the client's delay, not the server's.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     # Reading has no limit of its own: the watchdog knows better whether the server is stuck.
@@ -227,7 +227,7 @@ async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None)
 
 
 async def read_telemetry(client: httpx.AsyncClient, url: str, *, since_step: int) -> dict[str, Any] | None:
-    """The engine's counters, and its steps from `since_step` on; None from a server that has none, or is gone."""
+    """Return the engine's counters and its steps from `since_step` on; None: the server has none, or is gone."""
     steps: list[dict[str, Any]] = []
     while True:
         page = await _read_page(client, url, since_step)
@@ -249,7 +249,7 @@ async def _read_page(client: httpx.AsyncClient, url: str, since_step: int) -> di
 
 
 async def _warm_up(plan: LoadPlan, client: httpx.AsyncClient) -> None:
-    """First requests pay for what later ones find ready (connections, thread pools, compiled code)."""
+    """Send the warm-up requests, which pay for connections, thread pools and compiled code."""
     jobs = [
         send(client, plan.endpoint, planned, new_record(planned), origin_s=time.monotonic())
         for planned in plan.warmup

@@ -1,4 +1,4 @@
-"""One run: a workload sent to a server that is up, its result put together."""
+"""Sends one workload to a running server and fills in the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LATE_S = 0.05  # a request that leaves later than this was held up by the genera
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How runs are made; the same for all servers of a comparison.
+    """Settings of a run that are the same for all servers of a comparison.
 
     Attributes:
         slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps, in seconds.
@@ -48,7 +48,7 @@ class Measurement:
 
 
 def new_comparison_name() -> str:
-    """A name that sorts by time."""
+    """Return a name for a comparison that begins now. Names sort by time."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
 
 
@@ -61,7 +61,7 @@ def blank_run(
     lineup: Lineup,
     repeat: int = 1,
 ) -> Run:
-    """A run's result before anything was measured: failed, until shown otherwise."""
+    """Return the result of a run that has not been measured yet; its status is failed."""
     return Run(
         comparison=measurement.comparison,
         repeat=repeat,
@@ -120,7 +120,7 @@ def measure(
 
 
 def fill_in(run: Run, result: LoadResult, measurement: Measurement, *, full_length: bool) -> None:
-    """Metrics, engine steps, status and notes of a run from what the load generator brought."""
+    """Fill in a run's metrics, engine steps, status and notes from the load generator's result."""
     run.requests = result.requests
     run.generator = result.generator
     run.metrics = summarize(
@@ -138,7 +138,7 @@ def fill_in(run: Run, result: LoadResult, measurement: Measurement, *, full_leng
 
 
 def judge(run: Run, abort: str | None) -> tuple[Status, str | None]:
-    """Whether a run's numbers stand for what was asked, and if not, why."""
+    """Return a run's status, and the reason if it is not ok."""
     metrics = run.metrics
     assert metrics is not None
     errors = [record.error for record in run.requests if record.error is not None]
@@ -152,7 +152,7 @@ def judge(run: Run, abort: str | None) -> tuple[Status, str | None]:
 
 
 def doubts(run: Run) -> list[str]:
-    """What a reader of a run's numbers should know."""
+    """Return notes on what may have distorted a run's numbers."""
     notes = []
     if run.generator is not None and run.generator.cpu_share > BUSY_GENERATOR:
         notes.append(f"the load generator used {run.generator.cpu_share:.0%} of a core")
@@ -164,7 +164,7 @@ def doubts(run: Run) -> list[str]:
 
 
 def to_columns(steps: Sequence[dict[str, Any]], *, origin_s: float) -> dict[str, list[int | float]]:
-    """Step records as one list per field (a third of the size), their times on the run's clock.
+    """Return step records as one list per field (a third of the size), with times on the run's clock.
 
     An engine on this machine reads the same monotonic clock as we do; for a server elsewhere the times of steps
     and of requests have different zeros and cannot be drawn over each other.

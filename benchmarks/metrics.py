@@ -1,17 +1,17 @@
-"""From timelines to numbers."""
+"""Computes metrics from timelines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
+from benchmarks.results import DIGITS, Distribution, Metrics, Percentiles, RequestRecord, ServerMetrics
 
 GOOD_SHARE = 0.99  # of a request's gaps must be within the objective for the request to count as good
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies; between two values, on the line that joins them.
+    """Return the value below which this share of the values lies, interpolating between two values.
 
     Args:
         values: at least one, in any order.
@@ -25,7 +25,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """None where there is nothing to measure."""
+    """Return the percentiles of some values; None: there are none."""
     if not values:
         return None
     return Percentiles(
@@ -37,8 +37,25 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
     )
 
 
+def distribution(values: Sequence[float], limit: int = 300) -> Distribution:
+    """Reduce latencies in seconds to at most `limit` points, the smallest and the largest among them."""
+    ordered = sorted(values)
+    places = list(range(len(ordered)))
+    if len(ordered) > limit:
+        # Even steps would leave out the tail, which is what one looks at: half of the points go to the last 5 %.
+        coarse, fine = limit // 2, limit - limit // 2
+        bend = 0.95 * (len(ordered) - 1)
+        places = sorted(
+            {round(bend * step / coarse) for step in range(coarse)}
+            | {round(bend + (len(ordered) - 1 - bend) * step / (fine - 1)) for step in range(fine)}
+        )
+    return Distribution(
+        seconds=[round(ordered[place], DIGITS) for place in places], counts=[place + 1 for place in places]
+    )
+
+
 def is_good(record: RequestRecord, slo_ttft_s: float, slo_itl_s: float) -> bool:
-    """Whether a request met its objectives: completed, first token in time, and 99 % of its gaps within the limit.
+    """True if a request met its objectives: completed, first token in time, 99 % of its gaps within the limit.
 
     The share is of the request's own gaps, not its mean gap: a mean hides the one long stall a reader notices.
     """
@@ -51,7 +68,7 @@ def is_good(record: RequestRecord, slo_ttft_s: float, slo_itl_s: float) -> bool:
 def summarize(
     records: Sequence[RequestRecord], *, slo_ttft_s: float, slo_itl_s: float, full_length: bool = True
 ) -> Metrics:
-    """A run's metrics from its requests' timelines, at least one.
+    """Compute a run's metrics from its requests' timelines, at least one.
 
     Latencies and throughput are those of completed requests; `errors` and `slo_attainment` count all.
 
@@ -98,7 +115,7 @@ def _per_second(count: int, duration_s: float) -> float:
 def summarize_server(
     before: dict[str, Any], after: dict[str, Any], steps: Sequence[dict[str, Any]]
 ) -> ServerMetrics:
-    """What the engine did between two readings of its counters.
+    """Compute the engine's metrics between two readings of its counters.
 
     Args:
         before: counters when the run began.

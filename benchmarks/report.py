@@ -1,4 +1,4 @@
-"""The closing table: medians over repeats, the best values marked.
+"""Tables of a comparison: medians over repeats, the best values marked.
 
 `summary` fits 80 columns: a row for each server, the metrics one looks at first, and a sentence for each server
 that names the metrics which are better or worse than those of the server it is compared with. `report` has every
@@ -44,7 +44,7 @@ def _client(read: Callable[[Metrics], Value]) -> Callable[[Run], Value]:
 
 
 def _arrival_rate(run: Run) -> Value:
-    """Only where one was asked for: that of a burst says how fast a socket is."""
+    """Return the arrival rate, if the workload has one. The rate of a burst says only how fast a socket is."""
     return None if run.workload.rate is None or run.metrics is None else run.metrics.arrival_rate
 
 
@@ -53,7 +53,7 @@ def _server(name: str) -> Callable[[Run], Value]:
 
 
 def _where_shared(name: str) -> Callable[[Run], Value]:
-    """Only where something was found in memory: most servers share nothing."""
+    """Read a metric of the prefix cache, if anything was found in it: most servers have no such cache."""
     return lambda run: _server(name)(run) if run.server_metrics and run.server_metrics.cached_share else None
 
 
@@ -66,7 +66,7 @@ def _percentile(kind: str, name: str) -> Callable[[Run], Value]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Milliseconds below a second."""
+    """Format seconds, as milliseconds if they are less than one."""
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
@@ -107,20 +107,26 @@ SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "l
 
 
 def median_of(runs: Iterable[Run], line: Line) -> Value:
-    """The median over repeats that have a value."""
+    """Return the median over the repeats that have a value."""
     values = [value for run in runs if (value := line.value(run)) is not None]
     return statistics.median(values) if values else None
 
 
+def typical(runs: Sequence[Run]) -> Run:
+    """Return the repeat with the median throughput, for figures of one run: timelines cannot be averaged."""
+    ordered = sorted(runs, key=lambda run: run.metrics.output_tokens_per_s if run.metrics else 0.0)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
-    """The repeats of each server, servers in their order."""
+    """Group runs by server, servers in their order."""
     labels = {run.server.label: run.server.order for run in runs}
     ordered = sorted(labels, key=lambda label: (labels[label], label))
     return [[run for run in runs if run.server.label == label] for label in ordered]
 
 
 def best_of(values: Sequence[Value], better: str) -> Value:
-    """The best of a line; None where nothing is better, or all are alike."""
+    """Return the best value of a line; None: no direction is better, or all values are equal."""
     known = [value for value in values if value is not None]
     if not better or len(known) < 2 or min(known) == max(known):
         return None
@@ -128,7 +134,7 @@ def best_of(values: Sequence[Value], better: str) -> Value:
 
 
 def report(runs: Sequence[Run]) -> Group:
-    """A comparison of one workload: its table, with a title above and notes below.
+    """Return the table of a comparison with every metric, a title above and notes below.
 
     Runs that are not complete have no part in the medians; the notes name them.
     """
@@ -146,7 +152,7 @@ def report(runs: Sequence[Run]) -> Group:
 
 
 def summary(runs: Sequence[Run]) -> Group:
-    """A comparison of one workload in 80 columns: a row for each server, and a sentence for each but the first."""
+    """Return the table of a comparison in 80 columns: a row and a sentence for each server."""
     columns = columns_of(runs)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
@@ -169,7 +175,7 @@ def summary(runs: Sequence[Run]) -> Group:
 
 
 def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
-    """The values of a line, the best with a star and in green. The others keep a star's place free."""
+    """Format the values of a line, the best with a star and in green. The others keep a star's place free."""
     best = best_of(values, line.better)
     cells = []
     for value in values:
@@ -211,7 +217,7 @@ def _title(runs: Sequence[Run]) -> Text:
 
 
 def _medians(columns: Sequence[Sequence[Run]], line: Line) -> list[Value]:
-    """Of the runs that are complete, for each server."""
+    """Return the median of each server over its complete runs."""
     return [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
 
 
@@ -231,7 +237,7 @@ def _cells(line: Line, values: Sequence[Value], bases: Sequence[int | None]) -> 
 
 
 def bases_of(columns: Sequence[Sequence[Run]]) -> list[int | None]:
-    """Which column each column's ratios refer to; None for the first phase, and where there is no phase."""
+    """Return the column that each column's ratios refer to; None for the first phase, or without phases."""
     first_of: dict[int, int] = {}  # phase -> its first column
     bases: list[int | None] = []
     for index, repeats in enumerate(columns):

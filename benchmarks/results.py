@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file with everything needed to check its numbers, or to draw them.
+"""The result of a run: everything needed to check its numbers or to draw them. `benchmarks.files` stores it.
 
 All times are in seconds. A run's clock starts at zero when its first request is due; requests and engine steps are
 on that same clock, so they can be drawn over each other.
@@ -7,14 +7,13 @@ on that same clock, so they can be drawn over each other.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA = 2  # 1 had no lineup, and called SLO attainment goodput
+SCHEMA = 2
 RESULTS = Path("benchmarks/results")  # what is published
 LOCAL = RESULTS / "local"  # what is measured goes here unless told otherwise; git ignores it
 TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
@@ -55,25 +54,25 @@ class RequestRecord(_Model):
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token. Only for requests that have one."""
+        """Return the time to first token, of a request that has one."""
         assert self.sent_s is not None
         return self.token_times_s[0] - self.sent_s
 
     @property
     def latency_s(self) -> float:
-        """From sending to the end of the answer. Only for requests that were sent and ended."""
+        """Return the time from sending to the end of the answer, of a request that has both."""
         assert self.sent_s is not None
         assert self.finished_s is not None
         return self.finished_s - self.sent_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Every inter-token latency: one fewer than there are tokens."""
+        """Return every inter-token latency: one fewer than there are tokens."""
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def rounded(self) -> RequestRecord:
-        """The same with its times as a file keeps them: metrics are computed from these, so both agree."""
+        """Return a copy with times rounded as in a file. Metrics are computed from the copy, so both agree."""
         keep = {"scheduled_s": round(self.scheduled_s, DIGITS)}
         keep |= {
             name: round(value, DIGITS)
@@ -85,7 +84,7 @@ class RequestRecord(_Model):
 
 
 class Generator(_Model):
-    """What the load generator itself cost: if its share is high, the numbers are its own and not the server's.
+    """The load generator's own cost. If its share of a core is high, the generator was measured, not the server.
 
     Attributes:
         cpu_s: processor time of the generator's process while the run lasted.
@@ -99,12 +98,12 @@ class Generator(_Model):
 
     @property
     def cpu_share(self) -> float:
-        """Of one core."""
+        """Return the generator's share of one core."""
         return self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class LoadResult(_Model):
-    """What the load generator hands back.
+    """The load generator's result.
 
     Attributes:
         origin_s: the machine's monotonic clock when the run's clock was at zero.
@@ -121,7 +120,7 @@ class LoadResult(_Model):
 
 
 class Percentiles(_Model):
-    """Seconds."""
+    """Percentiles, maximum and mean of some latencies, in seconds."""
 
     p50: float
     p95: float
@@ -130,8 +129,20 @@ class Percentiles(_Model):
     mean: float
 
 
+class Distribution(_Model):
+    """Latencies in a few points: how many of them are at or below each of `seconds`. The last point counts all."""
+
+    seconds: list[float]
+    counts: list[int]
+
+    @property
+    def shares(self) -> list[float]:
+        """Return the share of all latencies at or below each point."""
+        return [count / self.counts[-1] for count in self.counts]
+
+
 class Metrics(_Model):
-    """What the client saw. Latencies are None where no request got that far.
+    """Metrics that clients see. Latencies are None if no request got that far.
 
     Attributes:
         duration_s: from the first request's sending to the last one's end.
@@ -156,13 +167,13 @@ class Metrics(_Model):
     itl_s: Percentiles | None
     latency_s: Percentiles | None
     longest_stall_s: float | None
-    slo_attainment: float = Field(validation_alias=AliasChoices("slo_attainment", "goodput"))
+    slo_attainment: float
     slo_ttft_s: float
     slo_itl_s: float
 
 
 class ServerMetrics(_Model):
-    """What the engine's telemetry adds. Counts are of this run alone, warm-up left out.
+    """Metrics from the engine's telemetry. Counts are of this run alone, without the warm-up.
 
     Attributes:
         mean_batch: tokens that were kept, per decoding step: what the batch really held.
@@ -192,7 +203,7 @@ class ServerMetrics(_Model):
 
 
 class Calibration(_Model):
-    """How `--rate` became a factor; see `benchmarks.calibrate`.
+    """The factor that `--rate` led to, and how; see `benchmarks.calibrate`.
 
     Attributes:
         mode: auto, table, or given.
@@ -214,7 +225,7 @@ class Calibration(_Model):
 
 
 class WorkloadInfo(_Model):
-    """What was sent."""
+    """The workload that was sent."""
 
     name: str
     arrivals: str
@@ -225,7 +236,7 @@ class WorkloadInfo(_Model):
 
 
 class ServerInfo(_Model):
-    """Who answered.
+    """The server that answered.
 
     Attributes:
         label: its column in a table, such as `phase 5`.
@@ -247,7 +258,7 @@ class ServerInfo(_Model):
 
 
 class Lineup(_Model):
-    """What a comparison consists of, for each of its workloads.
+    """The runs that a complete comparison has of each workload.
 
     Attributes:
         servers: labels, one a column.
@@ -263,7 +274,7 @@ class Run(_Model):
 
     Attributes:
         comparison: runs with the same one were measured together and may be compared.
-        lineup: which other runs there are if it was not cut short; None in files of schema 1.
+        lineup: which other runs there are if it was not cut short; None: only this one.
         notes: what a reader of the numbers should know, such as a generator that was late.
         engine_steps: the engine's telemetry, one list per column.
     """
@@ -297,50 +308,16 @@ class Run(_Model):
         return write_whole(folder / self.file_name, self.model_dump_json() + "\n")
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file so that nobody finds half of it, also where the writer is killed meanwhile."""
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file so that nobody finds half of it, also if the writer is killed meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
     return part.replace(path)
 
 
-def run_folders(results: Path) -> list[Path]:
-    """The folder of results and those below it, as far as they hold runs; measured tables lie elsewhere."""
-    return sorted({path.parent for path in results.rglob("*.json")} - set(results.rglob(TABLES)))
-
-
-def load_runs(folder: Path) -> list[Run]:
-    """Every run in a folder, in the order of their files' names.
-
-    Raises:
-        ValueError: a file is not a run; the message names it.
-    """
-    runs = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            runs.append(Run.model_validate_json(path.read_bytes()))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a run's result: {error}") from None
-    return runs
-
-
-def load_comparisons(results: Path) -> list[tuple[str, list[Run]]]:
-    """Runs that may be compared: those of one workload and model that were measured together. Oldest first.
-
-    Before each comparison stands the folder that its files lie in, below the results: "" or, say, "h200".
-    """
-    found: dict[tuple[str, str, str, bool, str], list[Run]] = defaultdict(list)
-    for path in run_folders(results):
-        folder = "" if path == results else path.relative_to(results).as_posix()
-        for run in load_runs(path):
-            workload = run.workload
-            found[run.comparison, workload.name, run.server.model, workload.quick, folder].append(run)
-    return [(key[-1], found[key]) for key in sorted(found)]
-
-
 def is_complete(runs: Sequence[Run]) -> bool:
-    """Whether a comparison has all its runs, failed ones included: one that was killed half-way has not.
+    """True if a comparison has all its runs, failed ones included. A comparison that was killed has not.
 
     Its medians would be those of fewer repeats, and its columns those of some servers only.
     """
@@ -355,6 +332,6 @@ def is_complete(runs: Sequence[Run]) -> bool:
 
 
 def slug(name: str) -> str:
-    """A name that is safe as part of a file's: `dummy:llama-60m` becomes `llama-60m`."""
+    """Make a name safe as part of a file name: `dummy:llama-60m` becomes `llama-60m`."""
     tail = name.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     return "".join(char if char.isalnum() or char in ".-_" else "-" for char in tail)

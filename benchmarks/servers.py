@@ -1,4 +1,4 @@
-"""Starting a server, waiting until it answers, stopping it again; and what each phase is started with."""
+"""Starts and stops servers, and knows the options that each phase is started with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Options = dict[str, str]  # long options without their dashes; a flag's value is
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all servers of a comparison have in common.
+    """Options that all servers of a comparison have in common.
 
     Attributes:
         slots: sequences that fit the KV memory at full length; `slots × max_seq_len` tokens is the memory that
@@ -57,12 +57,12 @@ SEQUENCES_PER_SLOT = 3  # paged phases compute this many sequences in the memory
 
 
 def _slots(setup: Setup) -> Options:
-    """One slot of full length a sequence: the batch is the memory."""
+    """Return the options of phases with slots: one slot of full length for each sequence of the batch."""
     return {"max-batch-size": str(setup.slots)}
 
 
 def _blocks(setup: Setup) -> Options:
-    """The same bytes in blocks: how many sequences are computed together is a choice of its own."""
+    """Return the options of phases with blocks: the same bytes, and a batch size of its own."""
     return {
         "max-batch-size": str(setup.slots * SEQUENCES_PER_SLOT),
         "block-size": str(BLOCK_SIZE),
@@ -108,7 +108,7 @@ class Target:
 
 
 def find_phase_module(name: str) -> str:
-    """The module of a registered phase, by number (`4`), by word (`static`) or in full (`phase4_static`).
+    """Find the module of a phase by number (`4`), by word (`static`) or in full (`phase4_static`).
 
     Only its name: nothing of a phase is imported here, it runs in its own process.
 
@@ -133,7 +133,7 @@ VARIANT_STEP = 0.001  # between the columns of one phase's variants
 
 
 def phase_target(name: str, setup: Setup, variant: Options | None = None, place: int = 0) -> Target:
-    """How to start a phase so that it can be compared with the others.
+    """Return how to start a phase so that it can be compared with the others.
 
     Args:
         name: number, word or module.
@@ -197,7 +197,7 @@ class RunningServer:
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> RunningServer:
-        """Start it and wait until it answers.
+        """Start the server and wait until it answers.
 
         Raises:
             StartupError: it ended, or did not answer in time; with what it printed last.
@@ -231,11 +231,11 @@ class RunningServer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code; None while the server runs."""
         return self._process.poll() if self._process else None
 
     def stop(self) -> int:
-        """SIGTERM, and SIGKILL if that is not heard; its exit code."""
+        """Send SIGTERM, and SIGKILL if the server does not end. Returns its exit code."""
         assert self._process is not None
         assert self._reader is not None
         self._process.terminate()
@@ -295,12 +295,12 @@ class ForeignServer(RunningServer):
 
 
 def open_server(target: Target) -> RunningServer:
-    """A target as something to enter."""
+    """Return a context manager that starts and stops a target."""
     return ForeignServer(target) if target.url else RunningServer(target)
 
 
 def served_model(client: httpx.Client, url: str) -> str:
-    """The first model that a server lists.
+    """Return the first model that a server lists.
 
     Raises:
         StartupError: it lists none.
@@ -315,7 +315,7 @@ def served_model(client: httpx.Client, url: str) -> str:
 
 
 def server_version(client: httpx.Client, url: str) -> dict[str, Any] | None:
-    """What a server says of itself at /version; None if it does not."""
+    """Return a server's /version; None: it has none."""
     try:
         response = client.get(f"{url}/version")
         version = response.json() if response.status_code == 200 else None

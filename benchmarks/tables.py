@@ -1,4 +1,4 @@
-"""What a measurement in one process leaves behind: a table with its setup, where no server and no client are timed.
+"""Tables that `benchmarks micro` and a few other programs measure, with their setup.
 
 These files lie in a folder `tables` beside the runs of servers, and pages show them by name.
 """
@@ -20,7 +20,7 @@ Cell = int | float | str | None
 
 
 class MeasuredTable(BaseModel):
-    """One measurement.
+    """A measured table.
 
     Attributes:
         name: the program's, and the file's.
@@ -47,7 +47,7 @@ class MeasuredTable(BaseModel):
         return write_whole(results / TABLES / f"{self.name}.json", self.model_dump_json(indent=1) + "\n")
 
     def publish(self, results: Path, console: Console | None = None) -> None:
-        """Show it, write it below a folder of results, and say where."""
+        """Print the table, write it below a folder of results, and print its path."""
         console = console or Console()
         self.print(console)
         console.print(f"written to {self.save(results)}")
@@ -60,7 +60,7 @@ class MeasuredTable(BaseModel):
 
 
 def show(cell: Cell) -> str:
-    """Three digits of what is not whole."""
+    """Format a cell; a number that is not whole has three digits."""
     if cell is None:
         return "–"
     if isinstance(cell, float):
@@ -68,8 +68,13 @@ def show(cell: Cell) -> str:
     return str(cell)
 
 
+def newest_table(name: str, results: Path) -> MeasuredTable | None:
+    """Return the newest table of a name below a folder of results; None: it was not measured."""
+    return next((table for table in load_tables(results) if table.name == name), None)
+
+
 def load_tables(results: Path) -> list[MeasuredTable]:
-    """Every table below a folder of results, newest first.
+    """Load every table below a folder of results, newest first.
 
     Raises:
         ValueError: a file is not a table; the message names it.

@@ -1,4 +1,4 @@
-"""A server's trace (`common.trace`), kept while a run lasts."""
+"""Keeps a server's trace (`common.trace`) while a run lasts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TraceReader:
         self.problem: str | None = None
 
     def start(self) -> None:
-        """Returns once the server records, or has said that it does not."""
+        """Open the trace. Returns once the server records, or has refused."""
         try:
             self._connection.request("GET", f"/trace?seconds={LONGEST_S}", headers=self._headers)
             self._response = self._connection.getresponse()
@@ -50,7 +50,7 @@ class TraceReader:
             self._thread.start()
 
     def stop(self) -> None:
-        """Complete the file."""
+        """Stop reading, and complete the file."""
         if self._thread.ident is not None:
             time.sleep(LINGER_S)
             self._stopping = True
@@ -73,7 +73,7 @@ class TraceReader:
 
 
 def _end(rest: bytes) -> bytes:
-    """What completes a trace whose last line may have been cut: something has to follow the comma before it."""
+    """Return the end of a trace whose last line may have been cut. An event must follow the comma before it."""
     if rest == b"":  # the server has ended its trace itself
         return b""
     try:
@@ -85,7 +85,7 @@ def _end(rest: bytes) -> bytes:
 
 @contextmanager
 def kept_trace(url: str, path: Path, api_key: str | None = None) -> Iterator[TraceReader]:
-    """A server's trace in a file, of the time inside."""
+    """Context manager: keep a server's trace of the time inside in a file."""
     reader = TraceReader(url, path, api_key)
     reader.start()
     try:

@@ -1,4 +1,4 @@
-"""The eight workloads: who sends what, how long it is, and when.
+"""The eight workloads: lengths of prompts and answers, and times at which requests are sent.
 
 A workload is a line of a table (`WORKLOADS`). `build` turns the line into a plan, one `PlannedRequest` per request,
 each with its prompt and its send time. The same name and seed give the same plan on every machine, so two servers
@@ -78,12 +78,12 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Prompt and new tokens of the longest request possible."""
+        """Return the tokens of the longest request possible, prompt and answer together."""
         own = max(lengths.high for _, lengths in self.prompts)
         return self.shared_prefix + self.turns * (own + self.new_tokens.high)
 
     def count(self, *, quick: bool) -> int:
-        """Requests sent; a quick run sends a quarter, but not fewer than four where there are four."""
+        """Return the number of requests. A quick run sends a quarter, but at least four if there are four."""
         return max(min(self.requests, 4), self.requests // 4) if quick else self.requests
 
 
@@ -195,7 +195,7 @@ class PlannedRequest:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, which is no text."""
+        """Return the prompt, which must be token ids."""
         assert not isinstance(self.prompt, str)
         return self.prompt
 
@@ -204,7 +204,7 @@ class PlannedRequest:
 
 
 class Tokenizer(Protocol):
-    """What is needed of `common.text.Tokenizer`."""
+    """The methods that prompts need of `common.text.Tokenizer`."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -212,13 +212,13 @@ class Tokenizer(Protocol):
 
 
 class PromptWriter:
-    """English-like text, cut to an exact number of tokens."""
+    """Writes English-like text, cut to an exact number of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def write(self, rng: random.Random, tokens: int, *, continues: bool = False) -> list[int]:
-        """Token ids of a text, exactly `tokens` of them.
+        """Write a text of exactly `tokens` tokens. Returns its token ids.
 
         Args:
             continues: the text follows another one, so it gets no beginning-of-text token.
@@ -231,7 +231,7 @@ class PromptWriter:
                 return ids[:tokens]
 
     def as_text(self, token_ids: list[int]) -> str:
-        """The text of a prompt. A server that tokenizes it may count a token more or less at its end."""
+        """Return the text of a prompt. A server that tokenizes it may count a token more or less at its end."""
         return self._tokenizer.decode(token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
@@ -247,7 +247,7 @@ def _evenly(count: int, rate: float, _rng: random.Random) -> list[float]:
 
 
 def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
-    """A Poisson process, given that `count` requests come in `count / rate` seconds.
+    """Draw a Poisson process, given that `count` requests come in `count / rate` seconds.
 
     Exponential gaps, stretched together until their mean is exact. Without that, forty-eight requests would come
     up to a third too fast or too slow depending on the seed, and the load would not be the one asked for.
@@ -270,7 +270,7 @@ _SEND_TIMES: dict[Arrivals, Callable[[int, float, random.Random], list[float]]] 
 
 
 def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.Random) -> list[float]:
-    """When each request is sent, in seconds after the start, in order.
+    """Return the times at which requests are sent, in seconds after the start, in order.
 
     Args:
         arrivals: the pattern.
@@ -285,7 +285,7 @@ def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.R
 
 
 class Write(Protocol):
-    """What is needed of `PromptWriter.write`."""
+    """The signature of `PromptWriter.write`."""
 
     def __call__(self, rng: random.Random, tokens: int, *, continues: bool = False) -> list[int]: ...
 
@@ -299,7 +299,7 @@ def build(
     quick: bool = False,
     text: bool = False,
 ) -> list[PlannedRequest]:
-    """The requests of a workload, in the order they are sent.
+    """Build the requests of a workload, in the order they are sent.
 
     Args:
         workload: the table's line.
@@ -318,7 +318,7 @@ def build(
 def planned_requests(
     workload: Workload, write: Write, *, seed: int = 0, factor: float = 1.0, quick: bool = False
 ) -> Iterator[PlannedRequest]:
-    """What `build` makes a list of, as token ids. Each is made when it is asked for: there may be any number."""
+    """Yield the requests of a workload as token ids. There may be any number: each is made when asked for."""
     count = workload.count(quick=quick)
     # One stream of random numbers for each decision: a longer prompt must not move the arrivals.
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
@@ -346,7 +346,7 @@ def planned_requests(
 
 
 def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> list[int]:
-    """Each share exactly as large as the table says (a quarter of 48 is 12), in random order."""
+    """Draw prompt lengths in random order, each share exactly as large as the table says."""
     drawn: list[int] = []
     due = 0.0
     for share, lengths in workload.prompts:
@@ -359,7 +359,7 @@ def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> 
 def identical_requests(
     writer: PromptWriter, *, count: int, prompt_tokens: int, new_tokens: int, seed: str
 ) -> list[PlannedRequest]:
-    """A burst of equally long requests with different texts: for warming up, and for calibrating."""
+    """Build a burst of equally long requests with different texts, for warm-ups and calibrations."""
     rng = random.Random(seed)
     return [
         PlannedRequest(index, 0.0, writer.write(rng, prompt_tokens), prompt_tokens, new_tokens)

@@ -14,8 +14,9 @@ from typing import NoReturn
 from cluster.environment import prepare
 from cluster.options import read_flags
 from common.errors import StartupError
-from common.server.cli import UsageError, exit_with
-from common.server.log_format import configure_logging
+from common.server.logs import configure_logging
+from common.server.options import UsageError
+from common.server.serve import exit_with
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m cluster") -> NoReturn:

@@ -7,7 +7,7 @@ from starlette.types import Send
 
 from cluster.forwarding import Ended, Head, Part
 from common.server.errors import ApiError, status_at
-from common.server.transport import json_response
+from common.server.replies.shapes import json_response
 
 UNAVAILABLE = 503
 

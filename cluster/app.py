@@ -24,8 +24,7 @@ from cluster.options import Plan, read_mapping
 from cluster.replica import Replica
 from cluster.router import PolicyRouter
 from cluster.scaling import replicas_for
-from common.server.cli import UsageError
-from common.server.options import CommonOptions
+from common.server.options import CommonOptions, UsageError
 
 NAME = "infer"  # of the application
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message
 
 from cluster.policy import prefix_keys
 from common.server.errors import ApiError, unavailable
-from common.server.transport import STREAM_ENDS
+from common.server.stream import STREAM_ENDS
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Head:
     """How an answer begins.
 
     Attributes:
-        ends: of a stream, what the client is owed if the replica is lost (`common.server.stream_ends`).
+        ends: of a stream, what the client is owed if the replica is lost (`common.server.stream`).
     """
 
     status: int

@@ -35,7 +35,7 @@ from common.errors import ShuttingDownError
 from common.server.bodies import Bodies, says_json
 from common.server.errors import ApiError, from_exception, unavailable
 from common.server.middleware import ApiKeys, client_of, cors_settings
-from common.server.transport import while_connected
+from common.server.stream import while_connected
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ray import serve as ray_serve
 from cluster.app import NAME, application
 from cluster.options import Plan
 from common.errors import StartupError
-from common.server.lifecycle import bind, exit_at_once, url_of
+from common.server.serve import bind, exit_at_once, url_of
 from common.server.service import served_model_name
 
 logger = logging.getLogger("cluster")

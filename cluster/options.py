@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from common.config import EngineConfig
 from common.phases import PhasePackage, find_phase, phase_names
-from common.server import cli
+from common.server import options as server_options
 from common.server.options import CommonOptions
 
 DEFAULT_PORT = 9000
@@ -86,8 +86,10 @@ def read_flags(argv: Sequence[str], prog: str = "python -m cluster") -> Plan:
         StartupError: there is no such phase.
     """
     package = find_phase(_phase_of(argv))
-    settings = cli.settings_for(package, prog, server_options=ClusterOptions, default_port=DEFAULT_PORT)
-    return _plan(package, cli.read_settings(settings, argv))
+    settings = server_options.settings_for(
+        package, prog, server_options=ClusterOptions, default_port=DEFAULT_PORT
+    )
+    return _plan(package, server_options.read_settings(settings, argv))
 
 
 def read_mapping(args: Mapping[str, Any]) -> Plan:
@@ -97,25 +99,33 @@ def read_mapping(args: Mapping[str, Any]) -> Plan:
         UsageError, StartupError: as `read_flags`.
     """
     package = find_phase(str(args.get("phase", _default_phase())))
-    settings = cli.settings_for(package, server_options=ClusterOptions, default_port=DEFAULT_PORT)
+    settings = server_options.settings_for(package, server_options=ClusterOptions, default_port=DEFAULT_PORT)
     given = dict(args) | ({"phase": str(args["phase"])} if "phase" in args else {})
     unknown = sorted(given.keys() - settings.model_fields.keys())
     if unknown:
-        raise cli.UsageError(f"args: there is no option {unknown[0]!r}")
+        raise server_options.UsageError(f"args: there is no option {unknown[0]!r}")
     try:
         return _plan(package, settings(**given))
     except ValidationError as error:
-        raise cli.explain_invalid(error) from None
+        raise server_options.explain_invalid(error) from None
 
 
 def _plan(package: PhasePackage, settings: Any) -> Plan:
     if settings.device == "cuda" and not settings.gpus:
-        raise cli.UsageError("--device cuda: replicas see no GPU that they have not asked for; add --gpus 1")
-    return Plan(package, cli.part_of(settings, ClusterOptions), cli.part_of(settings, package.Config))
+        raise server_options.UsageError(
+            "--device cuda: replicas see no GPU that they have not asked for; add --gpus 1"
+        )
+    return Plan(
+        package,
+        server_options.part_of(settings, ClusterOptions),
+        server_options.part_of(settings, package.Config),
+    )
 
 
 def _default_phase() -> str:
-    return os.environ.get(f"{cli.ENV_PREFIX}PHASE", str(ClusterOptions.model_fields["phase"].default))
+    return os.environ.get(
+        f"{server_options.ENV_PREFIX}PHASE", str(ClusterOptions.model_fields["phase"].default)
+    )
 
 
 def _phase_of(argv: Sequence[str]) -> str:
@@ -124,6 +134,8 @@ def _phase_of(argv: Sequence[str]) -> str:
         name, equals, value = flag.partition("=")
         if name == "--phase":
             if not equals and following is None:
-                raise cli.UsageError(f"--phase takes a phase; there are {', '.join(phase_names())}")
+                raise server_options.UsageError(
+                    f"--phase takes a phase; there are {', '.join(phase_names())}"
+                )
             return value if equals else str(following)
     return _default_phase()

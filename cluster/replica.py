@@ -15,10 +15,10 @@ from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
 from common.phases import find_phase
 from common.server.app import create_app
-from common.server.lifecycle import freeze_objects
-from common.server.log_format import configure_logging
+from common.server.logs import configure_logging
+from common.server.middleware import AllowedHosts
 from common.server.options import CommonOptions
-from common.server.own_pages import AllowedHosts
+from common.server.serve import freeze_objects
 from common.server.service import Service
 from common.worker import EngineWorker
 
@@ -96,7 +96,7 @@ class Replica:
         """Serve replaces a replica where this raises.
 
         Raises:
-            ApiError, RuntimeError: nothing will be computed here any more.
+            ApiError, EngineDeadError, RuntimeError: nothing will be computed here any more.
         """
         self._service.require_health()
         if not self._worker.running:

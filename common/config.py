@@ -1,7 +1,7 @@
 """Options that every phase has. A phase's `Config` subclasses `EngineConfig` and adds its own options.
 
-A config is a plain pydantic model: building one reads no environment. `common.server.cli` wraps it for the command
-line, where field descriptions become `--help`.
+A config is a plain pydantic model: building one reads no environment. `common.server.options` wraps it for the
+command line, where field descriptions become `--help`.
 """
 
 from __future__ import annotations

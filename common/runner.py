@@ -1,8 +1,8 @@
-"""Running a plan: forward passes on the device, then tokens turned into outputs.
+"""Runs a plan: forward passes on the device, then tokens turned into outputs.
 
-`execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the device; `commit`
-brings the sampled ids to the host and turns them into text, stop decisions and outputs. What differs between phases
-is which passes a plan becomes (`passes`).
+`execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the device. `commit`
+copies the sampled ids to the host and turns them into text, stop decisions and outputs. A phase decides which
+passes a plan becomes (`passes`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PassShare(NamedTuple):
     """One sequence's share of a pass.
 
     Attributes:
-        request: whose it is.
-        span: the columns it computes.
+        request: the sequence's request.
+        span: the columns that the pass computes.
         token_ids: the tokens at those columns, as many as the span is long.
         sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually the
             last one; none where a prompt goes on in a later pass; several where guessed tokens are verified.
@@ -50,12 +50,12 @@ class PassShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """Sequences that go through the model together. Those with one token should come first (see `AttentionLayout`).
+    """Sequences that go through the model together. Shares of one token come first (see `AttentionLayout`).
 
     Attributes:
-        shares: one of each sequence.
-        splittable: whether the pass may be tried again in halves after a failure, so that only the guilty fail.
-        padded_tokens, idle_rows: what is computed for the sake of a rectangle.
+        shares: one for each sequence.
+        splittable: whether a failed pass may be tried again in halves, so that only the guilty requests fail.
+        padded_tokens, idle_rows: tokens and rows that are computed only to complete a rectangle.
     """
 
     shares: tuple[PassShare, ...]
@@ -76,7 +76,7 @@ class ForwardPass:
         return tuple(requests), rows
 
     def halves(self) -> tuple[ForwardPass, ForwardPass]:
-        """Return the same work as two passes; padding was counted already."""
+        """Return the same work as two passes. Padding is not counted again."""
         middle = len(self.shares) // 2
         return ForwardPass(self.shares[:middle]), ForwardPass(self.shares[middle:])
 
@@ -91,7 +91,7 @@ class SampledPass:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way: its plan, passes that succeeded, requests whose pass did not."""
+    """A step in flight: its plan, the passes that succeeded, and the requests whose pass failed."""
 
     plan: StepPlan
     sampled: list[SampledPass] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Launched:
 
 
 class Runner(ABC):
-    """Owns the model and the KV pool; runs what the scheduler planned."""
+    """Owns the model and the KV pool, and runs the scheduler's plans."""
 
     def __init__(self, config: EngineConfig, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
         self.config = config
@@ -109,18 +109,18 @@ class Runner(ABC):
 
     @abstractmethod
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
-        """The forward passes of a plan, in the order they run."""
+        """Return the forward passes of a plan, in the order they run."""
 
     # ------------------------------------------------------------------ shares of a pass
 
     def decode_share(self, request: Request) -> PassShare:
-        """The latest token, which is not in the cache yet, goes into the column after the cached ones."""
+        """Return the share of a request's latest token, which goes into the column after the cached ones."""
         slot = self.slot(request)
         column = self.pool.get_seq_len(slot)
         return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], range(1))
 
     def prefill_share(self, chunk: PrefillChunk) -> PassShare:
-        """A chunk's tokens at their own columns. The logits of a last chunk's last token choose the next token."""
+        """Return the share of a chunk. The logits of a last chunk's last token choose the next token."""
         return PassShare(
             request=chunk.request,
             span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
@@ -139,11 +139,11 @@ class Runner(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a launched step waits for its commit: never, where each step does both."""
+        """Whether a launched step waits for its commit. Never here: each step does both."""
         return False
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
-        """Run a plan to its outputs; an empty plan is legal.
+        """Run a plan and return its outputs; an empty plan is legal.
 
         Raises:
             EngineDeadError: the device failed so that its state is unknown.
@@ -155,28 +155,28 @@ class Runner(ABC):
         except torch.AcceleratorError as error:  # a failed pass may show only when its results are read
             raise EngineDeadError(DEVICE_FAILED) from error
 
-    def wait(self) -> None:  # noqa: B027 - nothing is on its way where each step commits itself
-        """Wait for what `settle` is going to commit."""
+    def wait(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
+        """Block until the step that `settle` is going to commit has computed its tokens."""
 
     def settle(self) -> list[StepOutput]:
-        """What must be committed before the next step can be planned: nothing, where each step commits itself."""
+        """Commit the steps that must be read before the next one is planned. Returns their outputs."""
         return []
 
-    def abandon(self) -> None:  # noqa: B027 - nothing is on its way where each step commits itself
+    def abandon(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
         """Forget the steps in flight, once nothing computes for them. Their requests must not go on."""
 
     def warm_up(self) -> None:  # noqa: B027 - most do not
-        """Do what takes long the first time, before anybody waits for it."""
+        """Compile, record or capture before the first client waits for it."""
 
-    def time_stream(self, wanted: bool) -> None:  # noqa: B027 - where the host waits for each pass there is none
-        """Whether `take_stream_parts` is going to be asked."""
+    def time_stream(self, wanted: bool) -> None:  # noqa: B027 - there is no stream where the host waits for each pass
+        """Start or stop timing the stream, for `take_stream_parts`."""
 
     def take_stream_parts(self) -> list[Part]:
-        """What a stream beside the host has done since the last call, in that order."""
+        """Return the work that a stream beside the host has done since the last call, in order."""
         return []
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Give back the memory of requests that have left."""
+        """Free the memory of requests that have left."""
         for request in requests:
             self.pool.release(request)
 
@@ -208,12 +208,12 @@ class Runner(ABC):
             with self.telemetry.part("sample"):
                 self._sample(requests, logits, launched)
             return
-        # Outside the `except`, where the error's frames hold the failed pass's tensors: room that this needs.
+        # Outside the `except`: there, the error's frames hold the failed pass's tensors, memory that this needs.
         for half in forward_pass.halves():
             self._launch_pass(half, launched)
 
     def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
-        """Choose a pass's tokens, all at once; if that raises, one by one, so that only the guilty fail."""
+        """Sample a pass's tokens, all at once. If that raises, one by one, so that only guilty requests fail."""
         try:
             with torch.inference_mode():
                 sampled = sample(logits, requests, self.masks(requests))
@@ -230,17 +230,17 @@ class Runner(ABC):
             self._sample((request,), logits[row : row + 1], launched)
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return what grammars allow of the tokens that come next; None if no request has a grammar."""
+        """Return the masks of tokens that grammars allow next; None if no request has a grammar."""
         if all(request.matcher is None for request in requests):
             return None
         with self.telemetry.part("mask"):
             return TokenMasks.of(requests)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
-        """One trip through the model: addresses, logits, then the new lengths.
+        """Run one pass through the model: compute addresses and logits, then set the new lengths.
 
         Returns:
-            The requests that a token is to be sampled for, and their logits [S, vocab].
+            The request of each sampled row, and the rows' logits [S, vocab].
         """
         with self.telemetry.part("pass"):
             requests, batch, view = self.prepare(forward_pass)
@@ -253,14 +253,14 @@ class Runner(ABC):
 
     @staticmethod
     def count_as_computed(forward_pass: ForwardPass) -> None:
-        """Who has been launched goes on from there: with the next chunk, or with the next token."""
+        """Move the pass's requests on: their next chunk, or next token, follows the columns of this pass."""
         for request, span, _, sample_at in forward_pass.shares:
             request.prefill_progress = span.length
             if sample_at and request.state is RequestState.PREFILL:
                 request.start_decode()
 
     def prepare(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], TokenBatch, KVView]:
-        """What the model is given, and the requests whose logits it is to return, in their order."""
+        """Return the request of each sampled row, and the batch and view that the model is called with."""
         device = self.model.device
         view = self.pool.view([share.span for share in forward_pass.shares])
         requests, logit_rows = forward_pass.sampled_rows()
@@ -268,7 +268,7 @@ class Runner(ABC):
         batch = TokenBatch(
             token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
             positions=view.positions,
-            # A pass nobody samples from still names a row.
+            # A pass without sampled rows still names a row.
             logit_rows=torch.tensor(logit_rows or [0]).to(device, non_blocking=True),
         )
         return requests, batch, view
@@ -297,12 +297,12 @@ class Runner(ABC):
         return outputs
 
     def register_prefixes(self, plan: StepPlan) -> None:
-        """What this plan has computed of prompts may be shared."""
+        """Let later requests share the prefixes that this plan has computed."""
         for chunk in plan.prefill:
             self.pool.register_prefix(chunk.request, chunk.end)
 
 
 def raise_if_fatal(error: Exception) -> None:
-    """Running out of memory leaves the device as it was; any other error of its own does not."""
+    """Raise EngineDeadError for a device's error, except out of memory, which leaves the device as it was."""
     if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
         raise EngineDeadError(DEVICE_FAILED) from error

@@ -1,4 +1,4 @@
-"""What a scheduler decides and how it says so: the contract between engine, scheduler and runner."""
+"""The contract between engine, scheduler and runner: which requests a step computes."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Scheduler(ABC):
         return bool(self.waiting or self.active)
 
     def next_wake(self, now: float) -> float | None:
-        """When a step has something to do: `now` or earlier for at once, later if only time must pass,
-        None if nothing will happen without new requests."""
+        """Return when a step has something to do: `now` or earlier for at once, later if only time must pass, None
+        if nothing will happen without new requests."""
         return now if self.has_work else None
 
     # ------------------------------------------------------------------ a step

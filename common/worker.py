@@ -168,13 +168,12 @@ class EngineWorker:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
         self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to run between two steps
-        self._held = 0  # places whose requests are not yet in the scheduler's queue
+        self._held = 0  # promised places, and those of requests that are not yet in the scheduler's queue
         self._abort: Exception | None = None
         self._stopping = False
         self._turn_began_s: float | None = None  # on the clock of `time.monotonic`; None: waits for work
         # Used by the event loop's thread only:
         self._streams: dict[str, RequestStream] = {}
-        self._holders = 0  # `HeldPlaces` objects that are still open
         self._draining = False
         self._aborted: ShuttingDownError | None = None
         self._idle = asyncio.Event()
@@ -225,7 +224,6 @@ class EngineWorker:
         with self._wakeup:
             self._check_room(count)
             self._held += count
-        self._holders += 1
         self._idle.clear()
         return HeldPlaces(self, count)
 
@@ -279,7 +277,6 @@ class EngineWorker:
         """Release the unused places of a `HeldPlaces` that ends. Only `HeldPlaces` calls this."""
         with self._wakeup:
             self._held -= unused
-        self._holders -= 1
         self._mark_idle()
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
@@ -361,7 +358,7 @@ class EngineWorker:
         self._mark_idle()
 
     def _mark_idle(self) -> None:
-        if not self._streams and not self._holders:
+        if not self._streams and not self._held:
             self._idle.set()
 
     # ------------------------------------------------------------------ ending (event loop)

@@ -1,7 +1,9 @@
-"""What the pages of the site call between double braces. Numbers on pages come from here, never from a keyboard."""
+"""Makes the public functions of `docs/building` callable from pages, between double braces."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,116 +11,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
-from docs.building import (  # noqa: E402 - needs the path
-    charts,
-    cluster,
-    code,
-    course,
-    criteria,
-    drawing,
-    learning,
-    ledger,
-    memory,
-    options,
-    overrides,
-    paging,
-    peers,
-    pictures,
-    pipeline,
-    prefix,
-    results,
-    rounding,
-    samples,
-    shapes,
-    simulation,
-    stepper,
-    stories,
-    traces,
+MODULES = (
+    *("charts", "cluster", "code", "learning", "ledger", "options", "overrides", "peers", "pictures"),
+    *("results", "samples", "simulation", "stepper", "stories"),
 )
 
 
 def define_env(env: Any) -> None:
-    """Make every function below callable from a page."""
-    for function in (
-        cluster.cluster_file,
-        cluster.cluster_options_table,
-        cluster.load_table,
-        cluster.loss_picture,
-        cluster.loss_story,
-        cluster.routing_picture,
-        cluster.scaling_table,
-        charts.bar_chart,
-        charts.line_chart,
-        charts.measured_cell,
-        code.reference,
-        code.source,
-        code.solution,
-        code.exercise_command,
-        learning.learn_commands,
-        learning.learn_sample,
-        learning.learn_table,
-        course.course_picture,
-        criteria.exit_criteria,
-        criteria.ratio,
-        drawing.filters_table,
-        drawing.interval_picture,
-        drawing.sampling_prompt,
-        ledger.ledger,
-        memory.memory_table,
-        memory.kv_size,
-        memory.sliding_share,
-        memory.weight_size,
-        options.offered_load,
-        options.options_table,
-        options.phases_table,
-        options.request_fields_table,
-        options.unimplemented_fields_table,
-        options.workloads_table,
-        overrides.assembled_step,
-        overrides.overrides_table,
-        paging.block_size,
-        paging.capacity_table,
-        paging.chunk_table,
-        paging.seats_table,
-        peers.peer_chart,
-        pictures.timeline,
-        pictures.timeline_table,
-        pictures.timeline_steps,
-        pictures.visibility,
-        pipeline.pipeline_timeline,
-        prefix.chat_table,
-        prefix.probe,
-        prefix.secret_tokens,
-        prefix.tree_picture,
-        results.headline,
-        results.measured_table,
-        results.peers_tables,
-        results.sweep_table,
-        results.trade_offs,
-        rounding.lone_rows,
-        rounding.orders_of_a_sum,
-        rounding.three_numbers,
-        samples.event_stream,
-        samples.zoo_samples,
-        simulation.prediction_counts,
-        simulation.predictions_table,
-        simulation.prices_table,
-        simulation.reasons_list,
-        simulation.replayed_steps,
-        simulation.replicas_figure,
-        simulation.replicas_setup,
-        simulation.replicas_table,
-        simulation.router_limits,
-        simulation.what_if_table,
-        stepper.live_view_limit,
-        stepper.stepper,
-        stepper.stepper_cost,
-        traces.trace_pictures,
-        shapes.shapes_table,
-        shapes.weights_table,
-        stories.folded_sweep,
-        stories.folded_table,
-        stories.measured_section,
-        stories.story_picture,
-    ):
-        env.macro(function)
+    """Register the macros; called by the plugin.
+
+    Raises:
+        AssertionError: two modules have a function of the same name.
+    """
+    seen: set[str] = set()
+    for module in (importlib.import_module(f"docs.building.{name}") for name in MODULES):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__ and not name.startswith("_"):
+                assert name not in seen, f"{module.__name__}.{name} exists in another module"
+                seen.add(name)
+                env.macro(function)

@@ -34,14 +34,14 @@ def _run(words: list[str]) -> int:
         case ["-h" | "--help"]:
             print(USAGE)
         case ["--version"]:
-            from common.server import cli
+            from common.server.options import print_version
 
-            cli.print_version()
+            print_version()
         case ["serve", "-h" | "--help"]:
             from common.phases import phase_names
-            from common.server import cli
+            from common.server import serve
 
-            cli.main(phase_names()[-1], ["--help"], prog="infer serve PHASE")
+            serve.main(phase_names()[-1], ["--help"], prog="infer serve PHASE")
         case ["phases"]:
             from common.phases import find_phase, phase_names
 
@@ -65,16 +65,16 @@ def _run(words: list[str]) -> int:
 def _serve(arguments: Sequence[str]) -> NoReturn:
     from common.errors import StartupError
     from common.phases import find_phase, phases_in_words
-    from common.server import cli
+    from common.server import serve
 
     if not arguments:
-        cli.exit_with(f"error: infer serve takes a phase; there are {phases_in_words()}", 2)
+        serve.exit_with(f"error: infer serve takes a phase; there are {phases_in_words()}", 2)
     name, *options = arguments
     try:
         find_phase(name)
     except StartupError as error:
-        cli.exit_with(f"error: {error}", 2)
-    cli.main(name, options, prog=f"infer serve {name}")
+        serve.exit_with(f"error: {error}", 2)
+    serve.main(name, options, prog=f"infer serve {name}")
 
 
 def _measure(word: str, options: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ neither Triton nor a compiler, and the kernels are tested against it. Attention 
 
 import contextlib
 import importlib.util
+from typing import Literal
 
 import torch
 
@@ -37,7 +38,7 @@ def has_native_products(tensor: torch.Tensor) -> bool:
     return use_native(tensor) and native.has_products(tensor.dtype)
 
 
-def kernels_on(device: torch.device) -> str:
+def kernels_on(device: torch.device) -> Literal["triton", "native", "torch"]:
     """Return the kind of kernels used on `device`: `triton`, `native` or `torch`."""
     if device.type == "cuda":
         return "triton" if HAS_TRITON else "torch"

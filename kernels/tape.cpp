@@ -232,7 +232,10 @@ struct TapePlayer : torch::CustomClassHolder {
   struct Done {
     std::vector<at::Tensor> outputs;
     std::exception_ptr error;
-    std::vector<at::Tensor> inputs;  // freed by `wait`: freeing a Python tensor takes the lock
+    // Freed by the thread that waits, or that ends the player. Freeing a Python tensor takes the interpreter's
+    // lock, which a Python thread holds while it joins this one.
+    std::vector<at::Tensor> inputs;
+    std::vector<c10::intrusive_ptr<Tape>> tapes;
   };
 
   static double seconds() {
@@ -251,7 +254,7 @@ struct TapePlayer : torch::CustomClassHolder {
       if (threads_) omp_set_num_threads(int(threads_));
       if (job.after) before = std::move(done_.extract(job.after).mapped());
       lock.unlock();
-      Done done{std::move(before.outputs), before.error, std::move(before.inputs)};
+      Done done = std::move(before);
       const double began = seconds();
       if (!done.error) try {
           auto inputs = done.outputs;
@@ -262,6 +265,7 @@ struct TapePlayer : torch::CustomClassHolder {
         }
       done.inputs.insert(done.inputs.end(), job.inputs.begin(), job.inputs.end());
       job.inputs.clear();  // none of these was the last reference
+      done.tapes.push_back(std::move(job.tape));
       lock.lock();
       done_[job.ticket] = std::move(done);
       completed_ = job.ticket;
@@ -276,7 +280,7 @@ struct TapePlayer : torch::CustomClassHolder {
   std::deque<Job> jobs_;
   std::map<int64_t, Done> done_;
   std::deque<std::array<double, 3>> times_;
-  int64_t submitted_ = 0, completed_ = 0, threads_ = 0;  // threads_ 0: the default
+  int64_t submitted_ = 0, completed_ = 0, threads_ = 0;  // 0 threads: the default
   bool stopping_ = false;
   std::thread thread_;  // the last member: it uses the others
 };

@@ -1,14 +1,14 @@
-"""Phase 8's schedule for steps whose results nobody has seen yet.
+"""Phase 8's schedule, for steps planned before the tokens of the last one are read.
 
 ```text
-what is known when step t+2 is planned      step t is read, step t+1 computes
+step t+2 is planned: step t was read, step t+1 computes
 
-  A  had 7 of 9 tokens after t, its 8th is on its way     planned: its 9th
-  B  had 8 of 9 tokens after t, its 9th is on its way     left out: it ends, that can be foreseen
-  C  ended at t, with EOS: nobody could know              a zombie: holds its memory until t+1 is read
+  A  had 7 of 9 tokens after t, its 8th is in flight     planned: its 9th
+  B  had 8 of 9 tokens after t, its 9th is in flight     left out: its end is foreseen
+  C  ended at t with EOS, which could not be foreseen    a zombie: holds its memory until t+1 is read
 ```
 
-A request's own counts say so (`wants_token`, `num_tokens`, `is_done`); what is added here is when to wait.
+The request's own counts say this (`wants_token`, `num_tokens`, `is_done`). The scheduler adds when to wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phase9_pipelined.config import Config
 
 
 class PipelinedScheduler(PrefixScheduler):
-    """Plans nothing while something must end first: whoever is to be preempted, or the steps before a prefill."""
+    """Plans nothing while steps in flight must be read first: before a preemption, or before a drained prefill."""
 
     config: Config
 
@@ -31,7 +31,7 @@ class PipelinedScheduler(PrefixScheduler):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step computes for anybody."""
+        """Whether a step in flight computes for an active request."""
         return any(request.inflight_refs for request in self.active)
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
@@ -45,7 +45,7 @@ class PipelinedScheduler(PrefixScheduler):
         return [] if self._out_of_room else super()._make_way()
 
     def admit(self, pool: SchedulerPool) -> None:
-        if not self._out_of_room:  # what is free is for those who wait for room
+        if not self._out_of_room:  # free memory goes to the active requests that wait for it
             super().admit(pool)
 
     def plan(self) -> StepPlan:

@@ -179,8 +179,8 @@ class Servers:
         fits = load_fits(options.results)
         machine = options.machine
         if machine is None:
-            here = any((fit.group.machine, fit.group.model) == (cpu_name(), options.model) for fit in fits)
-            machine = cpu_name() if here else ""
+            measured = {(fit.group.machine, fit.group.model, fit.group.mode) for fit in fits}
+            machine = cpu_name() if (cpu_name(), options.model, mode) in measured else ""
         fit = find_cost(fits, options.model, mode, machine)
         return fit.cost, f"prices of {fit.group.machine}, {fit.group.revision}"
 

@@ -151,7 +151,7 @@ class RooflineCost:
     A weight is multiplied and added once for each token. Sliding windows are not known here: every layer sees all.
     """
 
-    host_step_s, host_row_s = 2e-4, 1e-5  # as `benchmarks.host_cost` finds them, about
+    host_step_s, host_row_s = 2e-4, 1e-5  # as `benchmarks micro host_cost` finds them, about
     between_s = between_row_s = arrival_s = delivery_s = 0.0
 
     def __init__(self, model: ModelConfig, device: Device) -> None:

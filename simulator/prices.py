@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks.results import Run, load_runs, run_folders
-from benchmarks.tables import Cell, MeasuredTable, load_tables
+from benchmarks.files import load_comparisons
+from benchmarks.results import Run
+from benchmarks.tables import Cell, MeasuredTable, newest_table
 from common.config import EngineConfig
 from simulator.cost import LinearCost, Work
 from simulator.fitting import Floats, fit_prices
@@ -227,7 +228,7 @@ def held_out(measured: Sequence[Measured]) -> Mapping[str, LinearCost | None]:
 
 def measured_runs(results: Path) -> dict[Group, list[Measured]]:
     """All phases' runs below a folder that are complete, replayed, by what their steps cost alike."""
-    runs = [run for folder in run_folders(results) for run in load_runs(folder)]
+    runs = [run for each in load_comparisons(results) for run in each.runs]
     usable = [
         run for run in runs if run.status == "ok" and run.engine_steps and run.server.options is not None
     ]
@@ -267,7 +268,7 @@ def _rounded(value: float) -> float:
 
 def load_fits(results: Path) -> list[Fit]:
     """The fits in the newest table below a folder of results, newest runs first; none where there is no table."""
-    table = next((table for table in load_tables(results) if table.name == COSTS), None)
+    table = newest_table(COSTS, results)
     fits = [_read_fit(row) for row in table.rows] if table is not None else []
     return sorted(fits, key=lambda fit: fit.newest, reverse=True)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.phases import find_phase, phase_names
-from common.server import cli
+from common.server import serve
 from infer import main
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def test_serve_is_the_phases_own_command(name: str, capsys: pytest.CaptureFixtur
     said = help_of(capsys, "serve", name)
     assert said.startswith(f"usage: infer serve {name} [options]")
     with pytest.raises(SystemExit):
-        cli.main("phase7_chunked", ["--help"])
+        serve.main("phase7_chunked", ["--help"])
     own = capsys.readouterr().out
     assert own.startswith("usage: python -m phase7_chunked [options]")
     assert said.split()[4:] == own.split()[4:]

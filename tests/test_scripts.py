@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.server.viewer import PARTS
+from common.server.page import VIEWER_PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TSC = ROOT / ".clients/typescript/node_modules/.bin/tsc"
@@ -30,11 +30,15 @@ def complaints(*scripts: Path) -> list[str]:
 
 
 def test_the_viewer_and_the_stepper_keep_their_types() -> None:
-    assert complaints(*(VIEWER / f"{part}.js" for part in PARTS), ROOT / "docs/assets/stepper.js") == []
+    assert (
+        complaints(*(VIEWER / f"{part}.js" for part in VIEWER_PARTS), ROOT / "docs/assets/stepper.js") == []
+    )
 
 
 def test_a_wrong_type_is_found(tmp_path: Path) -> None:
     shutil.copytree(VIEWER, tmp_path, dirs_exist_ok=True)
     part = tmp_path / "viewer.js"
     part.write_text(part.read_text("utf-8").replace("this.moment = 0;", "this.moment = '0';", 1), "utf-8")
-    assert any("viewer.js" in line for line in complaints(*(tmp_path / f"{each}.js" for each in PARTS)))
+    assert any(
+        "viewer.js" in line for line in complaints(*(tmp_path / f"{each}.js" for each in VIEWER_PARTS))
+    )

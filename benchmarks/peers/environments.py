@@ -1,4 +1,4 @@
-"""Virtual environments that peers live in: made by the user, named on the command line, looked at before use."""
+"""Virtual environments of peers. The user makes and names them, and they are checked before use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What a peer needs in its environment.
+    """A library that a peer needs in its environment.
 
     Attributes:
         title: how tables name it.
@@ -51,7 +51,7 @@ class Environment:
 
 
 def find_environment(peer: str, folder: str) -> Environment:
-    """The environment that the user named for a peer.
+    """Return the environment that the user named for a peer.
 
     Raises:
         StartupError: none was named, it is none, or the peer is not installed in it.

@@ -1,4 +1,4 @@
-"""A small HTTP server in front of any way to generate: what a peer needs to be measured like a phase.
+"""A small HTTP server in front of any generator, so that a peer can be measured like a phase.
 
 It knows one route and plain OpenAI chunks, and passes token ids on without turning them into text: a peer is not
 charged for more than generating.
@@ -49,7 +49,7 @@ class Job:
         self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     async def outputs(self) -> AsyncIterator[int]:
-        """Token ids as they come.
+        """Yield token ids as they come.
 
         Raises:
             Exception: what the backend ended with.
@@ -61,14 +61,14 @@ class Job:
 
 
 class Backend(Protocol):
-    """A way to generate."""
+    """A generator behind the front."""
 
     def serve(self, inbox: queue.Queue[Job]) -> None:
         """Take jobs and end every one of them; runs forever, in a thread of its own."""
 
 
 def take_batch(inbox: queue.Queue[Job], limit: int, wait_s: float = 0.05) -> list[Job]:
-    """Wait for a job, then a moment for company: what static batching does."""
+    """Wait for a job, then a moment for more jobs, as static batching does."""
     jobs = [inbox.get()]
     while len(jobs) < limit:
         try:
@@ -79,7 +79,7 @@ def take_batch(inbox: queue.Queue[Job], limit: int, wait_s: float = 0.05) -> lis
 
 
 def create_app(backend: Backend, model: str, name: str) -> Starlette:
-    """The routes the load generator needs."""
+    """Create an app with the routes that the load generator needs."""
     inbox: queue.Queue[Job] = queue.Queue()
     threading.Thread(target=backend.serve, args=(inbox,), name="backend", daemon=True).start()
 
@@ -133,7 +133,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 def serve(make_backend: Callable[[], Backend], *, model: str, name: str, host: str, port: int) -> None:
-    """Load, say where it listens, serve until SIGTERM."""
+    """Load the backend, print the address, and serve until SIGTERM."""
     # uvicorn shuts down in good order, then raises the signal once more: with this it ends well instead of badly.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     app = create_app(make_backend(), model, name)

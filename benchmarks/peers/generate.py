@@ -1,4 +1,4 @@
-"""Our own one-request loop behind HTTP: what there is before any scheduler, and the floor every phase stands on."""
+"""Our own loop for one request behind HTTP: generation without any scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.request import Request, SamplingParams
 
 
 class OneByOne:
-    """`common.generate.generate`, a request at a time, in the order they came."""
+    """Serves requests with `common.generate.generate`, one at a time, in the order they came."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
@@ -39,7 +39,7 @@ class OneByOne:
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
-    """The options every peer takes."""
+    """Return a parser with the options of every peer."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="zoo:llama-tiny")
     parser.add_argument("--device", default="auto")

@@ -1,4 +1,4 @@
-"""A library that lives elsewhere behind our HTTP front: `python -m benchmarks.peers.library PEER FOLDER`.
+"""Serves a library from another environment behind our front: `python -m benchmarks.peers.library PEER FOLDER`.
 
 The front takes the requests and the library's worker the steps, in a process each.
 """
@@ -23,7 +23,7 @@ from benchmarks.peers.workers.protocol import Options
 
 
 def start(peer: str, environment: Environment, weights: Weights, options: Options) -> WorkerProcess:
-    """A library's worker with the weights loaded, in the form that it reads.
+    """Start a library's worker on the weights, converted to the form that the library reads.
 
     Raises:
         StartupError: it cannot read them, or does not start.
@@ -36,7 +36,7 @@ def start(peer: str, environment: Environment, weights: Weights, options: Option
 
 
 class Piped:
-    """A worker that steps, as a backend of the front: jobs go down its input, tokens come up its output.
+    """A worker that steps, as a backend of the front. Jobs go to its input, tokens come from its output.
 
     `on_end` is called when the worker has ended, after every job of its has been told.
     """
@@ -99,7 +99,7 @@ def main() -> None:
     worker = start(options.peer, environment, weights, settings)
 
     def end() -> None:
-        """A front without its worker serves nobody."""
+        """End this process: a front without its worker serves nobody."""
         os.kill(os.getpid(), signal.SIGTERM)
 
     with worker:

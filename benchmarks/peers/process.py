@@ -1,4 +1,4 @@
-"""A worker in a process of its own: starting it, giving it orders, reading its answers."""
+"""Starts a worker in a process of its own, sends it orders and reads its answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_LINES = 8
 
 
 def command(python: Path | str, module: str, *arguments: str) -> list[str]:
-    """A worker's program. Its environment must be `environment()`."""
+    """Return the command of a worker. Its environment must be `environment()`."""
     return [str(python), "-P", "-m", f"{WORKERS}.{module}", *arguments]
 
 
@@ -68,7 +68,7 @@ class WorkerProcess:
         self.stop()
 
     def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One order and its answer.
+        """Send an order and return its answer.
 
         Raises:
             StartupError: the worker says what went wrong, or has ended.
@@ -88,7 +88,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self) -> dict[str, Any]:
-        """The next answer. StartupError: there will be none."""
+        """Return the next answer. StartupError: there will be none."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -97,7 +97,7 @@ class WorkerProcess:
         return answer
 
     def stop(self) -> None:
-        """Close its input, which ends it; SIGKILL if that does not."""
+        """Close the input, which ends the worker; send SIGKILL if it does not end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -1,4 +1,4 @@
-"""Peers by name: each a server with the same HTTP route, so that the same load generator measures it."""
+"""Peers by name. Each is a server with the same HTTP route, so the same load generator measures it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _generate(setup: Setup, _argument: str) -> list[Target]:
 
 
 def _transformers(setup: Setup, mode: str) -> list[Target]:
-    """`generate` one request at a time, in static batches, and continuous batching; or the one named."""
+    """Return the targets of `transformers`, one a mode; only one if a mode is named."""
     batch = str(setup.slots)
     modes = {
         "single": ("transformers, one by one", {"mode": "batch", "max_batch_size": "1"}),
@@ -51,7 +51,7 @@ def _transformers(setup: Setup, mode: str) -> list[Target]:
 
 
 def _vllm(setup: Setup, folder: str) -> list[Target]:
-    """Its own server, with its own names for what the phases are started with."""
+    """Return the target of vLLM's own server, its options equivalent to those of the phases."""
     label = _check("vllm", setup, folder)
     options = {
         "model": setup.model,
@@ -71,7 +71,7 @@ def _vllm(setup: Setup, folder: str) -> list[Target]:
 
 
 def _library(peer: str, order: float, setup: Setup, folder: str) -> list[Target]:
-    """A library behind our front, its KV memory shared like that of the paged phases."""
+    """Return the target of a library behind our front, with the KV memory of the paged phases."""
     label = _check(peer, setup, folder)
     memory = {
         "max_batch_size": str(setup.slots * SEQUENCES_PER_SLOT),
@@ -82,7 +82,7 @@ def _library(peer: str, order: float, setup: Setup, folder: str) -> list[Target]
 
 
 def _check(peer: str, setup: Setup, folder: str) -> str:
-    """The library with its version. What cannot be compared is refused before anything is started."""
+    """Check that a library is installed and can be compared. Returns its label."""
     environment = find_environment(peer, folder)
     if resolve_device(setup.device).type != "cpu":
         raise StartupError(f"--peer {peer} computes on the CPU: compare it with --device cpu")
@@ -106,7 +106,7 @@ PEERS: dict[str, Callable[[Setup, str], list[Target]]] = {
 
 
 def peer_targets(name: str, setup: Setup) -> list[Target]:
-    """A peer by name, with what may follow its `=`; or a server that runs already, by its URL.
+    """Return the targets of a peer by its name, or of a server that runs already by its URL.
 
     Raises:
         StartupError: there is no such peer, or it is not installed.

@@ -1,4 +1,4 @@
-"""Hugging Face `transformers` behind HTTP: `generate` in batches (or one by one), and its continuous batching.
+"""Serves Hugging Face `transformers` over HTTP: `generate` in batches or one by one, or continuous batching.
 
 A dummy model gets the same shape with other random weights: no time depends on their values.
 """
@@ -24,7 +24,7 @@ PAD = 0
 
 
 class _RowStreamer:
-    """Hands each column of new tokens to the jobs of its rows; `generate` calls it once a step."""
+    """Emits each column of new tokens to the jobs of its rows. `generate` calls it once a step."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
@@ -43,7 +43,7 @@ class _RowStreamer:
                     job.end()
 
     def end(self) -> None:
-        """Every job has ended with its own last token."""
+        """Do nothing: every job has ended with its own last token."""
 
 
 class BatchedGenerate:
@@ -92,7 +92,7 @@ class ContinuousBatching:
         self._manager = model.init_continuous_batching(continuous_batching_config=config)
 
     def serve(self, inbox: queue.Queue[Job]) -> None:
-        """Its results come on an event loop, so this thread runs one, and another one waits for jobs."""
+        """Serve jobs. Results come on an event loop, which this thread runs; another thread waits for jobs."""
         self._manager.start()
         loop = asyncio.new_event_loop()
 
@@ -119,7 +119,7 @@ class ContinuousBatching:
 
 
 def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model in `transformers`' own class, ready to generate greedily and never to end early."""
+    """Load a model in `transformers`' own class, set to generate greedily and never to end early."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = open_checkpoint(name)

@@ -1,4 +1,4 @@
-"""vLLM's own server on our weights: `python -m benchmarks.peers.vllm_server FOLDER`, and options of its own.
+"""Starts vLLM's own server on our weights: `python -m benchmarks.peers.vllm_server FOLDER`, and its options.
 
 This program exports a dummy, counts what the KV memory takes, and becomes vLLM's server. Its threads are bound to a
 core each, to all that this process has: the load generator runs on the same, as it does beside our own servers.

@@ -1,4 +1,4 @@
-"""The weights that peers serve: a checkpoint's folder as it is, a dummy's exported, both converted where need be.
+"""The weights that peers serve: a checkpoint's folder, or a dummy's that is exported, converted if needed.
 
 What is made is made once, in `peers` in the user's cache folder, and found again as long as what it was made from
 is the same.
@@ -31,7 +31,7 @@ from kernels.native import default_cache
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A Hugging Face folder, and the type that is computed in.
+    """A Hugging Face folder, and the type to compute in.
 
     Attributes:
         key: of what it holds.
@@ -52,7 +52,7 @@ class Weights:
         return KVShape.of(self.config, self.dtype).bytes_per_token
 
     def options(self, *, max_seq_len: int, max_sequences: int, kv_tokens: int, threads: int) -> Options:
-        """What a worker is started with to serve them."""
+        """Return the options of a worker that serves these weights."""
         return Options(
             model=self.model,
             folder=str(self.folder),
@@ -66,7 +66,7 @@ class Weights:
 
 
 def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
-    """A model's weights as a folder.
+    """Return a model's weights as a folder.
 
     Args:
         model: any name that a server takes.
@@ -92,7 +92,7 @@ def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
 
 
 def converted(weights: Weights, module: str, python: Path, version: str, cache: Path | None = None) -> Path:
-    """The weights in the form that a library reads, made by its worker.
+    """Return the weights in the form that a library reads; its worker converts them.
 
     Raises:
         StartupError: the library cannot convert them; with what it said last.
@@ -109,7 +109,7 @@ def converted(weights: Weights, module: str, python: Path, version: str, cache: 
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target`, made under another name and moved there when it is whole."""
+    """Make `target` unless it exists: under another name, and moved there when it is whole."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every figure from the results, and from nothing else: same results, same bytes.
+"""Draws every figure from the results alone: the same results give the same bytes.
 
 A figure is two files, light and dark. `captions.json` beside them says what each shows and which runs it is made
 of; it is also how a later run knows which files are its own to remove, when the results they came from are gone.
@@ -19,7 +19,7 @@ from benchmarks.plots.figures import KINDS, FigureKind, runs_drawn
 from benchmarks.plots.groups import Group, load_groups
 from benchmarks.plots.replicas import CAPTION, KIND, NAME, draw_replicas
 from benchmarks.plots.style import THEMES, Theme, themed
-from benchmarks.tables import MeasuredTable, load_tables
+from benchmarks.tables import MeasuredTable, newest_table
 
 CAPTIONS = "captions.json"
 
@@ -43,7 +43,7 @@ def draw_all(results: Path, out: Path) -> list[Path]:
                 files = _draw(functools.partial(kind.draw, group), f"{group.name}-{kind.name}", out)
                 written += files.values()
                 captions[f"{group.name}-{kind.name}"] = _entry(group, kind, files)
-    for table in [table for table in load_tables(results) if table.name == NAME][:1]:  # the newest
+    if table := newest_table(NAME, results):
         files = _draw(functools.partial(draw_replicas, table), table.name, out)
         written += files.values()
         captions[table.name] = _table_entry(table, files)
@@ -102,7 +102,7 @@ def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, 
 
 
 def _drawn_before(out: Path) -> list[str]:
-    """Names of the files that the last run drew into this folder."""
+    """Return the names of the files that were last drawn into this folder."""
     captions = out / CAPTIONS
     if not captions.is_file():
         return []

@@ -1,4 +1,4 @@
-"""The figures: each a function that draws a group of runs, and one that says what to see in it."""
+"""The figures: for each kind a function that draws a group of runs, and a function for the caption."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.plots.groups import Group, Server, distribution, prefill_start_s, thin, watched_client
+from benchmarks.plots.groups import Group, Server, prefill_start_s, thin, watched_client
 from benchmarks.plots.style import BLUE, GREY, ORANGE, SKY, VERMILION, Theme
 from benchmarks.report import LINES, Line, format_seconds
 from benchmarks.results import Run
@@ -21,7 +21,7 @@ BY_TITLE: dict[str, Line] = {line.title: line for line in LINES}
 
 @dataclass(frozen=True, slots=True)
 class FigureKind:
-    """A figure that can be made of any group that has the data for it."""
+    """A kind of figure. It is drawn of every group that has the data for it."""
 
     name: str
     has_data: Callable[[Group], bool]
@@ -30,7 +30,7 @@ class FigureKind:
 
 
 def _panels(group: Group, rows: int, height: float) -> tuple[Figure, list[Axes]]:
-    """One panel a server, below each other, on the same axes."""
+    """Return a figure with a panel for each server, one below the other, on the same axes."""
     figure = Figure(figsize=(WIDTH, height * rows + 0.6), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     figure.suptitle(group.title, fontsize=10)
@@ -66,7 +66,7 @@ def _bars(
     scale: float,
     theme: Theme,
 ) -> None:
-    """Grouped bars: medians, with a whisker from the smallest to the largest repeat."""
+    """Draw grouped bars of medians, each with a whisker from the smallest to the largest repeat."""
     width = 0.8 / len(servers)
     for place, server in enumerate(servers):
         for at, line in enumerate(lines):
@@ -112,13 +112,10 @@ def _draw_cdf(group: Group, _theme: Theme) -> Figure:
     figure.suptitle(group.title, fontsize=10)
     ttft, itl = figure.subplots(1, 2, sharey=True)
     for server in group.servers:
-        done = [record for run in server.runs for record in run.requests if record.error is None]
-        for axes, values in (
-            (ttft, [record.ttft_s * 1000 for record in done]),
-            (itl, [gap * 1000 for record in done for gap in record.gaps_s]),
-        ):
-            xs, ys = distribution(values)
-            axes.step(xs, ys, where="post", color=server.colour, linestyle=server.dash, label=server.label)
+        for axes, found in ((ttft, server.latencies.ttft), (itl, server.latencies.itl)):
+            xs = [seconds * 1000 for seconds in found.seconds]
+            look = {"color": server.colour, "linestyle": server.dash, "label": server.label}
+            axes.step(xs, found.shares, where="post", **look)
     ttft.set_xscale("log")
     itl.set_xscale("symlog", linthresh=1.0)  # tokens that came together have no gap: 0 has a place, too
     itl.set_xlim(left=0.0)
@@ -187,7 +184,7 @@ def _stall_caption(group: Group) -> str:
 
 
 def _draw_gantt(group: Group, theme: Theme) -> Figure:
-    rows = len(group.first.requests)
+    rows = len(group.requests)
     figure, panels = _panels(group, len(group.servers), max(1.2, rows * 0.055))
     for axes, server in zip(panels, group.servers, strict=True):
         steps = server.typical.engine_steps or {}
@@ -274,7 +271,7 @@ def _draw_waste(group: Group, _theme: Theme) -> Figure:
 
 
 def _wasted_shares(steps: dict[str, list[int | float]]) -> list[float]:
-    """Of the tokens computed in each step, the share that was thrown away."""
+    """Return for each step the share of computed tokens that was thrown away."""
     shares = []
     columns = (steps[name] for name in ("decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"))
     for decode, prefill, padded, idle in zip(*columns, strict=True):
@@ -298,13 +295,20 @@ def _waste_caption(group: Group) -> str:
 # ---------------------------------------------------------------------------------------------- all of them
 
 
+def _has_several(group: Group) -> bool:
+    metrics = group.first.metrics
+    return metrics is not None and metrics.requests > 1
+
+
+def _has_timelines(group: Group) -> bool:
+    return _has_several(group) and all(server.typical.requests for server in group.servers)
+
+
 def _has_gaps(group: Group) -> bool:
+    if not all(server.typical.requests for server in group.servers):
+        return False
     watched = watched_client(group)
     return all(len(server.typical.requests[watched].token_times_s) > 2 for server in group.servers)
-
-
-def _has_several(group: Group) -> bool:
-    return len(group.first.requests) > 1
 
 
 def _has_steps(group: Group) -> bool:
@@ -319,12 +323,12 @@ KINDS: Sequence[FigureKind] = (
     FigureKind("bars", _always, _draw_bars, _bars_caption),
     FigureKind("cdf", _has_several, _draw_cdf, _cdf_caption),
     FigureKind("stall", _has_gaps, _draw_stall, _stall_caption),
-    FigureKind("gantt", _has_several, _draw_gantt, _gantt_caption),
+    FigureKind("gantt", _has_timelines, _draw_gantt, _gantt_caption),
     FigureKind("kv", _has_steps, _draw_kv, _kv_caption),
     FigureKind("waste", _has_steps, _draw_waste, _waste_caption),
 )
 
 
 def runs_drawn(group: Group) -> list[Run]:
-    """Every run that a figure of this group is made of."""
+    """Return every run that a figure of this group is made of."""
     return [run for server in group.servers for run in server.runs]

@@ -1,51 +1,53 @@
-"""Which runs belong into one figure, and what all figures read from them."""
+"""Groups of runs that one figure shows, and values that several figures derive from them."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.files import Latencies, Together, load_comparisons
 from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
-from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of
-from benchmarks.results import LOCAL, RequestRecord, Run, is_complete, load_comparisons, slug
+from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of, typical
+from benchmarks.results import LOCAL, RequestRecord, Run, is_complete, slug
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server's runs of one workload.
+    """One server's complete runs of one workload, and its looks.
 
     Attributes:
         runs: those that are complete, one per repeat.
+        latencies: of all of them together.
         colour, dash, hatch: how it is drawn, everywhere.
     """
 
     label: str
     runs: Sequence[Run]
+    latencies: Latencies
     colour: str
     dash: str
     hatch: str
 
     @property
     def typical(self) -> Run:
-        """The repeat with the median throughput: the one to draw where repeats cannot be averaged."""
-        ordered = sorted(self.runs, key=lambda run: run.metrics.output_tokens_per_s if run.metrics else 0.0)
-        return ordered[(len(ordered) - 1) // 2]
+        return typical(self.runs)
 
     def median(self, line: Line) -> Value:
         return median_of(self.runs, line)
 
     def spread(self, line: Line) -> tuple[float, float]:
-        """The smallest and the largest over repeats."""
+        """Return the smallest and the largest value over repeats."""
         values = [value for run in self.runs if (value := line.value(run)) is not None]
         return min(values), max(values)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one figure compares: one workload, one model, one machine, measured together.
+    """Runs that one figure compares: one workload, model and machine, measured together.
 
     Attributes:
         folder: where its files lie, below the results.
@@ -60,6 +62,11 @@ class Group:
         return self.servers[0].runs[0]
 
     @property
+    def requests(self) -> Sequence[RequestRecord]:
+        """Return the requests of the first run that has kept them; all runs were sent the same requests."""
+        return next((run.requests for run in self.servers[0].runs if run.requests), [])
+
+    @property
     def title(self) -> str:
         run = self.first
         machine = run.environment.get("gpu") or run.environment.get("cpu") or "unknown machine"
@@ -69,40 +76,41 @@ class Group:
 
 
 def load_groups(results: Path) -> list[Group]:
-    """The groups below a folder of results, in the order of their names.
+    """Return the groups below a folder of results, in the order of their names.
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
     workload and model was measured several times, the comparison with the most servers is drawn, of those the
     latest; one that was cut short is not. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps
     over a phase's options are tables of the site, not figures.
     """
-    found: dict[tuple[str, str], list[list[Run]]] = defaultdict(list)
-    for folder, runs in load_comparisons(results):
-        measured = [run for run in runs if run.status == "ok"]
-        if measured and is_complete(runs) and not any(run.server.variant for run in runs):
+    found: dict[tuple[str, str], list[Together]] = defaultdict(list)
+    for each in load_comparisons(results):
+        measured = [run for run in each.runs if run.status == "ok"]
+        if measured and is_complete(each.runs) and not any(run.server.variant for run in each.runs):
             run = measured[0]
             quick = "-quick" if run.workload.quick else ""
-            parts = (*Path(folder).parts, run.workload.name, f"{slug(run.server.model)}{quick}")
-            found["-".join(parts), folder].append(measured)
+            parts = (*Path(each.folder).parts, run.workload.name, f"{slug(run.server.model)}{quick}")
+            found["-".join(parts), each.folder].append(dataclasses.replace(each, runs=measured))
     groups = []
     for (name, folder), comparisons in sorted(found.items(), key=lambda item: item[0]):
-        best = max(comparisons, key=lambda runs: (len(columns_of(runs)), runs[0].comparison))
+        best = max(comparisons, key=lambda each: (len(columns_of(each.runs)), each.key))
         groups.append(Group(name, folder, _servers(best)))
     return groups
 
 
-def _servers(runs: Sequence[Run]) -> list[Server]:
+def _servers(together: Together) -> list[Server]:
     servers = []
     peers = 0
-    for repeats in columns_of(runs):
+    for repeats in columns_of(together.runs):
         info = repeats[0].server
+        latencies = together.latencies.get(info.label) or Latencies.of(repeats)
         if info.order < FIRST_PEER:
             colour = PHASE_COLOURS.get(int(info.order), GREY)
-            servers.append(Server(info.label, repeats, colour, "-", ""))
+            servers.append(Server(info.label, repeats, latencies, colour, "-", ""))
         else:
             peers += 1
             dash, hatch = DASHES[peers % len(DASHES)], HATCHES[peers % len(HATCHES)]
-            servers.append(Server(info.label, repeats, GREY, dash, hatch))
+            servers.append(Server(info.label, repeats, latencies, GREY, dash, hatch))
     return servers
 
 
@@ -115,14 +123,14 @@ def watched_client(group: Group) -> int:
     The request is the same for every server. It finds the server busy, and others arrive while it is answered. The
     first requests find an empty server, and so would say nothing of the wait for a first token.
     """
-    ordered = sorted(group.first.requests, key=lambda record: record.scheduled_s)
+    ordered = sorted(group.requests, key=lambda record: record.scheduled_s)
     count = len(ordered)
     quarter = ordered[count // 4 : max(count // 2, count // 4 + 1)]
     return max(quarter, key=lambda record: (record.max_tokens, -record.index)).index
 
 
 def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:
-    """When a request's prompt began to be computed; None where that cannot be known.
+    """Return the time at which a request's prefill began; None: the steps do not tell.
 
     The client does not see it, but the engine's steps do: the first token left with the step that finished the
     prompt, so that step and, going back, as many as it takes to compute the whole prompt, were its prefill.
@@ -143,7 +151,7 @@ def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) 
 def thin(
     times: Sequence[float], values: Sequence[float], limit: int = 400
 ) -> tuple[list[float], list[float]]:
-    """At most about `limit` points, each the highest of its stretch: a figure must not lose its peaks."""
+    """Reduce a curve to about `limit` points, each the highest of its stretch, so that peaks stay."""
     stride = max(1, -(-len(times) // limit))
     kept_times, kept_values = [], []
     for start in range(0, len(times), stride):
@@ -152,19 +160,3 @@ def thin(
         kept_times.append(times[highest])
         kept_values.append(values[highest])
     return kept_times, kept_values
-
-
-def distribution(values: Sequence[float], limit: int = 300) -> tuple[list[float], list[float]]:
-    """A cumulative distribution in at most `limit` points: values in order, and the share at or below each."""
-    ordered = sorted(values)
-    if len(ordered) <= limit:
-        places = list(range(len(ordered)))
-    else:
-        # Even steps would leave out the tail, which is what one looks at: half of the points go to the last 5 %.
-        coarse, fine = limit // 2, limit - limit // 2
-        bend = 0.95 * (len(ordered) - 1)
-        places = sorted(
-            {round(bend * step / coarse) for step in range(coarse)}
-            | {round(bend + (len(ordered) - 1 - bend) * step / (fine - 1)) for step in range(fine)}
-        )
-    return [ordered[place] for place in places], [(place + 1) / len(ordered) for place in places]

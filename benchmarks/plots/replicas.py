@@ -65,7 +65,7 @@ def _lines(axes: Axes, points: Points, title: str) -> None:
 
 
 def series(table: MeasuredTable, column: str) -> Points:
-    """For each policy, numbers of replicas and the column's values there, where it has one."""
+    """Return for each policy the numbers of replicas at which the column has a value, and the values."""
     found: Points = defaultdict(lambda: ([], []))
     replicas, policy, value = (table.columns.index(name) for name in ("replicas", "policy", column))
     for row in table.rows:

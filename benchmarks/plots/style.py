@@ -1,4 +1,4 @@
-"""How every figure looks, light and dark. Colours are Okabe and Ito's, which colour-blind readers tell apart.
+"""The looks of all figures, light and dark. Okabe and Ito's colours: colour-blind readers tell them apart.
 
 M. Okabe, K. Ito: Color Universal Design, 2008.
 """
@@ -65,7 +65,7 @@ def _coloured(theme: Theme) -> dict[str, Any]:
 
 @contextmanager
 def themed(theme: Theme) -> Iterator[None]:
-    """Draw in this theme, untouched by what the user's own matplotlibrc says."""
+    """Context manager: draw in this theme, without the settings of the user's matplotlibrc."""
     with mpl.rc_context():
         mpl.rcdefaults()
         settings: Any = _COMMON | _coloured(theme)

@@ -1,26 +1,30 @@
-"""The HTTP server: what comes in goes through these modules once, from left to right.
+"""The HTTP server. A request goes through these modules once, from top to bottom.
+
+No module of this way imports a later one, which an import contract in `pyproject.toml` checks.
 
 ```text
-           body                engine's requests          outputs               bytes
-client ───────> routes/ ───> intake ───> EngineWorker ───> answers ───> wire/ ───> transport ───> client
-connections     │  bodies       │        (common.worker)      │            │       backlogs
-middleware      │          schemas/ parsing: bytes to a    a stream's    a module   what was made
-ids, keys       │          checked body, or one error      events, or    for each   and not taken
-                │                                          one JSON      format
-                │                                          answer
-                └ generation   completions and chat, in one wire format or another
-                  tokens       text to token ids and back
-                  models       what is served
-                  operation    health, version, telemetry, metrics, the page, its steps
-                  tracing      what the engine does from now on
-
-service      what the routes share             errors       one JSON shape for all of them, and their statuses
-app          routes, errors, life: the app     request_log  a line for each request; log_format: as text or JSON
-lifecycle    port, signals, draining           cli, options flags and environment
-connections  how many, and for how long        page         the form at /
-openapi      the machine's description         live_view    steps as they come, viewer/ draws them
-metrics      what Prometheus reads             recordings   traces that clients ask for
-parser       HTTP requests, in bounded turns   own_pages    strange names and other sites' pages, refused
-lingering    a close that loses no answer      help         the text of --help
+socket    connections   how many clients there are, and how long each may take
+request   middleware    ids, keys, names that the server answers to
+parse     routes        one function for each route; `generate` for the routes that make text
+          bodies        bytes to a checked body (`requests/`: its fields), or one error
+tokens    intake        grammar compiled, places in the queue held, prompt tokenized
+queue     common.worker the engine's thread takes the requests in (`EngineWorker`)
+step      common.engine
+text      replies/      `answer`: outputs of all choices as they come
+event                   `formats`: an event of a stream, or the JSON answer (`shapes`: its objects)
+socket    stream        events that the client has not read yet, and clients that leave
 ```
+
+Beside this way:
+
+| module | holds |
+| --- | --- |
+| `app` | the app: middleware, routes and error handlers put around an engine |
+| `service` | the objects that all routes share |
+| `serve`, `options` | the command: port, signals, draining; flags, environment, `--help` |
+| `errors` | one JSON shape for all errors, and their statuses |
+| `openapi` | the OpenAPI document |
+| `logs`, `metrics` | lines of the log; numbers for Prometheus |
+| `live_view` | steps and traces of the running engine |
+| `page` | the form at `/`; `viewer/` draws the steps |
 """

@@ -13,20 +13,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.engine import Engine
-from common.server.answer_counts import CountAnswers
-from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS, answer_unexpected_error
-from common.server.middleware import ApiKeys, HeadAsGet, PaceRefusals, RequestIds, RootPath, cors_settings
+from common.server.logs import Pulse
+from common.server.middleware import (
+    AllowedHosts,
+    ApiKeys,
+    CountAnswers,
+    HeadAsGet,
+    OwnPages,
+    PaceRefusals,
+    RequestIds,
+    RootPath,
+    cors_settings,
+)
 from common.server.openapi import openapi_document
-from common.server.own_pages import AllowedHosts, OwnPages
-from common.server.pulse import Pulse
-from common.server.routes import admin as administration
-from common.server.routes import generation, models, operation, tokens, tracing
+from common.server.routes import admin_router, router
 from common.server.service import Service, served_model_name
+from common.server.stream import Backlogs
 from common.worker import EngineWorker
 
-LAST_STEP_S = 5.0  # how long the end waits for a step whose clients have all been answered
+LAST_STEP_S = 5.0  # how long shutdown waits for a step whose clients have all been answered
 
 
 def create_app(
@@ -46,21 +53,21 @@ def create_app(
     live_view: bool = True,
     admin: bool = False,
 ) -> FastAPI:
-    """The app around an engine, which it owns from start-up to shutdown.
+    """Return the app around an engine. The app owns the engine from start-up to shutdown.
 
     Args:
-        engine: of any phase.
-        worker: whose thread built the engine; by default a new one, which takes the engine as it is.
-        model_name: what clients call the model; by default the name it was loaded by (a folder's last part).
-        other_names: what they may call it as well.
-        api_keys: of which clients must send one; none: everybody is answered.
-        cors_origins: whose pages a browser lets talk to this app; none: no others than its own.
+        engine: an engine of any phase.
+        worker: the worker that built the engine; by default a new worker around it.
+        model_name: the model's name for clients; by default the name it was loaded by (a folder's last part).
+        other_names: further names of the model.
+        api_keys: keys, one of which clients must send; empty: every client is answered.
+        cors_origins: sites whose pages may use this app in a browser, beside its own page.
         hosts: the names that requests may call this app by, if it has no keys. None: any name, and pages of all
             sites may send requests, as is right for an app that no browser can reach.
-        root_path: what a proxy puts before every path.
-        body_timeout_s: from a request's head to the end of its body.
+        root_path: prefix that a proxy puts before every path.
+        body_timeout_s: seconds from a request's head to the end of its body.
         step_timeout_s: the longest that a step may take before the server counts as dead; None: for ever.
-        backlogs: how much clients may leave unread; by default as `--max-unread-bytes` and the like.
+        backlogs: bounds of the bytes that clients leave unread; by default those of the options.
         ping_s: seconds between comments in a quiet stream.
         live_view: whether the engine's steps can be watched.
         admin: whether clients may pause the engine.
@@ -82,7 +89,7 @@ def create_app(
         pulse = asyncio.create_task(Pulse(engine, service.worker).run())
         yield
         pulse.cancel()
-        # Not in a `finally`: who cancels this is in a hurry, and a pass may be long.
+        # Not in a `finally`: a cancelled shutdown must not wait for a forward pass.
         engine.grammars.close()
         await service.worker.stop(LAST_STEP_S)
 
@@ -91,17 +98,16 @@ def create_app(
         summary=engine.phase.idea,
         version=importlib.metadata.version("infer-phases"),
         lifespan=lifespan,
-        docs_url=None,  # its pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers=HANDLERS,
     )
     app.state.server = service
-    app.state.paths = []  # of all routes, for who has mistyped one
-    families = (generation, tokens, models, operation, tracing)
-    for family in (*families, administration) if admin else families:
-        app.include_router(family.router)
-        app.state.paths += [route.path for route in family.router.routes if isinstance(route, APIRoute)]
+    app.state.paths = []  # of all routes, to suggest one for a mistyped path
+    for routes in (router, admin_router) if admin else (router,):
+        app.include_router(routes)
+        app.state.paths += [route.path for route in routes.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)
     # Starlette answers unexpected errors outside of all other middleware, where answers get neither ids nor CORS.
     app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)
@@ -109,7 +115,7 @@ def create_app(
         app.add_middleware(ApiKeys, keys=api_keys)
     elif hosts is not None:
         app.add_middleware(OwnPages, hosts=hosts, origins=cors_origins)
-    app.add_middleware(RequestIds)  # outside those: refusals of theirs have their id, too
+    app.add_middleware(RequestIds)  # outside of these, so that their refusals have an id, too
     if cors_origins:
         app.add_middleware(  # the outermost: a page may read refusals, and a browser that asks first has no key yet
             CORSMiddleware,

@@ -1,18 +1,160 @@
-"""The bodies of requests: read whole, or refused for being too long, too late, or no JSON."""
+"""A request's body, from bytes on the wire to a checked object, each step bounded.
+
+```text
+pieces ──> BoundedParser ──> Bodies.read_json ──> parse ──> Body
+           413: too many     400: not JSON        400, 404, 422: an ApiError that names the field
+           small pieces      408, 413: too late,
+                             too long
+```
+
+A body may come in chunks of one byte, and each chunk is an event of the HTTP parser. 256 KiB of such chunks come in
+one read and take 0.2 s to parse, in which no other client is served. So the number of events in a turn of the event
+loop is bounded, and so is the number of pieces in a body.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
 
+import h11
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
-from common.server.errors import ApiError, from_exception
-from common.server.schemas.parsing import MAX_BODY_BYTES
+from common.server.errors import ApiError, from_exception, shorten
+
+#: Events parsed before the event loop serves others. They take about a millisecond.
+EVENTS_PER_TURN = 32
+
+#: A body may come in so many pieces (chunks, or the network's packets) of any size. Further pieces must have
+#: `MEAN_PIECE_BYTES` on average, which packets of 536 bytes, the smallest in use, do.
+FREE_BODY_PIECES = 64
+MEAN_PIECE_BYTES = 256
+
+MAX_BODY_BYTES = 2 * 1024 * 1024
+
+#: JSON values in a body, and lists and objects among them. The validator, which holds the interpreter's lock, takes
+#: up to a tenth of a microsecond for a value and three microseconds for a list or an object.
+MAX_VALUES = 2**18
+MAX_CONTAINERS = 2**14
+
+# Strict: "5" is not 5, and true is not 1. Unknown fields are refused by `_refuse_unknown`: pydantic's own refusal
+# reports each of them, which takes seconds for two megabytes of them.
+BODY = ConfigDict(
+    strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
+)
+
+#: Prefix of the tags that tell alternatives of a field apart. pydantic puts tags into an error's location, where
+#: they mean nothing to a client.
+TAG = "as "
+
+#: The error of a field that is not implemented: its `param` is the field itself, wherever it stands.
+NOT_IMPLEMENTED = "not_implemented"
+
+_SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """This server's bounds on the values of a request."""
+
+    models: tuple[str, ...]  # names of the served model, the first of them its own
+    max_choices: int  # more would not fit an empty queue
+    vocab_size: int
+
+
+class BoundedParser(h11.Connection):
+    """h11's parser of a server's connection, with bounds on events and pieces.
+
+    Attributes:
+        turn_is_over: whether events may be left that the next turn has to parse.
+        refusal: the answer to a request that went beyond a bound; None if none did.
+    """
+
+    def __init__(self, max_incomplete_event_size: int) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size)
+        self.turn_is_over = False
+        self.refusal: ApiError | None = None
+        self._left_in_turn = EVENTS_PER_TURN
+        self._pieces = 0
+        self._body_bytes = 0
+
+    def begin_turn(self) -> None:
+        """Allow another `EVENTS_PER_TURN` events."""
+        self.turn_is_over = False
+        self._left_in_turn = EVENTS_PER_TURN
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return the next event; at the end of a turn `NEED_DATA`, as if there were none.
+
+        Raises:
+            h11.RemoteProtocolError: the bytes are no HTTP, or the body has too many pieces.
+        """
+        if self._left_in_turn == 0:
+            self.turn_is_over = True
+            return h11.NEED_DATA
+        self._left_in_turn -= 1
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = self._body_bytes = 0
+            return event if event.target.startswith(b"/") else in_origin_form(event)
+        if isinstance(event, h11.Data):
+            self._pieces += 1
+            self._body_bytes += len(event.data)
+            if self._pieces > FREE_BODY_PIECES + self._body_bytes // MEAN_PIECE_BYTES:
+                self.refusal = ApiError(
+                    413,
+                    f"{self._body_bytes} bytes of the body came in {self._pieces} pieces: send larger chunks",
+                    code="too_many_pieces",
+                )
+                raise h11.RemoteProtocolError(self.refusal.message)
+        return event
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """Serialize an event.
+
+        An answer that comes before the whole request gets `Connection: close`. To find the next request, the rest
+        of this one would have to be parsed.
+        """
+        close = (b"connection", b"close")
+        if (
+            isinstance(event, h11.Response)
+            and self.their_state is h11.SEND_BODY
+            and close not in event.headers
+        ):
+            event = h11.Response(
+                status_code=event.status_code, headers=[*event.headers, close], reason=event.reason
+            )
+        return super().send_with_data_passthrough(event)
+
+
+def in_origin_form(request: h11.Request) -> h11.Request:
+    """Rewrite `GET http://host/path`, which proxies send, to `GET /path` with that host; other targets stay.
+
+    Raises:
+        h11.RemoteProtocolError: the target is no URL.
+    """
+    try:
+        url = urlsplit(request.target)
+    except ValueError as error:
+        raise h11.RemoteProtocolError(f"illegal request target: {error}") from None
+    if url.scheme not in (b"http", b"https") or not url.netloc:
+        return request
+    host = url.netloc.rpartition(b"@")[2]  # the target's host counts, not the header's (RFC 9112, 3.2.2)
+    return h11.Request(
+        method=request.method,
+        target=(url.path or b"/") + (b"?" + url.query if url.query else b""),
+        headers=[(name, value) for name, value in request.headers if name != b"host"] + [(b"host", host)],
+        http_version=request.http_version,
+    )
 
 
 class Bodies:
-    """Reads what clients send, for as long as they may take to send it.
+    """Reads request bodies, within a time limit and a shared rate.
 
     Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
     they can would take its time. While the rate is used up, connections are not read, and their clients wait.
@@ -21,7 +163,7 @@ class Bodies:
         timeout_s: from the end of a request's head to that of its body.
     """
 
-    #: Of each body, bytes that do not count.
+    #: The first bytes of each body, which do not count.
     FREE_BYTES = 64 * 1024
     BYTES_PER_S = 8 * 2**20
     #: How far the rate may be exceeded for a moment.
@@ -30,13 +172,13 @@ class Bodies:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._paid_until_s = (
-            0.0  # when the bytes read so far would have come at the rate, on the loop's clock
+            0.0  # time by which the bytes read so far would have come at the rate, on the loop's clock
         )
-        self._deadlines: set[asyncio.Timeout] = set()  # of those that are being read
+        self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
         self._given_up = False
 
     async def read_json(self, request: Request) -> bytes:
-        """The body of a request that says it is JSON.
+        """Return the body of a request that says it is JSON.
 
         Raises:
             ApiError: 400, it is not called JSON; 408, it has not come in time; 413, as soon as it is known to be
@@ -52,13 +194,13 @@ class Bodies:
                 self._deadlines.add(deadline)
                 try:
                     if self._given_up:
-                        expire(deadline)  # what has come already can be read all the same
+                        expire(deadline)  # bytes that have come already are still read
                     return await self._read(request)
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
             refusal = self._ending() if self._given_up else self._late()
-        # The rest of the body would be taken for the next request.
+        # On an open connection, the rest of the body would be parsed as the next request.
         refusal.headers["Connection"] = "close"
         raise refusal
 
@@ -73,7 +215,7 @@ class Bodies:
         return bytes(body)
 
     async def _pay_for(self, count: int) -> None:
-        """Wait until so many bytes more are within the rate of all large bodies."""
+        """Wait until `count` bytes more are within the rate of all large bodies."""
         now_s = asyncio.get_running_loop().time()
         earliest_s = now_s - self.BURST_BYTES / self.BYTES_PER_S
         self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self.BYTES_PER_S
@@ -81,7 +223,7 @@ class Bodies:
             await asyncio.sleep(self._paid_until_s - now_s)
 
     def give_up(self) -> None:
-        """The server ends: refuse whatever has not come by now."""
+        """Refuse all bodies that have not come by now: the server ends."""
         self._given_up = True
         for deadline in self._deadlines:
             expire(deadline)
@@ -94,7 +236,7 @@ class Bodies:
 
 
 def expire(deadline: asyncio.Timeout) -> None:
-    """Its time is over. One that has just run out by itself cannot be changed any more."""
+    """End a deadline now. A deadline that has just run out by itself cannot be changed any more."""
     if not deadline.expired():
         deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -112,10 +254,131 @@ def says_json(request: Request) -> bool:
 
 
 def _require_json(request: Request) -> None:
-    """A page in a browser can post text to any port of its machine unasked, but not JSON."""
+    """Refuse a body that is not called JSON.
+
+    A page in a browser can post text to any port of its machine unasked, but not JSON.
+    """
     if not says_json(request):
         raise ApiError(
             400,
             "the body must be JSON; send it with Content-Type: application/json",
             code="invalid_content_type",
         )
+
+
+class Body(BaseModel):
+    """A request's body. Null means the default, for all fields that have one."""
+
+    model_config = BODY
+
+    def check(self, limits: Limits) -> None:
+        """Refuse a well-formed body that cannot be served.
+
+        Raises:
+            ApiError: 422.
+        """
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
+    """Read and check a request's body.
+
+    Raises:
+        ApiError: 400 for what is not JSON, lacks a field, or has one of a wrong type; 422 for what is well-formed
+            and cannot be served.
+    """
+    try:
+        parsed = form.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+    _refuse_unknown(parsed)
+    parsed.check(limits)
+    return parsed
+
+
+def refuse_too_many_values(body: bytes) -> None:
+    """Refuse a body whose validation would take too long, however few its bytes are.
+
+    Counting takes milliseconds for two megabytes. Strings are cut out first: commas and brackets in them are text.
+
+    Raises:
+        ApiError: 413.
+    """
+    if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # strings included
+        return
+    without_escapes = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    values = without_escapes.count(b'"') // 4  # at the least: a key and its text have two quotes each
+    containers = 0
+    if values <= MAX_VALUES:
+        structure = b"".join(without_escapes.split(b'"')[::2])
+        containers = structure.count(b"[") + structure.count(b"{")
+        values = structure.count(b",") + containers
+    if values > MAX_VALUES or containers > MAX_CONTAINERS:
+        raise ApiError(
+            413,
+            f"the body holds more than {MAX_VALUES} values, or more than {MAX_CONTAINERS} lists and objects; "
+            "send several smaller requests",
+            code="body_too_complex",
+        )
+
+
+def check_model(model: str, limits: Limits) -> None:
+    """Raise ApiError (404) if `model` is no name of the served model."""
+    if model not in limits.models:
+        raise ApiError(
+            404,
+            f"model {shorten(model, 100)!r} is not served here; this server has {limits.models[0]!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def refused(param: str, message: str) -> ApiError:
+    """Return the 422 for a value that cannot be served."""
+    return ApiError(422, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
+    """Refuse unknown fields of a body and of the objects in it."""
+    unknown = next(iter(body.model_extra or ()), None)
+    if unknown is not None:
+        name = prefix + shorten(unknown, 100)
+        raise ApiError(422, f"{name}: unknown field", param=name, code="unknown_field")
+    for name in body.model_fields_set:
+        value = getattr(body, name, None)
+        if isinstance(value, BaseModel):
+            _refuse_unknown(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                if not isinstance(item, BaseModel):  # a list of plain values: however long, it has no fields
+                    break
+                _refuse_unknown(item, f"{prefix}{name}[{number}].")
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """Return one error for all mistakes of a body: the first in syntax or type, or else the first of any kind."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    worst = next((each for each in details if _is_syntax(each)), details[0])
+    path = [part for part in worst["loc"] if not str(part).startswith(TAG)]
+    where = "".join(f"[{part}]" if type(part) is int else f".{shorten(str(part), 100)}" for part in path)
+    where = where.removeprefix(".")
+    kind, message = worst["type"], worst["msg"]
+    return ApiError(
+        400 if _is_syntax(worst) else 422,
+        f"{where}: {message}" if where else message,
+        param=where if kind == NOT_IMPLEMENTED else str(path[0]) if path else None,
+        code={"json_invalid": "invalid_json", "missing": "missing_field"}.get(
+            kind, "invalid_type" if kind.endswith("_type") else "invalid_value"
+        ),
+    )
+
+
+def _is_syntax(detail: ErrorDetails) -> bool:
+    """Return whether a mistake is one of form (400) rather than of value (422).
+
+    An empty prompt, or a token id that no model has, counts as one of form.
+    """
+    kind = detail["type"]
+    return kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")) or detail["loc"][:1] == ("prompt",)

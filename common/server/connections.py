@@ -3,7 +3,7 @@
 ```text
 opened ──> waits for a request ──> its head comes ──> its body comes ──> answered ──> waits again
            keep-alive timeout      body timeout       body timeout,      before the whole request has come:
-           closed                  408, closed        see `bodies`       the rest is dropped, closed
+           closed                  408, closed        see `bodies`       the rest is dropped, lingering close
 ```
 
 uvicorn itself has a timeout for the wait between two requests and none for the rest.
@@ -12,12 +12,14 @@ uvicorn itself has a timeout for the wait between two requests and none for the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,47 +31,48 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.server.answer_counts import AnswerCounts
-from common.server.backlogs import Backlogs, SlowReaderError, Unread
+from common.server.bodies import BoundedParser
 from common.server.errors import ApiError, unavailable
-from common.server.lingering import LINGER_S, LingeringTransport
+from common.server.logs import log_refusal
 from common.server.middleware import OPEN_PATHS, refuse
-from common.server.parser import BoundedParser
-from common.server.request_log import log_refusal
+from common.server.stream import Backlogs, SlowReaderError, Unread
 
 logger = logging.getLogger(__name__)
 
-#: Connections beyond the bound that are told so, and asked how the server is. Those beyond them are closed unheard.
+#: Connections beyond the bound that get a 503, and answers of the health routes. Any more are closed at once.
 SPARE_CONNECTIONS = 32
-#: How long such a one may take: it is in the way of the next.
+#: Seconds that a connection beyond the bound may take.
 SPARE_TIMEOUT_S = 5.0
-#: A client that takes less in its time takes nothing. The HTTP server holds 64 KiB of a stream, and goes on at 16.
+#: A client that takes less than this within `send_s` is given up. The HTTP server holds 64 KiB of a connection's
+#: bytes and takes more when 16 KiB are left, so a smaller step would not be seen.
 MUST_TAKE_BYTES = 48 * 1024
-#: A client has so long to read a JSON answer before the bytes that are left count among the unread ones.
+#: Seconds after which the bytes of a JSON answer that a client has not read count as unread.
 COUNT_AFTER_S = 5.0
-#: Of a request's head.
+#: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
-#: How long a connection lingers when the server ends.
+#: Seconds that a connection lingers when the server ends.
 LAST_LINGER_S = 0.5
 #: Bytes that a client may send behind a request whose answer is being made. A connection with more is closed.
 MAX_PIPELINED_BYTES = 64 * 1024
-#: Between two warnings that there are too many.
+#: Seconds between two warnings about too many connections.
 WARN_EVERY_S = 10.0
-#: Files a server has open beside its connections: the model's, its log, the event loop's.
+#: Files that a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128
+#: Seconds that a client may go on sending after the answer has ended its connection.
+LINGER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What connections may take.
+    """Bounds on the number of connections, and on the time that each may take.
 
     Attributes:
-        connections: at a time.
+        connections: number of connections at a time.
         per_address: connections at a time of one address; by default half of all. Loopback and Unix sockets have
             no such bound, since all clients of a proxy on this machine have its address.
-        keep_alive_s: without a request.
-        receive_s: for the head of a request to come.
-        send_s: to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
+        keep_alive_s: time without a request.
+        receive_s: time for the head of a request to come.
+        send_s: time to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
     """
 
     connections: int = 1024
@@ -83,9 +86,9 @@ class Config(uvicorn.Config):
     """The HTTP server's settings, with limits for its connections.
 
     Args:
-        limits: of connections.
-        backlogs: where JSON answers that clients do not read are counted, beside streams; by default on their own.
-        answers: where requests that are refused here are counted; by default on their own.
+        limits: bounds of connections.
+        backlogs: counts JSON answers that clients do not read, together with streams; by default apart.
+        answers: counts the requests that are refused here; by default apart.
     """
 
     def __init__(
@@ -93,18 +96,18 @@ class Config(uvicorn.Config):
         app: ASGIApp,
         limits: ConnectionLimits,
         backlogs: Backlogs | None = None,
-        answers: AnswerCounts | None = None,
+        answers: Counter[tuple[int, str]] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(app, http=Connection, **settings)
         self.limits = limits
         self.backlogs = backlogs or Backlogs()
-        self.answers = answers or AnswerCounts()
-        self.addresses: Counter[str] = Counter()  # how many connections each has
+        self.answers = Counter() if answers is None else answers
+        self.addresses: Counter[str] = Counter()  # number of connections of each address
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return by how many the connections are too many, of all or of one address; 0 or less: they are not."""
+        """Return by how many the connections exceed a bound, of all or of one address; 0 or less: by none."""
         limits = self.limits
         beyond = connections - limits.connections
         if beyond > 0:
@@ -132,21 +135,26 @@ class Config(uvicorn.Config):
             logger.warning(f"{message}: more are refused", *values)
 
 
-class Flow(FlowControl):
-    """uvicorn's flow control, which goes on reading while an answer is made.
+class TooMany:
+    """The app for connections beyond the bound: answers the health routes and refuses the rest."""
 
-    uvicorn stops reading when bytes wait behind a request. Then it learns of a client that leaves only when the
-    answer is complete, and a request with one byte behind it is computed for nobody.
-    """
+    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]]) -> None:
+        self.app = app
+        self._answers = answers
 
-    def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
-        super().__init__(transport)
-        self._parser = parser
-
-    def pause_reading(self) -> None:
-        """Stop reading a body that comes faster than the app takes it, and nothing else."""
-        if self._parser.their_state is h11.SEND_BODY:
-            super().pause_reading()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        refusal = unavailable(
+            "too many connections are open, of all clients or of one address (the server's options "
+            "--max-connections and --max-connections-per-address); try again shortly",
+            code="too_many_connections",
+            retry_after_s=1,
+        )
+        refusal.headers["Connection"] = "close"
+        self._answers[refusal.status, refusal.code] += 1
+        await refuse(refusal, scope, receive, send)
 
 
 class Connection(H11Protocol):
@@ -171,8 +179,8 @@ class Connection(H11Protocol):
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
         self._backlogs = config.backlogs
-        self._unread: Unread | None = None  # the bytes of a whole answer that the client leaves
-        self._counting: asyncio.TimerHandle | None = None  # counts those
+        self._unread: Unread | None = None  # bytes of a complete answer that the client has not read
+        self._counting: asyncio.TimerHandle | None = None  # updates `_unread`
 
     # ------------------------------------------------------------------ opened and closed
 
@@ -238,7 +246,7 @@ class Connection(H11Protocol):
             self._after_reading()
 
     def _after_reading(self) -> None:
-        """Close a connection with too much behind its request; give the others their time."""
+        """Close a connection with too many bytes behind its request; restart the timers of the others."""
         request_is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
         if request_is_whole and self._unparsed_bytes() > MAX_PIPELINED_BYTES:
             logger.info(
@@ -252,11 +260,11 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's own
+        self._unset_keepalive_if_required()  # the timer that uvicorn itself has set
         self._watch()
 
     def _watch(self) -> None:
-        """Start the timer of what the connection waits for: the rest of a request, or the next one."""
+        """Start the timer for the rest of a request, or for the next one."""
         if self.transport.is_closing():
             self._stop_receiving()
             return
@@ -298,7 +306,7 @@ class Connection(H11Protocol):
         """Answer without the app, and close."""
         self._end_request()
         log_refusal(refusal, refusal.status, refusal, client=self.client[0] if self.client else None)
-        self._answers.add(refusal.status, refusal.code)
+        self._answers[refusal.status, refusal.code] += 1
         body = orjson.dumps(refusal.body())
         headers = [
             *self.server_state.default_headers,
@@ -357,15 +365,102 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _on_unread(self, unsent: int) -> None:
-        """Some time ago, `unsent` bytes waited for the client."""
+        """Close the connection if the client has taken too little since `unsent` bytes waited for it."""
         if (
             not self.cycle.response_complete
             or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES
         ):
-            self._watch_sending()  # while it is not complete, the app waits, and has a deadline of its own
+            self._watch_sending()  # an incomplete answer is a stream, which has a deadline of its own
         else:
             logger.info("a client took too little of its answer for %g s: closed", self._limits.send_s)
             self.transport.abort()
+
+
+class Flow(FlowControl):
+    """uvicorn's flow control, which goes on reading while an answer is made.
+
+    uvicorn stops reading when bytes wait behind a request. Then it learns of a client that leaves only when the
+    answer is complete, and a request with one byte behind it is computed for nobody.
+    """
+
+    def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
+        super().__init__(transport)
+        self._parser = parser
+
+    def pause_reading(self) -> None:
+        """Stop reading a body that comes faster than the app takes it, and nothing else."""
+        if self._parser.their_state is h11.SEND_BODY:
+            super().pause_reading()
+
+
+class LingeringTransport(asyncio.Transport):
+    """A socket's transport whose `close` waits for the client to stop sending.
+
+    A socket that is closed while bytes of the client wait in it resets the connection, and the client may lose an
+    answer that it has not read. So the client is told that nothing more will come, its bytes are dropped, and the
+    socket is closed when the client closes, or a few seconds later. nginx calls this a lingering close.
+
+    Args:
+        transport: the socket's.
+        may_be_sending: returns whether bytes of the client may be on their way.
+        linger_s: seconds that the client may go on sending.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, may_be_sending: Callable[[], bool], linger_s: float
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._may_be_sending = may_be_sending
+        self._linger_s = linger_s
+        self._lingering: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Send the rest of the answer and close, at once or after the client has stopped sending."""
+        if self.is_closing():
+            return
+        if not self._may_be_sending():
+            self._transport.close()
+            return
+        self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._transport.close)
+        # TLS cannot close one direction only: there, the client finds the end of the answer by its length.
+        if self._transport.can_write_eof():
+            with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
+                self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def hurry(self, linger_s: float) -> None:
+        """Close a lingering connection after so long, counted from now."""
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = asyncio.get_running_loop().call_later(linger_s, self._transport.close)
+
+    def on_lost(self) -> None:
+        """Stop waiting: the connection is closed."""
+        if self._lingering is not None:
+            self._lingering.cancel()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closed or lingers. The client's further bytes are dropped then."""
+        return self._lingering is not None or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
 
 def counted_address(host: str) -> str | None:
@@ -385,28 +480,6 @@ def counted_address(host: str) -> str | None:
     return None if address.is_loopback else str(address)
 
 
-class TooMany:
-    """The app for connections beyond the bound: it says how the server is, and refuses the rest."""
-
-    def __init__(self, app: ASGIApp, answers: AnswerCounts) -> None:
-        self.app = app
-        self._answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await self.app(scope, receive, send)
-            return
-        refusal = unavailable(
-            "too many connections are open, of all clients or of one address (the server's options "
-            "--max-connections and --max-connections-per-address); try again shortly",
-            code="too_many_connections",
-            retry_after_s=1,
-        )
-        refusal.headers["Connection"] = "close"
-        self._answers.add(refusal.status, refusal.code)
-        await refuse(refusal, scope, receive, send)
-
-
 # ---------------------------------------------------------------------- what the operating system does
 
 
@@ -415,7 +488,7 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     ask_s = max(1, int(within_s / 4))
     if sys.platform == "linux":
-        # Of what waits for a peer, or of a question whether it is there: none may stay unanswered for longer.
+        # Bytes for a peer, and keep-alive probes, may stay unacknowledged for this time.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
@@ -424,7 +497,7 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 
 
 def allow_open_files(connections: int) -> int:
-    """Let the process open as many files as that takes: how many connections it can have, which may be fewer."""
+    """Raise the process's limit of open files for so many connections. Returns how many are possible."""
     if sys.platform == "win32":
         return connections
     import resource

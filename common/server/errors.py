@@ -26,11 +26,11 @@ from common.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from common.server.transport import json_response
+from common.server.replies.shapes import ErrorResponse, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
-#: Where answers are OpenAI's to the letter, statuses included.
+#: Prefix of the routes whose answers are OpenAI's to the letter, statuses included.
 STRICT_PREFIX = "/openai/"
 
 SHOULD_RETRY = "x-should-retry"  # OpenAI's libraries heed it
@@ -42,15 +42,15 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for.
+    """An error that a client is answered with.
 
     Attributes:
         status: HTTP status, used where the answer has not begun.
-        message: for a person; holds nothing of the server's insides.
+        message: text for a person, without the server's insides.
         type: the kind of error, for programs.
         param: the request's field at fault, if one is.
-        code: which error, for programs.
-        headers: to send along. 500 and 504 have `x-should-retry: false`.
+        code: the error, for programs.
+        headers: headers of the answer. 500 and 504 have `x-should-retry: false`.
     """
 
     def __init__(
@@ -69,33 +69,36 @@ class ApiError(Exception):
         self.type = type
         self.param = None if param is None else shorten(param, 100)
         self.code = code
-        # OpenAI's libraries repeat a request after any 5xx. It would be computed again, to the same end.
+        # OpenAI's libraries repeat a request after any 5xx. These would only fail again.
         no_retry = {SHOULD_RETRY: "false"} if status in (500, 504) else {}
         self.headers = {**no_retry, **(headers or {})}
 
-    def body(self) -> dict[str, Any]:
-        """The JSON object that every error is."""
+    def body(self) -> ErrorResponse:
+        """Return the JSON object that every error is."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def shorten(text: str, limit: int) -> str:
-    """What a client wrote may be megabytes long; its echo is not."""
+    """Cut a text that a client wrote, which may be megabytes long, to `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def unavailable(message: str, *, code: str, retry_after_s: int, type: str = UNAVAILABLE) -> ApiError:
-    """503: not now. `retry_after_s` tells polite clients when to come back."""
+    """Return a 503 with `Retry-After`, the seconds after which a client should try again."""
     return ApiError(503, message, type=type, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def internal_error() -> ApiError:
-    """500: a failure of ours. The log has the details, the client has none of them."""
+    """Return the 500 for a failure of the server. Details are in the log only."""
     return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")
 
 
 def status_at(path: str, error: ApiError) -> int:
-    """Return the status of an error at a route. OpenAI's own routes answer 400 to any bad request; the others tell
-    a malformed request (400) from one that cannot be served (422)."""
+    """Return the status of an error at a route.
+
+    OpenAI's own routes answer 400 to any bad request. The other routes tell a malformed request (400) from one that
+    cannot be served (422).
+    """
     return 400 if error.status == 422 and path.startswith(STRICT_PREFIX) else error.status
 
 
@@ -133,8 +136,8 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """What the router says: there is no such route, or it has no such method."""
-    assert isinstance(error, HTTPException)  # it was registered for these
+    """Answer a request to a route that does not exist, or does not have the method."""
+    assert isinstance(error, HTTPException)  # the handler is registered for these
     message = {
         404: f"there is no such route; {_route_meant_by(request)}",
         405: f"this route has no method {request.method}",
@@ -151,7 +154,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 _CHAT_INSTEAD = "chat is: POST /v1/chat/completions"
 _OLLAMA = "Ollama's API is not served, OpenAI's is"
 
-#: Routes of other servers, by how they end, and what to ask for here instead.
+#: Hints for requests to routes of other servers, by the end of the path.
 _ELSEWHERE = {
     "/v1/responses": f"responses are not served, {_CHAT_INSTEAD}",
     "/v1/messages": f"Anthropic's messages are not served, {_CHAT_INSTEAD}",
@@ -178,7 +181,7 @@ def _route_meant_by(request: Request) -> str:
 
 
 async def answer_invalid_query(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)  # it was registered for these
+    assert isinstance(error, RequestValidationError)  # the handler is registered for these
     first = error.errors()[0]
     syntax = first["type"].endswith(("_type", "_parsing", "_size")) or first["type"] == "missing"
     name = str(first["loc"][-1])
@@ -188,16 +191,16 @@ async def answer_invalid_query(request: Request, error: Exception) -> Response:
 
 
 async def answer_nobody(_: Request, __: Exception) -> Response:
-    """The client has left: this is sent to a closed connection, for the sake of form (499 is nginx's)."""
+    """Answer a client that has left, on a closed connection, for the sake of form (499 is nginx's)."""
     return Response(status_code=499)
 
 
 async def answer_unexpected_error(request: Request, _: Exception) -> Response:
-    """The HTTP server logs the traceback; the client is told that there was one."""
+    """Answer an exception that nobody expected. The HTTP server logs the traceback."""
     return await answer_api_error(request, internal_error())
 
 
-#: Errors that the engine or its worker raises: no route has to translate them.
+#: Errors that the engine or its worker raises. Routes let them pass; the handlers translate them.
 ENGINE_ERRORS: tuple[type[Exception], ...] = (
     InvalidRequestError,
     QueueFullError,

@@ -1,29 +1,45 @@
 """Intake: from the bytes of a request's body to requests in the engine's queue.
 
 ```text
-body ──> validated ──> grammar compiled ──> places in the queue held ──> tokenized ──> submitted
-         400, 422,     422, 503             503                         400, 422
+body ──> validated ──> grammar compiled ──> places in the queue ──> tokenized ──> submitted ─ … ─> answer encoded
+         over 64 kB:   unless quick:        --max-waiting-         2 threads                      large ones:
+         1 thread,     1 thread,            requests                                              1 thread
+         32 requests   8 requests
+         400, 422,     422, 503             503                    400, 422
          413, 503
+
+/tokenize, /detokenize ──> 1 thread, 16 requests
 ```
 
-`common.server.admission` bounds the work of each stage.
+Every kind of work that a request causes outside of the engine's steps is bounded (`Admission`). Each kind has a
+*lane*: a few threads of its own and a bounded number of requests that wait for them. Slow work of one kind delays
+requests of that kind only. A request that finds its lane full is refused at once (503 with the name of the lane and
+`Retry-After`). A request whose client has left gives its turn to the next.
+
+Requests for text hold places in the engine's queue (`EngineWorker.hold_places`) while they are tokenized. They hold
+none while their body is validated or their grammar compiled: a place is for a request that will soon be computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from common.engine import Engine
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
 from common.grammar import Matcher
 from common.request import Request as EngineRequest
-from common.server.admission import Admission
-from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.parsing import BodyT, Limits, parse, refuse_too_many_values
-from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
+from common.server.errors import OVERLOADED, unavailable
+from common.server.requests.chat import DetokenizeRequest, TokenizeRequest
+from common.server.requests.generation import GenerationRequest
 from common.worker import EngineWorker, RequestStream
 
 #: Grammars whose matchers take less processor time, in seconds, are compiled in the threads that tokenize prompts.
@@ -37,9 +53,14 @@ MAX_PROMPT_LOGPROBS = 2**17
 #: longest request.
 MAX_LENGTHS = 8
 
+T = TypeVar("T")
+
+#: Niceness of work that no stream waits for: a tenth of a core that the engine wants, and all of an idle core.
+NICENESS = 10
+
 
 class Intake:
-    """Hands checked requests to an engine."""
+    """Validates bodies, tokenizes prompts and submits requests to an engine."""
 
     def __init__(self, engine: Engine, worker: EngineWorker, admission: Admission, limits: Limits) -> None:
         self._engine = engine
@@ -48,7 +69,7 @@ class Intake:
         self._limits = limits
 
     async def parse(self, body: bytes, form: type[BodyT]) -> BodyT:
-        """Validate a request's body: a large one in a thread, so that the event loop goes on.
+        """Validate a request's body. A large body is validated in a thread, so that the event loop goes on.
 
         Raises:
             ApiError: as `schemas.parsing.parse`; 413, it has too many values; 503, too many large bodies wait.
@@ -71,8 +92,8 @@ class Intake:
 
         Args:
             wanted: the request.
-            answer_id: what the ids of the engine's requests begin with.
-            arrived_s: when the whole request had come, on `time.monotonic`'s clock.
+            answer_id: prefix of the ids of the engine's requests.
+            arrived_s: time by which the whole request had come, on `time.monotonic`'s clock.
 
         Raises:
             QueueFullError, ShuttingDownError, EngineDeadError, ApiError: nothing was tokenized.
@@ -156,7 +177,7 @@ class Intake:
         matchers: Sequence[Matcher | None],
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
-        scored = 0  # tokens of prompts in the answer
+        scored = 0  # prompt tokens of all choices so far
         try:
             for prompt in wanted.prompts(self._engine.tokenizer.chat_template):
                 token_ids = self._tokenize(prompt, wanted)
@@ -196,7 +217,10 @@ class Intake:
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
     def _check_least_length(self, text: str, rule: str) -> None:
-        """Refuse a text that takes far longer to tokenize than any prompt that the engine takes."""
+        """Refuse a text that takes far longer to tokenize than any prompt that the engine takes.
+
+        This bounds the tokenizer's work. Whether a prompt fits is judged by `Engine.create_request`.
+        """
         at_least = self._engine.tokenizer.min_tokens(text)
         limit = MAX_LENGTHS * self._engine.max_request_tokens
         if at_least > limit:
@@ -214,12 +238,12 @@ class Intake:
                 f"min_tokens: {wanted.min_tokens} do not fit behind a prompt of {prompt_tokens} tokens",
                 param="min_tokens",
             )
-        # A prompt that leaves no room is refused for its length, and its parameters are to make sense until then.
+        # Without room, the engine refuses the prompt for its length. Until then the parameters must be valid.
         return max(room, wanted.min_tokens or 1)
 
 
 def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
-    """Refuse an answer with more log-probabilities of prompt tokens than a client can want."""
+    """Refuse an answer with too many log-probabilities of prompt tokens."""
     top = wanted.scored_prompt
     if top is None:
         return
@@ -231,3 +255,98 @@ def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
             "Send fewer prompts, a lower n or fewer top ones",
             param="prompt_logprobs",
         )
+
+
+class Admission:
+    """The lanes of one server.
+
+    Attributes:
+        validating: bodies over `LARGE_BODY_BYTES`; smaller ones are validated on the event loop.
+        compiling: grammars that are not known to compile quickly.
+        tokenizing: prompts. The places in the engine's queue bound their number.
+        converting: texts and token ids of `/tokenize` and `/detokenize`.
+        encoding: answers too large for the event loop. The requests that run bound their number.
+    """
+
+    #: Validating a body of this size takes about a millisecond.
+    LARGE_BODY_BYTES = 64 * 1024
+
+    def __init__(self) -> None:
+        self.validating = Lane("validating", threads=1, limit=32)
+        self.compiling = Lane("compiling", threads=1, limit=8, retry_after_s=2, niceness=NICENESS)
+        # With one thread, a prompt of two megabytes would delay every short one for a second. With more than two,
+        # such prompts would take the cores that the engine computes on.
+        self.tokenizing = Lane("tokenizing", threads=2, limit=None)
+        self.converting = Lane("converting", threads=1, limit=16, niceness=NICENESS)
+        self.encoding = Lane("encoding", threads=1, limit=None)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self.validating, self.compiling, self.tokenizing, self.converting, self.encoding
+
+    @property
+    def busy(self) -> bool:
+        """True if a thread of any lane is at work."""
+        return any(lane.jobs for lane in self.lanes)
+
+
+class Lane:
+    """Threads for one kind of work, and a bound on the requests that run or wait there.
+
+    Args:
+        name: the work, as a participle: `tokenizing`. Its refusals have the code `tokenizing_busy`.
+        threads: number of requests that are worked on at the same time.
+        limit: requests that may run or wait; None if another bound holds for them already.
+        retry_after_s: `Retry-After` of its refusals.
+        niceness: of its threads, as in `nice(1)`; on Linux only.
+    """
+
+    def __init__(
+        self, name: str, *, threads: int, limit: int | None, retry_after_s: int = 1, niceness: int = 0
+    ) -> None:
+        self.name = name
+        self._limit = limit
+        self._retry_after_s = retry_after_s
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix=name, initializer=_stand_back, initargs=(niceness,)
+        )
+        self._lock = threading.Lock()
+        self._jobs = 0
+
+    @property
+    def jobs(self) -> int:
+        """Number of requests whose work runs or waits, those included whose client has left meanwhile."""
+        return self._jobs
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in one of the lane's threads and return its result.
+
+        If the caller is cancelled, work that has not begun is dropped; work that has begun goes on, since a thread
+        cannot be interrupted.
+
+        Raises:
+            ApiError: 503, the lane is full.
+        """
+        with self._lock:
+            if self._limit is not None and self._jobs >= self._limit:
+                raise unavailable(
+                    f"{self._limit} requests are {self.name} or wait for it, the most this server allows; "
+                    "try again shortly",
+                    code=f"{self.name}_busy",
+                    retry_after_s=self._retry_after_s,
+                    type=OVERLOADED,
+                )
+            self._jobs += 1
+        job = self._threads.submit(work)
+        job.add_done_callback(self._end_job)
+        return await asyncio.wrap_future(job)
+
+    def _end_job(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._jobs -= 1
+
+
+def _stand_back(niceness: int) -> None:
+    """Lower this thread's priority, on Linux only: elsewhere that would lower the whole process's."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -1,4 +1,6 @@
-"""The running engine, for those who look: its steps as they come. Nothing is made while nobody does.
+"""Watches the running engine: its steps as they come (`GET /steps`), and traces that clients record (`GET /trace`).
+
+Nothing is made while nobody watches.
 
 ```text
 engine thread                                        event loop
@@ -33,24 +35,28 @@ from common.errors import ShuttingDownError
 from common.request import StepOutput
 from common.scheduling import StepPlan
 from common.server.errors import from_exception, unavailable
-from common.server.wire.format import event
+from common.server.replies.shapes import event
 from common.step_trace import Frame, FrameMaker, Header, header
 from common.telemetry import StepRecord
+from common.trace import TraceBuffer, Tracer
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
-MAX_QUEUED = 50  # frames a viewer
+MAX_QUEUED = 50  # frames for each viewer
 MAX_FRAMES_PER_S = 20
-ENGINE_SHARE = 0.003  # of its time
-TICK_S = 0.25  # after the last step of many it takes so long at the most until that is shown
+ENGINE_SHARE = 0.003  # share of the engine's time
+TICK_S = 0.25  # seconds at the most until the last step of many is shown
+#: Each recording writes every step's events again, in the engine's thread.
+MAX_RECORDINGS = 4
+FETCH_S = 0.1  # seconds between two pieces of a trace
 
 Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
 
 
 class Watcher:
-    """One of an engine's: makes frames in the engine's thread and hands them to the event loop.
+    """Makes frames of the engine's steps in the engine's thread, and hands them to the event loop.
 
     Args:
         worker: the engine's.
@@ -78,7 +84,7 @@ class Watcher:
         self._make_frame()
 
     def catch_up(self, _: Engine) -> None:
-        """Tell of the latest step after all: another may not come for long."""
+        """Make a frame of the latest step if it has none: the next step may not come for long."""
         self._make_frame()
 
     def _make_frame(self) -> None:
@@ -87,14 +93,14 @@ class Watcher:
             return
         try:
             frame = self._maker.frame(*self._left_out)
-        except Exception:  # whoever waits for a token is not to suffer from it
+        except Exception:  # a failed view must not fail the requests
             logger.exception("the live view failed")
             self._due_s = math.inf
             self._worker.on_event_loop(self._live_view.end, None)
             return
         self._left_out = None
         self._worker.on_event_loop(self._live_view.publish, frame)
-        took_s = time.thread_time() - began_s  # what others of the machine take is not the view's
+        took_s = time.thread_time() - began_s  # processor time: other processes' share is not the view's
         self._due_s = now_s + max(took_s / ENGINE_SHARE, 1 / MAX_FRAMES_PER_S)
 
     # ------------------------------------------------------------------ any thread
@@ -104,7 +110,7 @@ class Watcher:
 
 
 class Viewer:
-    """One who looks."""
+    """One client of `GET /steps`, and the frames that it has not read yet."""
 
     def __init__(self, live_view: LiveView) -> None:
         self._live_view = live_view
@@ -132,7 +138,7 @@ class Viewer:
         self._news.set()
 
     def close(self) -> None:
-        """It has gone."""
+        """Remove this viewer: its client has left."""
         self._live_view.close(self)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -153,7 +159,7 @@ class Viewer:
 
 
 class LiveView:
-    """Who looks, and the watcher that is there as long as anybody does. Belongs to the event loop."""
+    """All viewers, and the watcher that exists while there is a viewer. Belongs to the event loop."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -166,7 +172,7 @@ class LiveView:
         return header(self._worker.engine)
 
     def open(self) -> Viewer:
-        """One more who looks; `close` is to be called when it has gone.
+        """Return a new viewer. Call its `close` when its client has left.
 
         Raises:
             ApiError: 503, as many as there may be look already, or the server takes nothing any more.
@@ -202,17 +208,17 @@ class LiveView:
             self._watcher.next_is_key()
 
     def end(self, _: None) -> None:
-        """There is nothing more to see."""
+        """End every viewer's stream."""
         for viewer in self._viewers:
             viewer.end()
 
     def _ask(self, call: Callable[[Engine], None]) -> None:
-        """Let the engine's thread call this, unless that ends."""
+        """Call a function in the engine's thread, unless that thread ends."""
         with contextlib.suppress(ShuttingDownError):
             self._worker.call(call)
 
     async def _tick(self) -> None:
-        """See to what no step does."""
+        """Show the last of many steps soon, and end the streams when the engine ends."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
@@ -222,3 +228,65 @@ class LiveView:
 
     def _is_over(self) -> bool:
         return self._worker.draining or self._worker.dead is not None
+
+
+class Recordings:
+    """The traces that are being recorded.
+
+    Args:
+        worker: the engine's.
+        tracer: the engine's, called in the engine's thread only.
+    """
+
+    def __init__(self, worker: EngineWorker, tracer: Tracer) -> None:
+        self.worker = worker
+        self.tracer = tracer
+        self._open: set[Recording] = set()
+
+    def open(self, seconds: float) -> Recording:
+        """Return a recording that has not begun. Close it in the end.
+
+        Raises:
+            ApiError: 503, too many run already, or the server ends.
+        """
+        if self.worker.draining:
+            raise from_exception(ShuttingDownError("draining: the server is shutting down"))
+        if len(self._open) >= MAX_RECORDINGS:
+            raise unavailable(
+                f"{MAX_RECORDINGS} traces are being recorded, the most at a time: try again later",
+                code="too_many_traces",
+                retry_after_s=5,
+            )
+        recording = Recording(self, seconds)
+        self._open.add(recording)
+        return recording
+
+    def close(self, recording: Recording) -> None:
+        """Stop a recording, whether or not it has begun: the engine's thread makes its calls in order."""
+        self._open.discard(recording)
+        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
+            self.worker.call(lambda _: self.tracer.stop(recording.buffer))
+
+
+class Recording:
+    """One client's trace."""
+
+    def __init__(self, recordings: Recordings, seconds: float) -> None:
+        self._recordings = recordings
+        self._seconds = seconds
+        self.buffer = TraceBuffer()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Record for the requested time, and yield the events as they come."""
+        worker, tracer, buffer = self._recordings.worker, self._recordings.tracer, self.buffer
+        clock = asyncio.get_running_loop().time
+        await asyncio.wrap_future(worker.call(lambda _: tracer.start(buffer)))
+        until_s = clock() + self._seconds
+        while (left_s := until_s - clock()) > 0 and not buffer.closed and not worker.draining:
+            await asyncio.sleep(min(left_s, FETCH_S))
+            yield buffer.fetch()
+        await asyncio.wrap_future(worker.call(lambda _: tracer.stop(buffer)))
+        yield buffer.fetch()
+
+    def close(self) -> None:
+        self._recordings.close(self)

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from common.server.replies.answer import Answer
 from common.server.service import Service
-from common.server.wire.format import Answer
 from common.telemetry import Counters, Histogram, RequestTelemetry
 from common.worker import RequestStream
 
@@ -29,17 +29,17 @@ _VLLM_COUNTERS = {
 
 
 class Metrics(Collector):
-    """The numbers of one server, read anew for each scrape."""
+    """The metrics of one server, read anew for each scrape."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
-        """The page, and the name of its format: the one that every scraper reads.
+        """Return the metrics and the name of their format, which every scraper reads.
 
-        Whatever a scraper would like better: in OpenMetrics, the library writes `vllm_` for `vllm:`, and dashboards
-        made for vLLM's names find nothing.
+        OpenMetrics is not offered. In that format the library writes `vllm_` for `vllm:`, and dashboards made for
+        vLLM's names find nothing.
         """
         encode, content_type = choose_encoder("text/plain; version=0.0.4")
         return encode(self), content_type
@@ -87,7 +87,7 @@ class Metrics(Collector):
             "HTTP answers, by the code of their error",
             labels=[*self._labels, "status", "reason"],
         )
-        for (status, reason), count in self._service.answers.counts.items():
+        for (status, reason), count in self._service.answers.items():
             answers.add_metric([*self._labels.values(), str(status), reason], count)
         yield answers
         for field in dataclasses.fields(Counters):
@@ -149,7 +149,7 @@ class Metrics(Collector):
 def count_longest_choices(
     requests: RequestTelemetry, answer: Answer, streams: Sequence[RequestStream]
 ) -> None:
-    """Count the longest choice of each prompt of an answer that has ended; `streams` are its choices', in order."""
+    """Count the longest choice of each prompt of an answer that has ended. `streams` follow its choices."""
     longest: dict[int, int] = {}
     for choice, stream in zip(answer.choices, streams, strict=True):
         prompt = id(choice.prompt)
@@ -159,11 +159,11 @@ def count_longest_choices(
 
 
 def _with_unit(name: str) -> str:
-    """A counter's name as Prometheus writes one: `busy_s` is `busy_seconds`."""
+    """Return a counter's name as Prometheus writes it: `busy_s` becomes `busy_seconds`."""
     return name.removesuffix("_s") + "_seconds" if name.endswith("_s") else name
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Prometheus counts, for each bound, all that is not above it."""
+    """Return each bound with the number of values up to it, as Prometheus counts."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, histogram.cumulative(), strict=True))

@@ -1,156 +1,95 @@
-"""ASGI middleware around every route: a proxy's prefix is removed, a request gets an id and shows its key, and
-refusals are paced while the engine computes."""
+"""ASGI middleware, in the order in which a request meets it.
+
+Answers are counted, and refusals are paced while the engine computes. A proxy's path prefix is stripped, and the
+request gets an id. Clients without a key, and pages of other sites, are turned away.
+
+A page that a user opens can send requests to every server that the user's machine reaches, this one included. A
+browser lets the page read answers only if both have one origin. There are two ways around that. `OwnPages` closes
+both on a server without keys:
+
+- *DNS rebinding*: the page's own name suddenly points to this machine. Then the browser sends the page's name as
+  `Host`, so the server answers only to names that no stranger controls.
+- Requests whose answers the page need not read: they cost time all the same. Browsers say in `Sec-Fetch-Site`
+  where a request comes from.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 import re
 import secrets
+import socket
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.server.errors import SHOULD_RETRY, ApiError
-from common.server.request_log import log_refusal
-from common.server.transport import json_response
+from common.server.errors import SHOULD_RETRY, ApiError, shorten
+from common.server.logs import log_refusal
+from common.server.replies.shapes import json_response
 
-#: What is told without a key: nothing in it is anybody's, and whoever watches over servers has none. A browser has
-#: none either when it opens the page: that asks for one, and sends it with all that it asks.
+#: Paths that need no key. They tell nothing about requests, and monitoring has no key. A browser that opens the
+#: page has none either: the page asks for it, and sends it with its requests.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 REQUEST_ID = "x-request-id"
+
 _REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log
 
 
-def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `CORSMiddleware` that let pages of these origins use the whole API."""
-    return {
-        "allow_origins": origins,
-        "allow_methods": ["GET", "POST"],
-        "allow_headers": ["*"],
-        "expose_headers": [REQUEST_ID, "Retry-After", SHOULD_RETRY],
-    }
+class CountAnswers:
+    """Counts every answer of the app, refusals of other middleware included.
 
+    An answer that is an error counts when its body begins, where its code is.
 
-class RequestIds:
-    """Every answer has the `x-request-id` of its request, or one made up for it.
-
-    In the request's state: `request_id`, and `named`, whether the client chose it.
+    Args:
+        app: the app whose answers are counted.
+        counts: the number of answers by status and error code; the code of an answer without an error is "".
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, counts: Counter[tuple[int, str]]) -> None:
         self.app = app
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID)
-        if given is not None and _REQUEST_ID_FORM.fullmatch(given) is None:
-            await refuse(
-                ApiError(
-                    400,
-                    f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
-                    code="invalid_request_id",
-                ),
-                scope,
-                receive,
-                send,
-            )
-            return
-        request_id = given or uuid.uuid4().hex
-        state = {**scope.get("state", {}), "request_id": request_id, "named": given is not None}
+        status = 0
+        counted = False
 
-        async def send_with_id(message: Message) -> None:
+        async def send_and_count(message: Message) -> None:
+            nonlocal status, counted
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                status = message["status"]
+            if status < 400 or message["type"] == "http.response.body":
+                if not counted:
+                    reason = error_code(message["body"]) if status >= 400 else ""
+                    self._counts[status, reason] += 1
+                counted = True
             await send(message)
 
-        await self.app({**scope, "state": state}, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_and_count)
+        except Exception:
+            if not counted:  # the HTTP server answers this
+                self._counts[500, "internal_error"] += 1
+            raise
 
 
-class RootPath:
-    """Paths are the app's own, whether or not a proxy has taken its prefix away."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self.app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope.get("path", "")
-        if path == self._root_path or path.startswith(self._root_path + "/"):
-            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
-        await self.app(scope, receive, send)
-
-
-class HeadAsGet:
-    """ASGI middleware: runs the GET route for HEAD, and ends the answer with its head.
-
-    A route that streams until its client leaves stops there, too, before it has made anything.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self.app(scope, receive, send)
-            return
-
-        async def send_head(message: Message) -> None:
-            await send(message)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            raise HeadSentError
-
-        with contextlib.suppress(HeadSentError):
-            await self.app({**scope, "method": "GET"}, receive, send_head)
-
-
-class HeadSentError(Exception):
-    """The answer to HEAD is complete."""
-
-
-class ApiKeys:
-    """A server with keys answers those who send one of them, as `Authorization: Bearer KEY`.
-
-    Keys are compared by their digests and all of them, so the time tells nothing of how much was right.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
-            await self.app(scope, receive, send)
-            return
-        await refuse(
-            ApiError(
-                401,
-                "this server wants a key; send it as Authorization: Bearer KEY",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            ),
-            scope,
-            receive,
-            send,
-        )
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # a header's bytes, whatever they mean
-        same = [secrets.compare_digest(digest, each) for each in self._digests]
-        return scheme.lower() == "bearer" and any(same)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def error_code(body: bytes) -> str:
+    """Return the code in an error's body; "" for an answer that is not one of the server's own errors."""
+    try:
+        return str(orjson.loads(body)["error"]["code"])
+    except (ValueError, TypeError, LookupError):
+        return ""
 
 
 class PaceRefusals:
@@ -201,13 +140,248 @@ class PaceRefusals:
             self._waiting -= 1
 
 
+class RootPath:
+    """Strips a proxy's prefix from paths, unless the proxy has taken it away."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path == self._root_path or path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
+        await self.app(scope, receive, send)
+
+
+def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `CORSMiddleware` that let pages of these origins use the whole API."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["*"],
+        "expose_headers": [REQUEST_ID, "Retry-After", SHOULD_RETRY],
+    }
+
+
+class RequestIds:
+    """Gives every answer the `x-request-id` of its request, or one made up for it.
+
+    In the request's state: `request_id`, and `named`, whether the client chose it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID)
+        if given is not None and _REQUEST_ID_FORM.fullmatch(given) is None:
+            await refuse(
+                ApiError(
+                    400,
+                    f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
+                    code="invalid_request_id",
+                ),
+                scope,
+                receive,
+                send,
+            )
+            return
+        request_id = given or uuid.uuid4().hex
+        state = {**scope.get("state", {}), "request_id": request_id, "named": given is not None}
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self.app({**scope, "state": state}, receive, send_with_id)
+
+
+class ApiKeys:
+    """Refuses requests without one of the server's keys as `Authorization: Bearer KEY`.
+
+    Keys are compared by their digests and all of them, so the time tells nothing of how much was right.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        await refuse(
+            ApiError(
+                401,
+                "this server wants a key; send it as Authorization: Bearer KEY",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            ),
+            scope,
+            receive,
+            send,
+        )
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip().encode("latin-1"))  # the header's bytes as they came
+        same = [secrets.compare_digest(digest, each) for each in self._digests]
+        return scheme.lower() == "bearer" and any(same)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class OwnPages:
+    """ASGI middleware: refuses requests under a name that is not allowed, and requests of other sites' pages.
+
+    A user may follow another site's link to this server, and read the paths that need no key anywhere.
+
+    Args:
+        hosts: the names that are allowed.
+        origins: sites whose pages may use the server; `*` stands for all.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: AllowedHosts, origins: Sequence[str]) -> None:
+        self.app = app
+        self._hosts = hosts
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if not self._hosts.allow(host):
+            await refuse(host_not_allowed(host), scope, receive, send)
+        elif self._is_of_another_site(scope["method"], headers):
+            await refuse(cross_site(headers.get("origin")), scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _is_of_another_site(self, method: str, headers: Headers) -> bool:
+        follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        allowed = "*" in self._origins or headers.get("origin") in self._origins
+        return headers.get("sec-fetch-site") == "cross-site" and not follows_link and not allowed
+
+
+class AllowedHosts:
+    """The names that the server answers to.
+
+    They are IP addresses, `localhost` and names below it, the machine's own name, the name the server listens on,
+    and those of `--allowed-host`. A server that other machines reach also answers to names without a dot, such as
+    those of containers: no site on the internet has one.
+
+    Args:
+        host: the name or address the server listens on.
+        others: further names; `*` stands for all.
+    """
+
+    def __init__(self, host: str, others: Sequence[str] = ()) -> None:
+        self._any = "*" in others
+        self._short_names = not _is_loopback(host)
+        known = ("localhost", socket.gethostname(), host, *others)
+        self._names = {_without_port(name) for name in known}
+
+    def allow(self, header: str) -> bool:
+        """Return whether a request with this `Host` is answered. Only clients that are no browsers send none."""
+        name = _without_port(header)
+        return (
+            self._any
+            or not name
+            or name in self._names
+            or name.endswith(".localhost")
+            or _address(name) is not None
+            or (self._short_names and "." not in name)
+        )
+
+
+def host_not_allowed(host: str) -> ApiError:
+    name = shorten(_without_port(host), 100)
+    return ApiError(
+        403,
+        f"this server does not answer to the name {name!r}: call it by its address, or start it with "
+        f"--allowed-host {name} or with --api-key",
+        type="permission_error",
+        code="host_not_allowed",
+    )
+
+
+def cross_site(origin: str | None) -> ApiError:
+    of = "" if origin is None else f" {shorten(origin, 100)}"
+    return ApiError(
+        403,
+        f"pages of other sites may not use this server: to allow one, start it with --cors-origin{of}",
+        type="permission_error",
+        code="cross_site",
+    )
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address in a `Host` header, in lower case and without a final dot."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    if _address(host) is not None:  # an IPv6 address without brackets, as in an option
+        return host
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address that a server listens on."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+class HeadAsGet:
+    """ASGI middleware: runs the GET route for HEAD, and ends the answer with its head.
+
+    A route that streams until its client leaves stops there, too, before it has made anything.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            raise HeadSentError
+
+        with contextlib.suppress(HeadSentError):
+            await self.app({**scope, "method": "GET"}, receive, send_head)
+
+
+class HeadSentError(Exception):
+    """Ends a HEAD request's route once the head of its answer is sent."""
+
+
+async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer in the place of the app, and log the refusal."""
+    log_refusal(refusal, refusal.status, refusal, client=client_of(scope))
+    await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
+
+
 def client_of(scope: Scope) -> str | None:
     """Return the address that a request came from; None if the HTTP server does not know it."""
     client: tuple[str, int] | None = scope.get("client")
     return client[0] if client else None
-
-
-async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer in the place of the app, and say so in the log."""
-    log_refusal(refusal, refusal.status, refusal, client=client_of(scope))
-    await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)

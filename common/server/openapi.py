@@ -8,14 +8,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from common.engine import Engine
+from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
-from common.server.schemas.chat import ChatRequest
-from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.parsing import MAX_BODY_BYTES, Limits
-from common.server.schemas.replies import (
+from common.server.replies.shapes import (
     CacheReset,
     ChatCompletion,
     ChatCompletionChunk,
@@ -26,7 +24,6 @@ from common.server.schemas.replies import (
     Health,
     ModelCard,
     ModelList,
-    NoFields,
     PlainCompletion,
     Ready,
     TelemetrySnapshot,
@@ -34,16 +31,23 @@ from common.server.schemas.replies import (
     Tokens,
     Version,
 )
-from common.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from common.server.requests.generation import CompletionRequest
+
+
+class NoFields(BaseModel):
+    """A body without fields; it may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An event stream: what its events are."""
+    """An event stream's events, for the document."""
 
     description: str
     example: str
-    data: type[BaseModel]  # the JSON in each event
+    data: type[Any]  # the JSON in each event
     names: tuple[str, ...] = ()  # none: the events are unnamed, and the last one's data is no JSON
 
     def content(self) -> dict[str, Any]:
@@ -63,12 +67,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """What FastAPI does not know of a route."""
+    """A route's body, answers and errors, which FastAPI does not know."""
 
-    answer: type[BaseModel]
+    answer: type[Any]
     description: str
     errors: Mapping[int, str] = field(default_factory=dict)
-    body: type[BaseModel] | None = None
+    body: type[Any] | None = None
     stream: Stream | None = None
 
 
@@ -186,7 +190,7 @@ _HEADERS = {500: _NO_RETRY, 503: _RETRY_AFTER, 504: _NO_RETRY}
 
 
 def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: str = "") -> dict[str, Any]:
-    """The document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
+    """Return the document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
@@ -197,7 +201,7 @@ def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: st
         openapi_version="3.1.0",
         servers=[{"url": root_path}] if root_path else None,
     )
-    models: set[type[BaseModel] | None] = {ErrorResponse}
+    models: set[type[Any] | None] = {ErrorResponse}
     for path, route in ROUTES.items():
         (operation,) = document["paths"][path].values()
         _describe(operation, route)
@@ -215,7 +219,7 @@ def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: st
 
 
 def _describe(operation: dict[str, Any], route: Documented) -> None:
-    """Add what a route reads and what it answers."""
+    """Add a route's body and answers to its operation."""
     content = {"application/json": {"schema": _reference(route.answer)}}
     if route.stream is not None:
         content["text/event-stream"] = route.stream.content()
@@ -232,21 +236,21 @@ def _describe(operation: dict[str, Any], route: Documented) -> None:
     operation["responses"] = responses
 
 
-def _reference(model: type[BaseModel]) -> dict[str, str]:
+def _reference(model: type[Any]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
-def _schemas(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
-    """Every model's schema, and those of the objects in it, by name."""
+def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
+    """Return the schemas of bodies and answers, and of the objects in them, by name."""
     schemas: dict[str, Any] = {}
     for model in sorted(models, key=lambda each: each.__name__):
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
     return schemas
 
 
 def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
-    """What this server's model and options make of the fields that every body has."""
+    """Add this server's limits to the fields that every body has."""
     properties["model"]["anyOf"][0]["enum"] = list(limits.models)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in properties:
@@ -255,7 +259,7 @@ def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> N
 
 
 def _bound(array: dict[str, Any], length: int | None, limits: Limits) -> None:
-    """An array of token ids: which ones there are, and how many at the most (None: as many as a body holds)."""
+    """Bound an array of token ids: the ids, and their number (None: as many as a body holds)."""
     array["items"]["maximum"] = limits.vocab_size - 1
     if length is not None:
         array["maxItems"] = min(length, array.get("maxItems", length))

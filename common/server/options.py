@@ -1,14 +1,30 @@
-"""Options of the server, beside those of the engine (`common.config`)."""
+"""Options of the server, beside those of the engine (`common.config`), and how a command reads both.
+
+Every option is a flag and an environment variable. Flags win. `--help` lists each option once, in groups.
+"""
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import importlib.metadata
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, Field, field_validator, model_validator
-from pydantic_settings import NoDecode
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
-#: Texts: a flag for each, or one with commas between them, which is how the environment has them.
+from common.config import EngineConfig
+from common.phases import PhasePackage
+from common.server.errors import shorten
+
+#: Several texts: one flag for each, or one value with commas, as in the environment.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
@@ -138,3 +154,200 @@ class ServerOptions(LimitOptions, CommonOptions):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile has no meaning without --ssl-certfile: add it or leave both out")
         return self
+
+
+ENV_PREFIX = "INFER_"
+NONE = "none"  # value of an option that may have no value
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
+
+
+class UsageError(Exception):
+    """A command line or environment that cannot be understood. One line names the option and the remedy."""
+
+
+def print_version() -> NoReturn:
+    """Print the versions of this package and of torch, and exit."""
+    print(f"infer {importlib.metadata.version('infer-phases')}, torch {importlib.metadata.version('torch')}")
+    sys.exit(0)
+
+
+#: Messages for wrong options that replace pydantic's where these speak of its own types.
+REWORDED = {
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "string_too_short": "must be a text of at least one character",
+    "too_short": "must be one value or several",
+}
+
+
+def read_options(
+    package: PhasePackage, argv: Sequence[str], prog: str | None = None
+) -> tuple[ServerOptions, EngineConfig]:
+    """Return the options of server and phase: flags first, then the environment, then defaults.
+
+    Raises:
+        UsageError: an option is unknown, or its value is not one of its values.
+    """
+    settings = read_settings(settings_for(package, prog), argv)
+    return part_of(settings, ServerOptions), part_of(settings, package.Config)
+
+
+def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> BaseSettings:
+    """Return all options of a settings class. Prints help or version instead, if asked to, and exits.
+
+    Raises:
+        UsageError: as `read_options`.
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(help_text(settings_class), end="")
+        sys.exit(0)
+    if "--version" in argv:
+        print_version()
+    try:
+        return settings_class(_cli_parse_args=list(argv))
+    except SettingsError as error:
+        raise explain_unparsed(str(error), settings_class) from None
+    except ValidationError as error:
+        raise explain_invalid(error) from None
+
+
+def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
+    """Return the options of one of the classes that a settings class was put together from."""
+    return options(**{name: getattr(settings, name) for name in options.model_fields})
+
+
+def settings_for(
+    package: PhasePackage,
+    prog: str | None = None,
+    *,
+    server_options: type[CommonOptions] = ServerOptions,
+    default_port: int | None = None,
+) -> type[BaseSettings]:
+    """Return a settings class of a phase's options and the server's, with flags and environment names.
+
+    Args:
+        server_options: the server's, where it is another.
+        default_port: the phase's own if None.
+    """
+    return type(
+        "Settings",
+        (server_options, package.Config, BaseSettings),
+        {
+            "__module__": __name__,
+            "__doc__": f"{package.PHASE.title}: {package.PHASE.idea}. Every option can also be set in the "
+            f"environment: {ENV_PREFIX}MAX_BATCH_SIZE for --max-batch-size.",
+            "__annotations__": {"port": int},
+            "port": Field(
+                default=package.PHASE.default_port if default_port is None else default_port,
+                ge=0,
+                le=65535,
+                description=CommonOptions.model_fields["port"].description,
+            ),
+            "model_config": SettingsConfigDict(
+                env_prefix=ENV_PREFIX,
+                cli_prog_name=prog or f"python -m {package.PHASE.slug}",
+                cli_kebab_case=True,
+                cli_implicit_flags=True,
+                cli_exit_on_error=False,
+                cli_hide_none_type=True,
+                cli_parse_none_str=NONE,
+                env_parse_none_str=NONE,
+                cli_avoid_json=True,
+            ),
+        },
+    )
+
+
+def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageError:
+    """Return the error for an option that does not exist, with the option that may have been meant."""
+    text = message.removeprefix("error parsing CLI: ")
+    unknown = re.match(r"unrecognized arguments: (\S+)", text)
+    if unknown is None:
+        return UsageError(f"{text}; --help lists the options")
+    name = unknown[1].partition("=")[0]
+    flags = [flag_of(field) for field in settings_class.model_fields]
+    close = difflib.get_close_matches(name, flags, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else "--help lists the options"
+    return UsageError(f"unknown option {name}: {hint}")
+
+
+def explain_invalid(error: ValidationError) -> UsageError:
+    """Return the error for the first invalid value, or for the first options that contradict each other."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:  # options that contradict each other: the message names them
+        return UsageError(first["msg"].removeprefix("Value error, "))
+    field = str(first["loc"][0])
+    source = f" (or {ENV_PREFIX}{field.upper()})"
+    given = NONE if first["input"] is None else first["input"]
+    said = first["msg"].replace("Input should be", "must be")
+    must = REWORDED.get(first["type"], said)
+    return UsageError(f"{flag_of(field)}{source}: {must}, not {shorten(repr(given), 100)}")
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def help_text(settings: type[BaseSettings]) -> str:
+    """Return the help for a command's settings."""
+    prog = settings.model_config["cli_prog_name"]
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} [options]", description=settings.__doc__, add_help=False
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in settings.model_fields.items():
+        title = _group_of(name, settings)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        help_line = f"{field.description}{_default_of(field)}".replace("%", "%%")
+        flag = "--" + name.replace("_", "-")
+        if field.annotation is bool:
+            flags = (flag, flag.replace("--", "--no-", 1))
+            groups[title].add_argument(*flags, action="store_true", help=help_line)
+        else:
+            groups[title].add_argument(flag, metavar=_value_of(field), help=help_line)
+    last = parser.add_argument_group("Help")
+    last.add_argument("-h", "--help", action="store_true", help="show this text and exit")
+    last.add_argument("--version", action="store_true", help="show the version and exit")
+    return parser.format_help()
+
+
+def _group_of(name: str, settings: type[BaseSettings]) -> str:
+    """Return the title of an option's group: the phase that added it, or its class's docstring."""
+    definer = next(each for each in reversed(settings.__mro__) if name in inspect.get_annotations(each))
+    phase = re.match(r"phase(\d+)_", definer.__module__)
+    if phase is not None:
+        return f"Phase {phase[1]} adds"
+    return (definer.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def _default_of(field: FieldInfo) -> str:
+    """Return an option's default in brackets, unless the description has it or there is nothing to say."""
+    default = field.default
+    if field.default_factory is not None or default in (None, "") or "default:" in (field.description or ""):
+        return ""
+    if field.annotation is bool:
+        default = "on" if default else "off"
+    elif field.annotation is float:
+        default = f"{default:g}"
+    return f" (default: {default})"
+
+
+def _value_of(field: FieldInfo) -> str:
+    """Return the placeholder of an option's value."""
+    types = list(_plain_types(field.annotation))
+    if typing.get_origin(types[0]) is typing.Literal:
+        return "{" + ",".join(typing.get_args(types[0])) + "}"
+    return {int: "N", float: "X", Path: "FILE"}.get(types[0], "TEXT")
+
+
+def _plain_types(annotation: object) -> Iterator[typing.Any]:
+    """Yield the types of a union but None, or the one type."""
+    if type(None) in typing.get_args(annotation):
+        yield from (each for each in typing.get_args(annotation) if each is not type(None))
+    else:
+        yield annotation

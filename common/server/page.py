@@ -1,7 +1,6 @@
 """The page at `/`: a form that chats with the model or lets it continue a text, and the engine's steps.
 
-The page loads nothing from elsewhere.
-The documentation's site has the same viewer.
+The page loads nothing from elsewhere. `viewer/` draws the engine's steps, here and on the documentation's site.
 """
 
 from __future__ import annotations
@@ -11,21 +10,22 @@ from importlib import resources
 from string import Template
 
 from common.engine import Engine
-from common.server import viewer
 
-#: A browser holds the page to it: its own script and style, this server, and nothing else.
+#: Headers that restrict the page to its own script and style, and to this server.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 }
 
-MOST_TOKENS = (
-    512  # of an answer unless its reader asks for more: stories of the bundled models end within that
-)
-MOST_COPIES = 32  # of a prompt that the form sends at once
+#: Parts of the viewer's script, in `viewer/`. Each part uses only the parts before it.
+VIEWER_PARTS = ("trace", "shapes", "seats", "memory", "panel", "viewer")
+
+#: Tokens of an answer unless its reader asks for more: stories of the bundled models end within that.
+MOST_TOKENS = 512
+MOST_COPIES = 32  # requests with the same prompt that the form sends at once
 STORIES = 6
 
-#: The form's words for a model with a chat template, and for one that only continues text.
+#: Words of the form for a model with a chat template, and for a model that only continues text.
 CHAT = {
     "mode": "chat",
     "verb": "Send",
@@ -42,7 +42,7 @@ COMPLETION = {
 
 def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
     """Return the page of an app that serves `engine`'s model under `model_name`."""
-    template = Template(resources.files("common.server").joinpath("page.html").read_text("utf-8"))
+    template = Template(_read("page.html"))
     most_tokens = engine.max_seq_len - 1
     most_copies = min(MOST_COPIES, engine.config.max_waiting_requests)
     words = COMPLETION if engine.tokenizer.chat_template is None else CHAT
@@ -58,5 +58,19 @@ def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
         "stories": min(STORIES, most_copies),
     }
     escaped = {name: html.escape(str(value)) for name, value in (values | words).items()}
-    parts = {"viewer": viewer.script(), "viewer_style": viewer.style()}
+    parts = {"viewer": viewer_script(), "viewer_style": viewer_style()}
     return template.substitute(escaped | parts, live_view="on" if live_view else "off")
+
+
+def viewer_script() -> str:
+    """Return the JavaScript that draws step traces."""
+    return "\n".join(_read(f"viewer/{part}.js") for part in VIEWER_PARTS)
+
+
+def viewer_style() -> str:
+    """Return the viewer's style sheet."""
+    return _read("viewer/viewer.css")
+
+
+def _read(name: str) -> str:
+    return resources.files("common.server").joinpath(name).read_text("utf-8")

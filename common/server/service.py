@@ -1,41 +1,38 @@
-"""What the routes share: the engine behind them, its worker, and under which name it is served."""
+"""Service: the engine, its worker, and the objects that all routes share."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 from starlette.requests import Request
 
 from common.engine import Engine
 from common.errors import EngineDeadError
-from common.server.admission import Admission
-from common.server.answer_counts import AnswerCounts
-from common.server.backlogs import Backlogs
-from common.server.bodies import Bodies
-from common.server.errors import from_exception, unavailable
-from common.server.intake import Intake
-from common.server.live_view import LiveView
+from common.server.bodies import Bodies, Limits
+from common.server.errors import unavailable
+from common.server.intake import Admission, Intake
+from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
-from common.server.recordings import Recordings
-from common.server.schemas.parsing import Limits
+from common.server.stream import Backlogs
 from common.trace import Tracer
 from common.worker import EngineWorker
 
 
 class Service:
-    """One engine, served.
+    """One engine with the objects that all routes share.
 
     Attributes:
-        model_name: what it calls its model.
+        model_name: the model's name in answers.
         admission: bounds the work that requests cause beside the engine's steps.
-        created: when it began, in seconds since 1970.
-        answers: how many there were of each status.
-        bodies: reads what clients send.
-        backlogs: what clients have not taken of what they are sent.
+        created: the time of its start, in seconds since 1970.
+        answers: the number of HTTP answers by status and error code.
+        bodies: reads request bodies.
+        backlogs: the bytes of answers that clients have not taken.
         ping_s: seconds between comments in a quiet stream.
-        live_view: the engine's steps, for those who look; None: nobody may.
-        tracer: the engine's, to be called in its thread (`EngineWorker.call`).
+        live_view: the clients that watch the engine's steps; None: the live view is off.
+        tracer: traces the engine; call it in the engine's thread (`EngineWorker.call`).
         recordings: the traces that clients record.
     """
 
@@ -54,7 +51,7 @@ class Service:
         self.engine = engine
         self.worker = worker
         self.model_name = model_names[0]
-        self.answers = AnswerCounts()
+        self.answers = Counter[tuple[int, str]]()
         self.bodies = bodies
         self.backlogs = backlogs
         self._step_timeout_s = step_timeout_s
@@ -73,13 +70,14 @@ class Service:
         self.recordings = Recordings(worker, self.tracer)
 
     def require_health(self) -> None:
-        """Check that the engine lives.
+        """Check that the engine works.
 
         Raises:
-            ApiError: it is dead, or has been in one step for too long. Only a new process helps.
+            EngineDeadError: it is dead. Only a new process helps.
+            ApiError: it has been in one step for too long. Only a new process helps.
         """
         if self.worker.dead is not None:
-            raise from_exception(EngineDeadError("the engine is dead; restart the server"))
+            raise EngineDeadError("the engine is dead; restart the server")
         step_s = self.worker.step_s
         if self._step_timeout_s is not None and step_s > self._step_timeout_s:
             raise unavailable(
@@ -91,12 +89,12 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """The one that a request came to."""
+    """Return the service of the app that a request came to."""
     service: Service = request.app.state.server
     return service
 
 
 def served_model_name(model: str) -> str:
-    """A checkpoint's folder stays ours; its last part is name enough."""
+    """Return a model's name for clients. Of a checkpoint's folder only the last part is told."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model

@@ -28,7 +28,7 @@ class Curve:
 def line_chart(
     name: str, x: str, *columns: str, title: str, y_title: str, only: str = "", results: Path = RESULTS
 ) -> str:
-    """Columns of a measured table over another one, both axes logarithmic; nothing where it was not measured.
+    """Draw columns of a measured table over another column, on logarithmic axes; nothing without a table.
 
     Args:
         name: the table's.
@@ -49,13 +49,13 @@ def line_chart(
 
 
 def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
-    """A measured table by its name, the published one first; None: it was not measured."""
+    """Return a measured table by its name, the published one first; None: it was not measured."""
     found = [table for table in load_tables(results) if table.name == name]
     return min(found, key=lambda table: table.local, default=None)
 
 
 def measured_cell(name: str, column: str, row: str | float, results: Path = RESULTS) -> str:
-    """One number of a measured table, for a sentence: that of the row whose first cell is `row`."""
+    """Return one number of a measured table for a sentence, from the row whose first cell is `row`."""
     table = newest(name, results)
     if table is None:
         return "(not measured yet)"
@@ -64,7 +64,7 @@ def measured_cell(name: str, column: str, row: str | float, results: Path = RESU
 
 
 def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> str:
-    """Curves on two logarithmic axes as a picture."""
+    """Draw curves on two logarithmic axes."""
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     low = max(tick for tick in TICKS if tick <= min(ys))
@@ -99,7 +99,7 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
 
 
 def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = RESULTS) -> str:
-    """A bar for each row of a measured table with a number in a column; none for the last row, which sums up."""
+    """Draw a bar for each row of a measured table with a number in a column; not for the last row, the sum."""
     table = newest(name, results)
     if table is None:
         return ""
@@ -118,7 +118,7 @@ def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = 
 
 
 def _mark(x: float, y: float, kind: str) -> str:
-    """Another shape for each line."""
+    """Return the mark of a point: another shape for each line."""
     match kind:
         case "decode":
             return f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
@@ -129,7 +129,7 @@ def _mark(x: float, y: float, kind: str) -> str:
 
 
 def _free(y: float, taken: Sequence[float]) -> float:
-    """A label's height, away from the others'."""
+    """Return a label's height that overlaps no other label."""
     for other in sorted(taken):
         if abs(y - other) < 13:
             y = other + 13

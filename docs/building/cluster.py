@@ -1,10 +1,10 @@
-"""What the page about clusters shows: its options, its arithmetic, and pictures of measured runs."""
+"""Parts of the page about clusters: options, arithmetic, and pictures of measured runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.tables import Cell, MeasuredTable, load_tables
+from benchmarks.tables import Cell, newest_table
 from cluster.options import ClusterOptions
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
@@ -27,7 +27,7 @@ SUMS = (
 
 
 def cluster_options_table() -> str:
-    """Options of a cluster that a phase's own server does not have."""
+    """Return the options of a cluster that a phase's own server does not have."""
     own = {
         name: field
         for name, field in ClusterOptions.model_fields.items()
@@ -37,14 +37,14 @@ def cluster_options_table() -> str:
 
 
 def cluster_file() -> str:
-    """The config file that is in the tree."""
+    """Return the config file that is in the tree."""
     return (
         f'```yaml title="cluster/example.yaml"\n{(ROOT / "cluster/example.yaml").read_text().strip()}\n```\n'
     )
 
 
 def scaling_table() -> str:
-    """Loads, and the replicas that they are worth."""
+    """Return a table of loads, and the number of replicas that each asks for."""
     rows = [f"| engines | sum of loads | ÷ {TARGET:g} | replicas |", "| --- | ---: | ---: | ---: |"]
     for said, loads in SUMS:
         total = sum(loads)
@@ -53,7 +53,7 @@ def scaling_table() -> str:
 
 
 def load_table() -> str:
-    """What makes an engine of 8 seats how loaded."""
+    """Return a table of states of an engine with 8 seats, and its load in each."""
     said = (
         ("idle", Load(seats=8, queue_room=72)),
         ("four short requests", Load(seats=8, active=4, kv_use=0.1, queue_room=68)),
@@ -66,10 +66,10 @@ def load_table() -> str:
 
 
 def routing_picture(workload: str, results: Path = RESULTS) -> str:
-    """Hit rates of random and of prefix routing, as bars, with the median TTFT beside each."""
-    table = _newest("cluster_routing", results)
+    """Draw hit rates of random and of prefix routing as bars, with the median TTFT beside each."""
+    table = newest_table("cluster_routing", results)
     if table is None:
-        return "Not measured yet: `.venv/bin/python -m benchmarks.cluster routing` does it.\n"
+        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
     shapes: list[str] = []
     y = 0
     for _, replicas, routing, hits, ttft_ms, _ in (row for row in table.rows if row[0] == workload):
@@ -89,10 +89,10 @@ def routing_picture(workload: str, results: Path = RESULTS) -> str:
 
 
 def loss_picture(results: Path = RESULTS) -> str:
-    """Tokens a second before and after a replica was killed, and how many replicas there were."""
-    table = _newest("cluster_loss", results)
+    """Draw tokens a second before and after a replica was killed, and the number of replicas."""
+    table = newest_table("cluster_loss", results)
     if table is None:
-        return "Not measured yet: `.venv/bin/python -m benchmarks.cluster loss` does it.\n"
+        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_loss` does it.\n"
     height, base = 120, 140
     most = max(_number(row[1]) for row in table.rows) or 1.0
     step = WIDTH / len(table.rows)
@@ -119,15 +119,11 @@ def loss_picture(results: Path = RESULTS) -> str:
 
 
 def loss_story(*names: str, results: Path = RESULTS) -> str:
-    """Lines of that run's setup, by name."""
-    table = _newest("cluster_loss", results)
+    """Return lines of that run's setup by name."""
+    table = newest_table("cluster_loss", results)
     if table is None:
         return ""
     return "; ".join(f"{name} {table.setup[name]}" for name in names) + "."
-
-
-def _newest(name: str, results: Path) -> MeasuredTable | None:
-    return next((table for table in load_tables(results) if table.name == name), None)
 
 
 def _number(cell: Cell) -> float:

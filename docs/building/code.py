@@ -1,4 +1,4 @@
-"""Code shown on pages: cut out of the tree when the site is built, so that a page cannot show yesterday's."""
+"""Code on pages, cut out of the tree when the site is built."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import inspect
 import pkgutil
 from pathlib import Path
 
+from docs.building.folding import folded
+
 ROOT = Path(__file__).resolve().parents[2]
 EXERCISES = ROOT / "docs" / "exercises"
+SOLUTION = "- one way to solve it\n"  # the heading of an exercise's last section
 
 
 def source(name: str) -> str:
-    """An object's source as a code block, titled with its file and line, and a link to its reference entry.
+    """Return an object's source as a code block, titled with its file and line.
 
     Args:
         name: in full, such as `common.kv.KVPool.view`. A name that has moved fails the build.
@@ -26,37 +29,37 @@ def source(name: str) -> str:
 
 
 def solution(name: str) -> str:
-    """The reference solution of an exercise, folded away."""
-    code = (EXERCISES / "solutions" / f"{name}.py").read_text().strip()
-    body = "\n".join(f"    {line}".rstrip() for line in ["```python", *code.splitlines(), "```"])
-    return f'??? tip "One way to solve it"\n\n{body}\n'
+    """Return the solution at the end of an exercise's file, folded away."""
+    code = (EXERCISES / f"{name}.py").read_text(encoding="utf-8").partition(SOLUTION)[2].strip()
+    assert code, f"{name} has no solution"
+    return folded("One way to solve it", f"```python\n{code}\n```", "tip")
 
 
 def exercise_command(name: str) -> str:
-    """What to edit and what to run, for one exercise."""
-    for path in (EXERCISES / f"{name}.py", EXERCISES / f"check_{name}.py"):
-        assert path.is_file(), path
+    """Return what to edit and what to run, for one exercise."""
+    path = f"docs/exercises/{name}.py"
+    assert (ROOT / path).is_file(), path
     return (
-        f"Edit `docs/exercises/{name}.py`, then let the check judge it:\n\n"
-        f"```sh\n.venv/bin/pytest docs/exercises/check_{name}.py\n```\n"
+        f"Edit the beginning of `{path}` (its end gives a solution away), then let its tests judge it:\n\n"
+        f"```sh\n.venv/bin/pytest {path}\n```\n"
     )
 
 
 def reference(*packages: str) -> str:
-    """Reference entries of all modules of some packages; one that ends in `.` is meant without its subpackages."""
+    """Return the reference of all modules of packages. A name that ends in `.` leaves out subpackages."""
     names = [name for package in packages for name in modules_of(package)]
     return "\n\n".join(f"::: {name}{_without_reexports(name)}" for name in names) + "\n"
 
 
 def _without_reexports(name: str) -> str:
-    """A phase's package exports its parts under common names; they have their own entries, where they are."""
+    """Return options that leave out what a package only imports: it has an entry where it is defined."""
     if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
         return ""
     return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'
 
 
 def modules_of(package: str) -> list[str]:
-    """A package's modules by name, the package itself first if it holds more than a docstring."""
+    """Return a package's modules, the package itself first if it holds more than a docstring."""
     alone = package.endswith(".")
     folder = ROOT.joinpath(*package.rstrip(".").split("."))
     found = []
@@ -70,7 +73,7 @@ def modules_of(package: str) -> list[str]:
 
 
 def _with_colon(name: str) -> str:
-    """`package.module.Class.method` as `package.module:Class.method`, which is how `resolve_name` is sure."""
+    """Turn `package.module.Class.method` into `package.module:Class.method`, for `resolve_name`."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:cut])

@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by itself, before it loads macros
 
-from common.server import viewer  # noqa: E402 - needs the path
+from common.server.page import viewer_script, viewer_style  # noqa: E402 - needs the path
 from docs.building import stepper  # noqa: E402
 
 logger = logging.getLogger("mkdocs.hooks.progress")
@@ -23,7 +23,7 @@ LAST = 0.001  # a word in a title counts a thousand times, and the reference is 
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for name, content in (("viewer.js", viewer.script()), ("viewer.css", viewer.style())):
+    for name, content in (("viewer.js", viewer_script()), ("viewer.css", viewer_style())):
         files.append(File.generated(config, f"assets/{name}", content=content))
     for setting in stepper.settings():
         files.append(
@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_pre_page(page: Page, config: MkDocsConfig, files: Files) -> Page:  # noqa: ARG001 - names that mkdocs gives
-    """Log which page is read, of how many: numbers on pages are computed, and all pages take minutes."""
+    """Log the number of the page that is read: a build takes half a minute or more."""
     pages = files.documentation_pages()
     logger.info("page %d of %d: %s", pages.index(page.file) + 1, len(pages), page.file.src_uri)
     return page

@@ -1,4 +1,4 @@
-"""The ledger: every comparison there is, with its pictures and with the lines in which a server loses."""
+"""The ledger: every comparison, with its pictures and with the lines in which a server loses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from docs.building.stories import pictures_of
 
 
 def ledger(results: Path = RESULTS) -> str:
-    """Every comparison with its setup and all its lines, newest first."""
+    """Return every comparison with its setup and all its lines, newest first."""
     found, tables = complete_groups(results), load_tables(results)
     if not groups(results) and not tables:
         return (
@@ -46,7 +46,7 @@ def ledger(results: Path = RESULTS) -> str:
 
 
 def _cut_short(results: Path) -> str:
-    """Comparisons that nothing here is made of."""
+    """Name the comparisons that are incomplete, and so on no page."""
     named = [
         f"`{group.first.workload.name}` of {group.first.started_at[:10]} ({len(group.runs)} runs)"
         for group in groups(results)
@@ -56,7 +56,7 @@ def _cut_short(results: Path) -> str:
 
 
 def _losses(group: Group) -> str:
-    """Lines in which a server does worse than the one before it: shown, not hidden."""
+    """Return the lines in which a server does worse than the one before it."""
     worse: dict[str, list[str]] = defaultdict(list)
     for line in LINES:
         values = values_of(group, line)
@@ -71,7 +71,7 @@ def _losses(group: Group) -> str:
 
 
 def _remarks(group: Group) -> str:
-    """Options of each server, and what was noted about single runs."""
+    """Return the options of each server, and the notes on single runs."""
     said = []
     for repeats in columns_of(group.runs):
         info = repeats[0].server

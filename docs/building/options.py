@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
-from common.server.cli import flag_of
-from common.server.options import ServerOptions
-from common.server.schemas.chat import ChatRequest
-from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.generation import GenerationRequest
-from common.server.schemas.unimplemented import TABLES, lines_of
+from common.server.options import ServerOptions, flag_of
+from common.server.requests.chat import ChatRequest
+from common.server.requests.generation import CompletionRequest, GenerationRequest
+from common.server.requests.known_fields import TABLES, lines_of
 
+#: Attributes of a field's metadata (`annotated_types`), and how a page writes them.
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "max_length": "at most"}
 PLURALS = {
     "integer": "integers",
     "text": "texts",
@@ -30,7 +29,7 @@ PLURALS = {
 
 
 def phases_table() -> str:
-    """Every registered phase."""
+    """Return a row for every registered phase."""
     rows = ["| phase | package | the one idea | port |", "| ---: | --- | --- | ---: |"]
     for name in phase_names():
         phase = find_phase(name).PHASE
@@ -39,7 +38,7 @@ def phases_table() -> str:
 
 
 def options_table(*, phase: str | None = None) -> str:
-    """Options of a phase that the phase before does not have alike; without a phase, those all share.
+    """Return the options that a phase adds or changes; without a phase, the options that all phases share.
 
     Args:
         phase: its module's name.
@@ -55,11 +54,13 @@ def options_table(*, phase: str | None = None) -> str:
     return fields_table(fields)
 
 
-def fields_table(fields: Mapping[str, FieldInfo]) -> str:
-    """A line for each option."""
-    rows = ["| option | default | meaning | values |", "| --- | --- | --- | --- |"]
+def fields_table(
+    fields: Mapping[str, FieldInfo], head: str = "option", written: Callable[[str], str] = flag_of
+) -> str:
+    """Return a row for each field, whose name is shown as `written` returns it."""
+    rows = [f"| {head} | default | meaning | values |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| `{flag_of(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
+        f"| `{written(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
         for name, field in fields.items()
     ]
     return "\n".join(rows) + "\n"
@@ -75,12 +76,8 @@ def request_fields_table(route: str) -> str:
     if route == "chat":
         shared = GenerationRequest.model_fields.keys()
         fields = {name: field for name, field in fields.items() if name not in shared}
-    rows = ["| field | default | meaning | values |", "| --- | --- | --- | --- |"]
-    rows += [
-        f"| `{name}` | {_default('', field)} | {_escape(field.description)} | {_values(field)} |"
-        for name, field in sorted(fields.items(), key=lambda item: not item[1].is_required())
-    ]
-    return "\n".join(rows) + "\n"
+    required_first = sorted(fields.items(), key=lambda item: not item[1].is_required())
+    return fields_table(dict(required_first), "field", str)
 
 
 def unimplemented_fields_table() -> str:
@@ -120,12 +117,12 @@ def workloads_table() -> str:
 
 
 def offered_load(workload: str) -> str:
-    """Requests a workload sends for each that could be served, see `benchmarks.calibrate`."""
+    """Return how many requests a workload sends for each that could be served (`benchmarks.calibrate`)."""
     return f"{LOADS[workload]:g}"
 
 
 def _shows(workload: Workload, numbers: Set[int]) -> str:
-    """What to look at, and in which phases, where there are both."""
+    """Return what a workload shows, and the phases that it compares if both are registered."""
     pair = workload.phase, workload.phase - 1
     return f"{workload.shows}: {pair[0]} against {pair[1]}" if numbers >= set(pair) else workload.shows
 
@@ -149,24 +146,17 @@ def _json(value: Any) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """The values a field takes, as people write them."""
-    bounds = []
-    for each in field.metadata:
-        match each:
-            case annotated_types.Ge():
-                bounds.append(f"≥ {_bound(each.ge)}")
-            case annotated_types.Gt():
-                bounds.append(f"> {_bound(each.gt)}")
-            case annotated_types.Le():
-                bounds.append(f"≤ {_bound(each.le)}")
-            case annotated_types.Lt():
-                bounds.append(f"< {_bound(each.lt)}")
-            case annotated_types.MaxLen():
-                bounds.append(f"at most {each.max_length}")
+    """Return the type and the bounds of a field, in words."""
+    bounds = [
+        f"{sign} {_bound(getattr(each, name))}"
+        for each in field.metadata
+        for name, sign in SIGNS.items()
+        if getattr(each, name, None) is not None
+    ]
     return _escape(", ".join([_type(field.annotation), *bounds]))
 
 
-def _bound(value: Any) -> str:
+def _bound(value: float) -> str:
     if isinstance(value, int) and abs(value) >= 2**31:
         return f"{'-' if value < 0 else ''}2^{abs(value).bit_length() - 1}"
     return f"{value:g}"

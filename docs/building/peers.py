@@ -30,7 +30,7 @@ class Pair:
 
 
 def pairs(results: Path = RESULTS) -> list[Pair]:
-    """The newest comparison of each workload on one machine, in the order of their names.
+    """Return the newest comparison of each workload on one machine, in the order of their names.
 
     The machine is that of the newest comparison: tokens a second of two machines cannot stand in one chart.
     """
@@ -51,7 +51,7 @@ def pairs(results: Path = RESULTS) -> list[Pair]:
 
 
 def peer_chart(results: Path = RESULTS) -> str:
-    """Two bars for each workload, and below them the conditions; a sentence where nothing was measured."""
+    """Return two bars for each workload and the conditions below, or a sentence if nothing was measured."""
     shown = pairs(results)
     if not shown:
         return "No comparison with vLLM has been measured yet.\n"
@@ -76,7 +76,7 @@ def peer_chart(results: Path = RESULTS) -> str:
 
 
 def conditions(results: Path = RESULTS) -> str:
-    """Where and how the bars were measured, and what they leave out."""
+    """Return the conditions under which the bars were measured, and what they leave out."""
     shown = pairs(results)
     setup = setup_of(shown[0].group).split(", median")[0]
     repeats = min(pair.group.repeats for pair in shown)
@@ -88,7 +88,7 @@ def conditions(results: Path = RESULTS) -> str:
 
 
 def peer_bars(results: Path = RESULTS) -> str:
-    """The same bars as text."""
+    """Return the same bars as text."""
     shown = pairs(results)
     longest = max(max(pair.ours, pair.theirs) for pair in shown)
     name = _peer(shown[0].group)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import load_comparisons
 from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
-from benchmarks.results import LOCAL, Run, is_complete, load_comparisons
+from benchmarks.results import LOCAL, Run, is_complete
 from benchmarks.tables import MeasuredTable, load_tables, show
 from docs.building.folding import folded
 
@@ -62,7 +63,7 @@ class Group:
 
     @property
     def local(self) -> bool:
-        """Whether these are the reader's own results."""
+        """True if these are the reader's own results."""
         return self.folder == LOCAL.name
 
     @property
@@ -75,23 +76,23 @@ class Group:
 
     @property
     def swept(self) -> set[str]:
-        """Options in which columns of one phase differ; empty for a plain comparison."""
+        """Return the options in which columns of one phase differ; none for a plain comparison."""
         return {name for run in self.runs for name in run.server.variant}
 
 
 @functools.cache
 def groups(results: Path = RESULTS) -> tuple[Group, ...]:
-    """All comparisons below the folder of results, newest first."""
-    return tuple(Group(folder, runs) for folder, runs in reversed(load_comparisons(results)))
+    """Return all comparisons below the folder of results, newest first."""
+    return tuple(Group(each.folder, each.runs) for each in reversed(load_comparisons(results)))
 
 
 def complete_groups(results: Path) -> list[Group]:
-    """Those of which every run is there. All that pages say of numbers comes from these."""
+    """Return the comparisons that have all their runs. Every number on the pages comes from these."""
     return [group for group in groups(results) if is_complete(group.runs)]
 
 
 def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
-    """For each model and machine the newest full comparison of a workload that has all these servers.
+    """Return for each model and machine the newest full comparison of a workload with all these servers.
 
     The first is the one with most repeats, and of those the one with most servers.
     """
@@ -117,7 +118,7 @@ def missing(workload: str, labels: Sequence[str]) -> str:
 
 
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """One line for each setting of each model's newest sweep over exactly these options, or a sentence.
+    """Return a row for each setting of each model's newest sweep over exactly these options, or a sentence.
 
     The reader's own newest has a table beside the published one.
     """
@@ -135,7 +136,7 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 
 
 def peers_tables(results: Path = RESULTS) -> str:
-    """The newest comparison of phases with other servers, for each workload, model and machine; or a sentence."""
+    """Return the newest comparison with other servers for each workload, model and machine, or a sentence."""
     found: dict[tuple[str, str, str], Group] = {}
     for group in complete_groups(results):
         run = group.first
@@ -155,20 +156,20 @@ def peers_tables(results: Path = RESULTS) -> str:
 
 
 def measured_table(name: str, results: Path = RESULTS, *, program: str | None = None) -> str:
-    """What a program that measures in one process found, on each machine; a sentence where it has not been run.
+    """Return a measured table of each machine, or a sentence if nothing was measured.
 
     Args:
         name: the table's.
-        program: what makes it; `benchmarks.NAME` if None.
+        program: what makes it; `benchmarks micro NAME` if None.
     """
     found = [table for table in load_tables(results) if table.name == name]
     if not found:
-        return f"Not measured yet: `.venv/bin/python -m {program or f'benchmarks.{name}'}` does it.\n"
+        return f"Not measured yet: `.venv/bin/python -m {program or f'benchmarks micro {name}'}` does it.\n"
     return "\n".join(map(described, found))
 
 
 def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
-    """What a comparison says in a sentence for each model, if it has three runs of both servers; else nothing."""
+    """Return a sentence for each model on how two servers compare; nothing without three runs of both."""
     lines = {line.title: line for line in LINES}
     sentences = []
     for group, old_runs, new_runs in _repeated(workload, before, after, results):
@@ -187,7 +188,7 @@ def headline(workload: str, before: str, after: str, results: Path = RESULTS) ->
 
 
 def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
-    """What a comparison won and what it lost, in a sentence for each model; nothing without three runs of both.
+    """Return a sentence for each model on what got better and worse; nothing without three runs of both.
 
     A line counts as won or lost where the repeats agree: no repeat of one server reaches into those of the other.
     """
@@ -214,7 +215,7 @@ def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) 
 def _repeated(
     workload: str, before: str, after: str, results: Path
 ) -> Iterator[tuple[Group, list[Run], list[Run]]]:
-    """Comparisons with three complete runs of both servers, and those: fewer say little about chance."""
+    """Yield comparisons with three complete runs of both servers, and these runs: fewer say little about chance."""
     for group in chosen(workload, [before, after], results):
         columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
         if min(len(columns[before]), len(columns[after])) >= 3:
@@ -222,7 +223,7 @@ def _repeated(
 
 
 def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]) -> bool:
-    """Whether all repeats of one server lie on the same side of all those of the other."""
+    """True if all repeats of one server lie on the same side of all repeats of the other."""
     old, new = (
         [value for run in runs if (value := line.value(run)) is not None] for runs in (old_runs, new_runs)
     )
@@ -242,7 +243,7 @@ def _where(group: Group) -> str:
 
 
 def _place(environment: dict[str, Any], *, local: bool) -> str:
-    """The machine, and whether the results are the reader's own."""
+    """Return the machine, and whether the results are the reader's own."""
     return _machine(environment) + (", measured in this checkout" if local else "")
 
 
@@ -257,7 +258,7 @@ def _software(environment: dict[str, Any]) -> list[str]:
 
 
 def described(table: MeasuredTable) -> str:
-    """A sentence on the setup, and the table."""
+    """Return a sentence on the setup, and the table."""
     facts = [
         f"**{table.title}** on {_place(table.environment, local=table.local)}",
         *(f"{name} {value}" for name, value in table.setup.items()),
@@ -275,7 +276,7 @@ def described(table: MeasuredTable) -> str:
 
 
 def setup_of(group: Group) -> str:
-    """A comparison's machine, versions and load, in a sentence."""
+    """Return a comparison's machine, versions and load as a sentence."""
     run = group.first
     facts = [
         f"**{run.server.model}** on {_place(run.environment, local=group.local)}",
@@ -306,7 +307,7 @@ def _cell(line: Line, value: Value, best: Value) -> str:
 
 
 def group_table(group: Group, lines: Sequence[Line]) -> str:
-    """A column for each server, with its ratio to the one before."""
+    """Return a table with a column for each server, and its ratio to the server before."""
     bases = bases_of(columns_of(group.runs))
     rows = [f"| metric | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
     for line in lines:
@@ -324,7 +325,7 @@ def group_table(group: Group, lines: Sequence[Line]) -> str:
 
 
 def _turned_table(group: Group, lines: Sequence[Line]) -> str:
-    """A line for each server: the way to read one number over many settings."""
+    """Return a table with a row for each server, to compare one number over many settings."""
     shown = [(line, values) for line in lines if any(values := values_of(group, line))]
     rows = [f"| server | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
     for place, label in enumerate(group.labels):

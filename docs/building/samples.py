@@ -1,12 +1,12 @@
-"""What the bundled models and the server really say, asked when the site is built."""
+"""Output of the bundled models and of the server, generated when the site is built."""
 
 from __future__ import annotations
 
 import functools
 
 from common.llm import LLM, SamplingParams
-from common.server.wire.format import Answer, Choice, Prompt
-from common.server.wire.named import NamedCompletionEvents
+from common.server.replies.answer import Answer, Choice, Prompt
+from common.server.replies.formats import NamedCompletionEvents
 
 PROMPT = "Once upon a time"
 
@@ -17,7 +17,7 @@ def _llm(model: str) -> LLM:
 
 
 def zoo_samples() -> str:
-    """The beginning of a story by each bundled model."""
+    """Return the beginning of a story by each bundled model."""
     parts = []
     for name in ("llama", "qwen3", "gemma3"):
         params = SamplingParams(temperature=0.0, max_new_tokens=70)
@@ -28,7 +28,7 @@ def zoo_samples() -> str:
 
 
 def event_stream(max_tokens: int = 3) -> str:
-    """The event stream of a short completion, as the server writes it."""
+    """Return the event stream of a short completion, as the server writes it."""
     engine = _llm("zoo:llama-tiny").engine
     request = engine.create_request(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=max_tokens))
     choice = Choice(0, Prompt(), scores_prompt=False)

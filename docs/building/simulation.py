@@ -1,4 +1,4 @@
-"""Tables of the simulator's page: what it predicts beside what was measured, and what it says of other settings."""
+"""Tables of the simulator's page: predictions beside measurements, and simulations of other settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.plots.replicas import NAME as REPLICAS
 from benchmarks.plots.replicas import series
 from benchmarks.report import format_seconds
-from benchmarks.tables import MeasuredTable, load_tables, show
+from benchmarks.tables import newest_table, show
 from benchmarks.workloads import WORKLOADS
 from docs.building.results import RESULTS
 from docs.building.stories import figures
@@ -27,13 +27,8 @@ THROUGHPUT, TTFT = "output tokens/s", "TTFT p99, s"
 NOTHING = "Not there yet: `.venv/bin/python -m simulator.calibrate` makes it.\n"
 
 
-def _table(name: str, results: Path) -> MeasuredTable | None:
-    """The newest of that name."""
-    return next((table for table in load_tables(results) if table.name == name), None)
-
-
 def _rows(name: str, results: Path) -> list[Row]:
-    table = _table(name, results)
+    table = newest_table(name, results)
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows] if table is not None else []
 
 
@@ -46,7 +41,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def replayed_steps(results: Path = RESULTS) -> str:
-    """How many measured steps were gone through again, and in how many the plan was the measured one."""
+    """Return how many measured steps were replayed, and in how many of them the plan was the measured one."""
     rows = _rows(COSTS, results)
     steps = sum(row["steps measured"] for row in rows)
     alike = sum(round(row["steps measured"] * row["planned alike"]) for row in rows)
@@ -59,7 +54,7 @@ def _off(row: Row, figure: str, kind: str = "predicted") -> float | None:
 
 
 def prediction_counts(results: Path = RESULTS) -> str:
-    """Of all workloads and servers, how many were foreseen."""
+    """Return how many of all workloads and servers were predicted well."""
     rows = _rows(PREDICTIONS, results)
     if not rows:
         return NOTHING
@@ -80,7 +75,7 @@ def prediction_counts(results: Path = RESULTS) -> str:
 
 
 def predictions_table(results: Path = RESULTS) -> str:
-    """Every workload and server, by machine, model and revision."""
+    """Return the predictions of every workload and server, by machine, model and revision."""
     rows = _rows(PREDICTIONS, results)
     if not rows:
         return NOTHING
@@ -119,12 +114,12 @@ def _prediction(row: Row) -> list[str]:
 
 
 def reasons_list() -> str:
-    """What the words in the last column mean."""
+    """Return the meaning of each word in the last column."""
     return "".join(f"- *{reason}*: {words}.\n" for reason, words in REASONS.items())
 
 
 def prices_table(results: Path = RESULTS) -> str:
-    """What a pass costs, machine by machine."""
+    """Return the prices of a pass by machine."""
     rows = _rows(COSTS, results)
     if not rows:
         return NOTHING
@@ -151,7 +146,7 @@ def prices_table(results: Path = RESULTS) -> str:
 
 
 def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7", poisson: float = 0) -> str:
-    """A phase with other settings, simulated while the site is built.
+    """Simulate a phase with other settings, and return the table.
 
     Args:
         settings: options as the command line has them, with commas between several.
@@ -179,21 +174,21 @@ def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7"
 
 
 def replicas_setup(results: Path = RESULTS) -> str:
-    """What was simulated, in a sentence."""
-    table = _table(REPLICAS, results)
+    """Return what was simulated as a sentence."""
+    table = newest_table(REPLICAS, results)
     if table is None:
         return "Not there yet: `.venv/bin/python -m simulator.plan` makes it.\n"
     return ", ".join(f"{name} {value}" for name, value in table.setup.items()) + ".\n"
 
 
 def replicas_figure() -> str:
-    """The table as a figure, light and dark."""
+    """Return the table of replicas as a figure, light and dark."""
     return figures(REPLICAS)
 
 
 def replicas_table(results: Path = RESULTS) -> str:
-    """Every number of replicas and policy."""
-    table = _table(REPLICAS, results)
+    """Return the table of all numbers of replicas and policies."""
+    table = newest_table(REPLICAS, results)
     if table is None:
         return ""
     kept = [place for place, name in enumerate(table.columns) if name != "requests"]
@@ -203,8 +198,8 @@ def replicas_table(results: Path = RESULTS) -> str:
 
 
 def router_limits(results: Path = RESULTS) -> str:
-    """Whether one router's policy keeps up, at the largest number of replicas simulated."""
-    table = _table(REPLICAS, results)
+    """Return for each policy whether one router keeps up with the largest number of replicas."""
+    table = newest_table(REPLICAS, results)
     if table is None:
         return ""
     found = []

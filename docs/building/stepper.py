@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.phases import find_phase, phase_names
-from common.server import live_view
 from common.step_trace import StepTrace
-from docs.building import pictures
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 
 MAX_SEQ_LEN, BLOCK_SIZE = 128, 8
@@ -37,12 +35,12 @@ PHASES_WITH_BLOCKS, PHASES_WITH_CHUNKS = 6, 7
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Who comes when.
+    """The requests of a trace.
 
     Attributes:
-        title: for the page.
-        clients: for each the second of its arrival, prompt tokens of its own, and tokens it asks for.
-        shared: tokens that all prompts begin with.
+        title: as the page says it.
+        clients: each request's arrival in seconds, its own prompt tokens, and the tokens it asks for.
+        shared: the number of tokens that all prompts begin with.
     """
 
     title: str
@@ -85,7 +83,7 @@ STORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the sliders say. A phase takes no notice of what it has not: see `name`."""
+    """A position of the sliders. `name` leaves out what the phase does not have."""
 
     phase: int
     seats: int
@@ -95,7 +93,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its file, and what `stepper.js` asks for."""
+        """The name of the trace's file, by which `stepper.js` loads it."""
         parts = [f"p{self.phase}", f"s{self.seats}"]
         if self.phase >= PHASES_WITH_BLOCKS:
             parts.append(f"b{self.blocks}")
@@ -113,14 +111,14 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Every point of the grid, each name once."""
+    """Return every position of the sliders, each name once."""
     numbers = [find_phase(name).PHASE.number for name in phase_names()]
     grid = itertools.product(numbers, SEATS, BLOCKS, CHUNKS, STORIES)
     return list({setting.name: setting for setting in itertools.starmap(Setting, grid)}.values())
 
 
 def trace(setting: Setting) -> dict[str, Any]:
-    """What a phase does with a story."""
+    """Run a phase over a story and return its steps."""
     engine = simulate_engine(setting.phase, COST, **setting.options())
     steps = StepTrace(engine)
     run(engine, STORIES[setting.story].arrivals(), Timelines())
@@ -128,19 +126,8 @@ def trace(setting: Setting) -> dict[str, Any]:
 
 
 def script(setting: Setting) -> str:
-    """A trace as a file that a page loads."""
+    """Return a trace as a script that a page loads."""
     return f"stepTraces[{setting.name!r}]={json.dumps(trace(setting), separators=(',', ':'))};\n"
-
-
-def stepper_cost(name: str) -> str:
-    """A price of `COST`, in milliseconds."""
-    return f"{getattr(COST, name) * 1000:g}"
-
-
-def live_view_limit(name: str) -> str:
-    """One of the live view's; a share as a percentage."""
-    value = getattr(live_view, name)
-    return f"{value * 100:g}" if isinstance(value, float) else str(value)
 
 
 def stepper(
@@ -153,7 +140,7 @@ def stepper(
     chunk: int = 16,
     root: str = "",
 ) -> str:
-    """The stepper on a page, opened at these settings. Who has no JavaScript sees the phases' plain pictures.
+    """Return the stepper for a page, opened at these settings.
 
     Args:
         root: from the page to the site's root.
@@ -171,9 +158,10 @@ def stepper(
     }
     opened = {"left": left, "right": right, "story": story, "seats": seats, "blocks": blocks, "chunk": chunk}
     data = json.dumps({"choices": choices, "opened": opened}).replace("<", "\\u003c")
-    still = "".join(
-        f"<p><strong>Phase {phase.number}: {phase.title.lower()}</strong></p>{pictures.timeline(phase.slug)}"
-        for phase in (find_phase(number).PHASE for number in (left, right))
+    still = (
+        "<p>This picture moves and needs JavaScript. Pictures that do not move are on the pages of "
+        f'<a href="{root}phases/static.html#a-picture">phase 4</a> and '
+        f'<a href="{root}phases/continuous.html#a-picture">phase 5</a>.</p>'
     )
     return (
         f'<div class="stepper"><script type="application/json">{data}</script>{still}</div>\n'

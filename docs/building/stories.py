@@ -1,12 +1,13 @@
-"""A measured section as it is read: the picture that tells the story, and all else folded; a tab for each model."""
+"""Measured sections of pages: the main picture open, the rest folded, a tab for each model; and single ratios."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import columns_of, median_of
 from docs.building.folding import folded, indented
 from docs.building.results import (
     HEADLINES,
@@ -15,6 +16,7 @@ from docs.building.results import (
     RESULTS,
     Group,
     chosen,
+    complete_groups,
     group_table,
     measured_table,
     missing,
@@ -23,6 +25,7 @@ from docs.building.results import (
 )
 
 Entry = dict[str, Any]
+REPEATS = 3  # of each server: fewer say little about chance
 
 
 def measured_section(
@@ -33,10 +36,10 @@ def measured_section(
     results: Path = RESULTS,
     folder: Path = PLOTS,
 ) -> str:
-    """A workload's newest comparisons that have these servers, a tab for each model where there are several.
+    """Return a workload's newest comparisons that have these servers, with a tab for each model.
 
     Args:
-        first: the figure that stands open.
+        first: the name of the figure that is not folded.
         root: from the page to the site's root.
     """
     found = chosen(workload, labels, results)
@@ -51,27 +54,64 @@ def measured_section(
     return "\n".join(tabs)
 
 
+def ratio(
+    workload: str,
+    before: str,
+    after: str,
+    line: str,
+    model: str = "dummy:llama-60m",
+    results: Path = RESULTS,
+) -> str:
+    """Return one line of the newest comparison of two servers, such as `×0.45`, for a sentence."""
+    found = dict(model_ratios(workload, before, after, line, results))
+    return f"×{found[model]:.2f}" if model in found else "(not measured yet)"
+
+
+def ratios(workload: str, before: str, after: str, line: str, results: Path = RESULTS) -> str:
+    """Return the same line for each model that was measured, such as `×0.45 (dummy:a), ×0.50 (dummy:b)`."""
+    found = model_ratios(workload, before, after, line, results)
+    return ", ".join(f"×{value:.2f} (`{model}`)" for model, value in found) or "(not measured yet)"
+
+
+def model_ratios(
+    workload: str, before: str, after: str, line: str, results: Path = RESULTS
+) -> Iterator[tuple[str, float]]:
+    """Yield each model and the ratio in its newest comparison of two servers with enough repeats."""
+    asked = next(each for each in LINES if each.title == line)
+    newest: dict[str, Group] = {}
+    for group in complete_groups(results):
+        run = group.first
+        fits = run.workload.name == workload and {before, after} <= set(group.labels)
+        if fits and not run.workload.quick and not group.local and group.repeats >= REPEATS:
+            newest.setdefault(run.server.model, group)
+    for model, group in newest.items():
+        columns = {runs[0].server.label: runs for runs in columns_of(group.runs)}
+        old, new = median_of(columns[before], asked), median_of(columns[after], asked)
+        if old and new is not None:
+            yield model, new / old
+
+
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
-    """A measured table, folded."""
+    """Return a measured table, folded."""
     return folded(title, measured_table(name, results))
 
 
 def folded_sweep(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """A sweep's tables, folded."""
+    """Return a sweep's tables, folded."""
     return folded("Each setting", sweep_table(workload, *options, results=results))
 
 
 def story_picture(
     workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
 ) -> str:
-    """One figure of a workload's newest comparison of these servers, and nothing else."""
+    """Return one figure of a workload's newest comparison of these servers."""
     found = chosen(workload, labels, results)[:1]
     entries = [entry for group in found for entry in _drawn(group, labels, folder)]
     return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
 
 
 def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
-    """All figures that were drawn of a comparison, folded; nothing where none were."""
+    """Return all figures that were drawn of a comparison, folded; "" if there are none."""
     run = group.first
     same = [
         entry
@@ -84,12 +124,12 @@ def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
 
 
 def figures(name: str, root: str = "", folder: Path = PLOTS) -> str:
-    """What was drawn under this name; nothing where it was not."""
+    """Return the figures that were drawn under this name; "" if there are none."""
     return "\n".join(picture(entry, root) for entry in _entries(folder) if entry["workload"] == name)
 
 
 def picture(entry: Entry, root: str) -> str:
-    """A figure, light and dark, and its caption."""
+    """Return a figure, light and dark, and its caption."""
     width, height = entry["size"]
     # With its size the page keeps a figure's place free while the figure loads.
     shape = f"loading=lazy width={width} height={height}"
@@ -116,7 +156,7 @@ def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: P
 
 
 def _drawn(group: Group, labels: Sequence[str], folder: Path) -> list[Entry]:
-    """Figures of this comparison; where another one was drawn for the same model and servers, of that."""
+    """Return the figures of this comparison, or those of another one with the same model and servers."""
     run = group.first
     fitting = [
         entry

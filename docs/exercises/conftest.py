@@ -1,23 +1,21 @@
-"""`--solution` judges the reference solutions instead of what stands in this folder."""
+"""`--solution` judges the solution at the end of each file instead of the task at its beginning."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
-
-SOLUTIONS = Path(__file__).resolve().parent / "solutions"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--solution", action="store_true", help="judge the reference solutions")
+    parser.addoption("--solution", action="store_true", help="judge the solutions at the end of the files")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Put the last definition of each file, its solution, in the place of the first, its task."""
     if config.getoption("--solution"):
-        # Imported first, under the names that the checks import: theirs are found then, not the learner's.
-        sys.path.insert(0, str(SOLUTIONS))
-        for path in sorted(SOLUTIONS.glob("*.py")):
-            importlib.import_module(path.stem)
+        for module in {item.module for item in items}:
+            own = [name for name, each in vars(module).items() if _module_of(each) == module.__name__]
+            setattr(module, own[0], getattr(module, own[-1]))
+
+
+def _module_of(value: object) -> str:
+    return getattr(value, "__module__", "")

@@ -1,12 +1,24 @@
-"""Exercise: from scores and one number to a token."""
+"""Exercise: from scores and one number to a token.
+
+Write `draw`, then run `.venv/bin/pytest docs/exercises/inverse_cdf.py`.
+The check draws with it and with the server's sampler, token for token.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+
+import pytest
+import torch
+
+from common.request import Request, SamplingParams
+from common.sampling import sample
 
 
 def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | None) -> int:
-    """The token that a number chooses.
+    """Return the token that a number chooses.
 
     Keep the `top_k` highest scores (None: all), turn them into probabilities that sum to 1, and take the first
     token at which their running sum exceeds `u`. With a `top_k` tokens are summed up from the most likely one on,
@@ -18,3 +30,42 @@ def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | Non
         temperature: what scores are divided by; above 0.
     """
     raise NotImplementedError("scores, an order, exponentials, a running sum")
+
+
+# ---------------------------------------------------------------------- the check
+
+VOCAB, DRAWS = 50, 40
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [None, 1, 5])
+def test_the_same_number_gives_the_same_token(temperature: float, top_k: int | None) -> None:
+    logits = torch.randn(DRAWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    logits[:, 7] = logits[:, 3]  # equals
+    requests = [
+        Request(f"r{i}", [0], SamplingParams(temperature=temperature, top_k=top_k, seed=i))
+        for i in range(DRAWS)
+    ]
+    expected = sample(logits, requests).token_ids.tolist()
+    found = [
+        draw(row, request.next_uniform(), temperature, top_k)
+        for row, request in zip(logits.tolist(), requests, strict=True)
+    ]
+    assert found == expected
+
+
+# ---------------------------------------------------------------------- one way to solve it
+
+
+def solution(logits: Sequence[float], u: float, temperature: float, top_k: int | None) -> int:
+    """An order first, so that what is cut off is at its end."""
+    ids = list(range(len(logits)))
+    if top_k is not None:
+        ids = sorted(ids, key=lambda i: (-logits[i], i))[:top_k]
+    best = max(logits)  # the largest exponential is 1: none overflows
+    weights = [math.exp((logits[i] - best) / temperature) for i in ids]
+    total = sum(weights)
+    for token_id, sum_ in zip(ids, itertools.accumulate(weights), strict=True):
+        if sum_ > u * total:
+            return token_id
+    return ids[-1]

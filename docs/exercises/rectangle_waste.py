@@ -1,15 +1,62 @@
-"""Exercise: what a rectangle costs."""
+"""Exercise: what a rectangle costs.
+
+Write `wasted_tokens`, then run `.venv/bin/pytest docs/exercises/rectangle_waste.py`.
+The check compares its counts with those of phase 4's telemetry for the same batch.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+
+import pytest
+
+from common.engine import Engine
+from common.llm import LLM
+from common.request import SamplingParams
 
 
 def wasted_tokens(prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> tuple[int, int]:
-    """What phase 4 computes for nothing in one batch: (padded prompt tokens, idle rows of decode steps).
+    """Return what phase 4 computes for nothing in one batch: (padded prompt tokens, idle rows of decode steps).
 
     Args:
         prompt_lengths: of each member.
         new_tokens: how many tokens each member generates. The first of them comes with the prompt's pass.
     """
     raise NotImplementedError("two sums")
+
+
+# ---------------------------------------------------------------------- the check
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return LLM("zoo:llama-tiny", phase="static", dtype="float32", batch_wait_timeout_s=0.0).engine
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_agree_with_telemetry(engine: Engine, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [rng.randint(1, 40) for _ in range(rng.randint(1, 8))]
+    new = [rng.randint(1, 12) for _ in prompts]
+    before = (engine.telemetry.counters.padded_tokens, engine.telemetry.counters.idle_rows)
+    for length, count in zip(prompts, new, strict=True):
+        params = SamplingParams(max_new_tokens=count, ignore_eos=True)
+        assert engine.add_request(engine.create_request([5] * length, params))
+    while engine.has_work:
+        engine.step()
+    counters = engine.telemetry.counters
+    counted = (counters.padded_tokens - before[0], counters.idle_rows - before[1])
+    assert wasted_tokens(prompts, new) == counted
+
+
+# ---------------------------------------------------------------------- one way to solve it
+
+
+def solution(prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> tuple[int, int]:
+    """Both kinds of waste are distances to the longest."""
+    padded = sum(max(prompt_lengths) - length for length in prompt_lengths)
+    idle = sum(
+        max(new_tokens) - count for count in new_tokens
+    )  # the prompt's pass drops out of the difference
+    return padded, idle

@@ -80,7 +80,7 @@ def make_run(
     records = [
         {
             "step": n,
-            "started_s": 0.1 * n,
+            "started_s": round(0.1 * n, 5),
             "duration_s": 0.09,
             "decode_tokens": 3,
             "prefill_tokens": 100 if n < 4 else 0,

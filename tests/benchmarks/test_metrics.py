@@ -7,8 +7,18 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.metrics import is_good, percentile, percentiles, summarize, summarize_server
+from benchmarks.metrics import distribution, is_good, percentile, percentiles, summarize, summarize_server
 from tests.benchmarks.conftest import record
+
+
+def test_a_distribution_keeps_its_ends() -> None:
+    found = distribution([float(n) for n in range(10_000)])
+    assert len(found.seconds) <= 300
+    assert (found.seconds[0], found.seconds[-1], found.shares[-1]) == (0.0, 9999.0, 1.0)
+    assert sum(seconds >= 9500 for seconds in found.seconds) > 100
+    small = distribution([2.0, 1.0])
+    assert (small.seconds, small.shares) == ([1.0, 2.0], [0.5, 1.0])
+    assert distribution([]).shares == []
 
 
 def test_percentiles_by_hand() -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
-from benchmarks import decode_step
 from benchmarks.client import Endpoint, new_record, send
 from benchmarks.loadgen import run_load
 from benchmarks.peers import vllm_server
@@ -146,7 +145,7 @@ def test_a_peer_that_is_not_installed_is_one_line(
         peer_targets(peer, Setup())
     # Both programs say it before they start anything.
     assert command_line.main(["compare", "--peer", f"{peer}={empty}", "--phases", "4"]) == 2
-    assert decode_step.main(["--peer", f"{peer}={empty}"]) == 2
+    assert command_line.main(["micro", "decode_step", "--peer", f"{peer}={empty}"]) == 2
     assert capsys.readouterr().err.count("not installed") == 2
 
 

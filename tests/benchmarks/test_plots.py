@@ -11,7 +11,7 @@ from matplotlib.collections import LineCollection
 
 import benchmarks.plots
 from benchmarks.plots import CAPTIONS, draw_all, figures
-from benchmarks.plots.groups import distribution, load_groups, prefill_start_s, thin, watched_client
+from benchmarks.plots.groups import load_groups, prefill_start_s, thin, watched_client
 from benchmarks.plots.style import THEMES
 from benchmarks.results import Lineup, Run
 from benchmarks.tables import MeasuredTable
@@ -200,19 +200,6 @@ def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
     assert group.first.comparison == "20990101-000000"
 
 
-def test_files_from_before_runs_knew_their_lineup_are_drawn(tmp_path: Path) -> None:
-    """And those that call SLO attainment goodput."""
-    for run in two_phases():
-        fields = json.loads(run.model_dump_json())
-        fields["schema_version"] = 1
-        del fields["lineup"]
-        fields["metrics"]["goodput"] = fields["metrics"].pop("slo_attainment")
-        (tmp_path / run.file_name).write_text(json.dumps(fields))
-    (group,) = load_groups(tmp_path)
-    assert [server.label for server in group.servers] == ["phase 4", "phase 5"]
-    assert group.first.metrics == two_phases()[0].metrics
-
-
 def test_figures_of_the_readers_own_results_say_so(tmp_path: Path) -> None:
     save(tmp_path, make_run())
     save(tmp_path / "local", make_run())
@@ -224,14 +211,14 @@ def test_figures_of_the_readers_own_results_say_so(tmp_path: Path) -> None:
 def test_a_run_that_is_killed_while_it_is_written_leaves_no_half_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def half(path: Path, text: str, **options: str) -> int:
-        write(path, text[: len(text) // 2], **options)
+    def half(path: Path, content: bytes) -> int:
+        write(path, content[: len(content) // 2])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", half)
+        patch.setattr(Path, "write_bytes", half)
         with pytest.raises(KeyboardInterrupt):
             make_run().save(tmp_path)
     assert load_groups(tmp_path) == []
@@ -289,14 +276,6 @@ def test_thinning_keeps_peaks() -> None:
     assert len(kept) <= 100
     assert (637.0, 9.0) in zip(times, kept, strict=True)
     assert thin([0.0, 1.0], [5.0, 4.0]) == ([0.0, 1.0], [5.0, 4.0])
-
-
-def test_a_distribution_keeps_its_ends() -> None:
-    xs, ys = distribution([float(n) for n in range(10_000)])
-    assert len(xs) <= 300
-    assert (xs[0], xs[-1], ys[-1]) == (0.0, 9999.0, 1.0)
-    assert sum(x >= 9500 for x in xs) > 100
-    assert distribution([2.0, 1.0]) == ([1.0, 2.0], [0.5, 1.0])
 
 
 def test_the_table_of_replicas_is_a_figure(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import memory_pressure
-from benchmarks.attention_kernel import Shape, as_table
+from benchmarks.micro import memory_pressure
 from benchmarks.plots.groups import load_groups
 from benchmarks.tables import MeasuredTable, load_tables, show
 from common.models.registry import load_model, open_checkpoint
@@ -67,7 +66,7 @@ def test_runs_and_tables_lie_side_by_side(tmp_path: Path) -> None:
     a_table("decode_step", "2026-03-03T00:00:00+00:00").save(tmp_path / "h200")
     page = pages.measured_table("decode_step", tmp_path)
     assert page.index("2026-03-03") < page.index("2026-01-02")  # of each machine, the newest first
-    assert "python -m benchmarks.memory_pressure" in pages.measured_table("memory_pressure", tmp_path)
+    assert "python -m benchmarks micro memory_pressure" in pages.measured_table("memory_pressure", tmp_path)
 
 
 def test_comparisons_with_other_servers_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -127,18 +126,3 @@ def test_less_memory_gives_the_same_tokens_and_more_preemptions() -> None:
     assert [bool(tokens) for tokens in again] == [bool(count) for count in preemptions]
     assert per_step[0] > per_step[-1]
     assert set(same) == {"6 of 6"}
-
-
-def test_the_kernels_rows_keep_why_something_was_not_measured() -> None:
-    rows = [
-        {"batch": 1, "context": 256, "contender": "ours", "seconds": 1e-5, "bytes_per_s": 2e12}
-        | {"share_of_copy": 0.5, "difference": None, "reason": None},
-        {"batch": 1, "context": 256, "contender": "theirs", "seconds": None, "bytes_per_s": None}
-        | {"share_of_copy": None, "difference": None, "reason": "needs FlashAttention 3"},
-    ]
-    table = as_table(rows, Shape(4, 2, 16, 4, torch.float32, 5), 4e12)
-    assert table.setup["window"] == "5"
-    assert [row[3:] for row in table.rows] == [
-        [10.0, 2000.0, 0.5, None, ""],
-        [None, None, None, None, "needs FlashAttention 3"],
-    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.results import load_runs
+from benchmarks.files import load_runs
 from benchmarks.traces import kept_trace
 from benchmarks.workloads import PromptWriter
 from tests.benchmarks.test_compare import run_comparison

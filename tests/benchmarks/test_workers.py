@@ -15,7 +15,17 @@ import httpx
 import pytest
 
 from benchmarks.client import Endpoint, new_record, send
-from benchmarks.decode_step import BATCHES, COLUMNS, LONG, MANY, SINGLE, Contender, measure, prompts, rows_of
+from benchmarks.micro.decode_step import (
+    BATCHES,
+    COLUMNS,
+    LONG,
+    MANY,
+    SINGLE,
+    Contender,
+    measure,
+    prompts,
+    rows_of,
+)
 from benchmarks.peers.front import create_app
 from benchmarks.peers.library import Piped
 from benchmarks.peers.process import WorkerProcess

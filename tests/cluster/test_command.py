@@ -15,7 +15,7 @@ import infer
 from cluster.environment import prepare
 from cluster.options import Plan, read_flags, read_mapping
 from common.errors import StartupError
-from common.server.cli import UsageError
+from common.server.options import UsageError
 
 
 def test_a_phases_options_are_passed_through() -> None:

@@ -34,7 +34,7 @@ class Nodes:
 
         from cluster.lifecycle import deploy, start_ray
         from cluster.options import read_flags
-        from common.server.lifecycle import bind
+        from common.server.serve import bind
 
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.environment import prepare
-from common.server.lifecycle import bind
+from common.server.serve import bind
 from tests.server.support import HANG_S, eventually
 
 CLIENTS = 6

@@ -1,4 +1,4 @@
-"""Pages that are made of the code: overrides, the step assembled, criteria, shapes, questions."""
+"""Pages that are made of the code and of results: overrides, steps, exit criteria, charts, questions, cards."""
 
 from __future__ import annotations
 
@@ -9,102 +9,110 @@ from pathlib import Path
 
 import pytest
 
-from common.phases import phase_names
-from docs.building import charts, course, criteria, drawing, overrides, results, shapes, stories
-from docs.building.criteria import Criterion
+from common.phases import find_phase, phase_names
+from docs.building import charts, overrides, results, stories
 from tests.docs.conftest import ROOT
 from tests.docs.test_text import a_run
 
+PHASE_PAGES = {name: ROOT / "docs" / "phases" / f"{name.partition('_')[2]}.md" for name in phase_names()}
+ROLES = ("scheduler", "runner", "pool")
+
+
+def section(page: Path, title: str) -> str:
+    """Return what a page has below a heading of the second level."""
+    return page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+# ---------------------------------------------------------------------- who overrides what
+
 
 @pytest.mark.parametrize("phase", phase_names())
-def test_the_body_that_is_named_is_the_one_that_runs(phase: str) -> None:
+def test_the_class_that_is_named_is_the_one_whose_body_runs(phase: str) -> None:
     for cls in overrides.classes_of(phase).values():
-        for name in overrides.method_names(cls):
-            body = overrides.body_of(cls, name)
-            assert body is not None
-            found = inspect.getattr_static(cls, name)
-            found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-            assert inspect.unwrap(found) is body.function, name
+        for name in overrides.written_by_phases(cls):
+            owner = overrides.owner_of(cls, name)
+            assert owner is not None
+            assert vars(owner)[name] is inspect.getattr_static(cls, name), name
 
 
-def test_a_table_of_overrides_has_every_method_once() -> None:
-    for role in overrides.ROLES:
-        table = overrides.overrides_table(role)
-        rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-        alike = re.findall(r"\[`(\w+)`\]", table.partition("One body for all phases:")[2])
-        names = {
-            name
-            for phase in phase_names()
-            for name in overrides.method_names(overrides.classes_of(phase)[role])
-        }
-        assert sorted(rows + alike) == sorted(names)
-    assert "| `plan` | **[4][phase4_static.scheduler.StaticScheduler.plan]** |" in overrides.overrides_table(
-        "scheduler"
-    )
+def test_a_table_of_overrides_has_every_method_of_a_phase_once() -> None:
+    for role in ROLES:
+        rows = re.findall(r"^\| `(\w+)` \|", overrides.overrides_table(role), re.MULTILINE)
+        classes = [overrides.classes_of(phase)[role] for phase in phase_names()]
+        assert sorted(rows) == sorted({name for cls in classes for name in overrides.written_by_phases(cls)})
+    table = overrides.overrides_table("scheduler")
+    assert "| `plan` | **[4][phase4_static.scheduler.StaticScheduler.plan]** |" in table
 
 
-def test_a_step_is_assembled_of_the_bodies_that_it_calls() -> None:
-    step = overrides.assembled_step("phase8_prefix")
-    bodies = re.findall(r'\?\?\? quote "([\w.]+) · ([\w ]+) ·', step)
-    assert len(bodies) == len(set(bodies))
-    assert ("PrefixScheduler.admit", "this phase") in bodies
-    assert ("PagedScheduler.admit", "phase 6") in bodies  # through super()
-    assert ("PrefixCachingPool.register_prefix", "this phase") in bodies  # through the runner that all share
-    assert ("ContinuousScheduler.admit", "phase 5") not in bodies  # overridden, and never called
-    assert step.index("ContinuousScheduler._clear_seats") < step.index("PrefixScheduler.admit")
+@pytest.mark.parametrize("phase", phase_names())
+def test_the_step_of_a_page_is_the_one_that_runs(phase: str) -> None:
+    """Each row's first link is the body that runs, and the others are bodies of the phase's classes."""
+    classes = overrides.classes_of(phase)
+    assembled = section(PHASE_PAGES[phase], "The step, assembled")
+    rows = re.findall(r"^\| `(\w+)\.(\w+)` \| (.+?) \| (.*) \|$", assembled, re.MULTILINE)
+    assert len(rows) == 8
+    above = {owner.__name__: owner for cls in classes.values() for owner in cls.__mro__}
+    for role, name, body, called in rows:
+        owner = overrides.owner_of(classes[role], name)
+        assert owner is not None
+        assert f"[`{owner.__name__}.{name}`][{owner.__module__}.{owner.__name__}.{name}]" in body
+        for link in [body, *called.split(", ")] if called else [body]:
+            [(cls, method)] = re.findall(r"\[`(\w+)\.(\w+)`\]", link)
+            assert method in vars(above[cls]), link
+            assert link.startswith("**") == above[cls].__module__.startswith(f"{phase}."), link
 
 
-def test_every_criterion_names_tests_that_there_are() -> None:
-    for phase in phase_names():
-        table = criteria.exit_criteria(phase)
-        assert table.count("\n") == len(criteria.criteria_of(phase)) + 2
+# ---------------------------------------------------------------------- exit criteria
 
 
-def test_a_test_that_was_renamed_fails_the_build() -> None:
-    for name in ("common/test_models.py::test_no_such", "common/test_nothing.py"):
-        with pytest.raises(ValueError, match="test_no"):
-            criteria.judged(Criterion("it works", tests=[name]))
+@pytest.mark.parametrize("phase", phase_names())
+def test_tests_that_show_a_criterion_exist(phase: str) -> None:
+    rows = re.findall(r"^\| .+ \| (.+) \| (.+) \|$", section(PHASE_PAGES[phase], "Done when"), re.MULTILINE)
+    assert len(rows) >= 6
+    for _, shown in rows:
+        for part in shown.split("<br>"):
+            files, names = re.findall(r"`(tests/.+?)`", part), re.findall(r"`(test_\w+)`", part)
+            assert len(files) == 1 or not names
+            for file in files:
+                defined = set(
+                    re.findall(r"^def (\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+                )
+                assert set(names) <= defined, file
 
 
-def test_a_measured_criterion_is_met_missed_or_not_measured(tmp_path: Path) -> None:
-    asked = {"workload": "continuous_batching", "before": "phase 4", "after": "phase 5"}
-    faster = Criterion("faster", measured=[{**asked, "line": "TTFT p99", "at_most": 0.5}])
-    slower = Criterion("slower", measured=[{**asked, "line": "TTFT p99", "at_least": 0.5}])
-    assert criteria.judged(faster, tmp_path)[0] == "**not measured**"
+@pytest.mark.parametrize("phase", phase_names())
+def test_a_measured_criterion_is_met_or_missed_as_the_page_says(phase: str) -> None:
+    page = PHASE_PAGES[phase]
+    rows = re.findall(r"^\| .+ \| (.+) \| (.+\(asked: .+) \|$", section(page, "Done when"), re.MULTILINE)
+    assert rows
+    for status, shown in rows:
+        met = []
+        asked = re.findall(
+            r'\{\{ (ratios?)\((".+?")(?:, model="(.+?)")?\) \}\} \(asked: (≥|≤) ([\d.]+)\)', shown
+        )
+        assert len(asked) == shown.count("(asked: ")
+        for function, arguments, model, sign, bound in asked:
+            found = dict(stories.model_ratios(*re.findall(r'"(.+?)"', arguments)))
+            values = found.values() if function == "ratios" else [found[model or "dummy:llama-60m"]]
+            assert values
+            met += [value >= float(bound) if sign == "≥" else value <= float(bound) for value in values]
+        assert status == ("met" if all(met) else "**missed**"), shown
+
+
+def test_a_ratio_takes_three_runs_of_each_server(tmp_path: Path) -> None:
+    compared = "continuous_batching", "phase 4", "phase 5", "TTFT p99"
     for repeat in (1, 2, 3):
-        assert criteria.judged(faster, tmp_path)[0] == "**not measured**"  # fewer than three say little
+        assert stories.ratio(*compared, results=tmp_path) == "(not measured yet)"
+        assert stories.ratios(*compared, results=tmp_path) == "(not measured yet)"
         a_run("phase 4", 4, repeat=repeat, ttft=2.0).save(tmp_path)
         a_run("phase 5", 5, repeat=repeat, ttft=0.5).save(tmp_path)
         results.groups.cache_clear()
-    assert criteria.judged(faster, tmp_path)[0] == "met"
-    status, shown = criteria.judged(slower, tmp_path)
-    assert status == "**missed**"
-    assert shown == ["`continuous_batching`, `dummy:llama-60m`: TTFT p99 ×0.25 (asked: ≥ 0.5)"]
-    compared = "continuous_batching", "phase 4", "phase 5", "TTFT p99"
-    assert criteria.ratio(*compared, results=tmp_path) == "×0.25"
-    assert criteria.ratio(*compared, model="dummy:other", results=tmp_path) == "(not measured yet)"
+    assert stories.ratio(*compared, results=tmp_path) == "×0.25"
+    assert stories.ratios(*compared, results=tmp_path) == "×0.25 (`dummy:llama-60m`)"
+    assert stories.ratio(*compared, model="dummy:other", results=tmp_path) == "(not measured yet)"
 
 
-def test_what_is_open_is_never_met() -> None:
-    assert criteria.judged(Criterion("on a GPU", open="there is none"))[0] == "**unverified**"
-    held = Criterion("on a GPU", tests=["common/test_models.py"], open="there is none")
-    assert criteria.judged(held)[0] == "**in part**"
-
-
-def test_a_shape_that_is_not_so_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shapes.shapes_table().count("\n") == len(shapes.LINES) + 2
-    wrong = shapes.LINES[0].__class__("embed", "", ("T F",), key="embed")
-    monkeypatch.setattr(shapes, "LINES", (wrong,))
-    with pytest.raises(AssertionError, match="embed returned"):
-        shapes.shapes_table()
-
-
-def test_the_sampler_is_asked_for_every_setting() -> None:
-    for setting, params in drawing.SETTINGS.items():
-        found = drawing.shares(setting)
-        assert sum(found.values()) == pytest.approx(1.0)
-        assert len(found) <= (params.top_k or len(found))
-    assert max(drawing.shares("temperature 0.5").values()) > max(drawing.shares("temperature 2").values())
+# ---------------------------------------------------------------------- sections, charts, questions, cards
 
 
 def test_a_section_has_a_tab_for_each_model_and_its_picture_first(tmp_path: Path) -> None:
@@ -170,4 +178,8 @@ def test_there_are_ten_questions_for_every_phase_and_each_has_its_section() -> N
 
 
 def test_every_phase_has_a_card() -> None:
-    assert re.findall(r"<strong>(\d):", course.course_picture()) == [str(number) for number in range(1, 10)]
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    cards = re.findall(r"<strong>(\d): (.+?)</strong><span>(.+?)</span>", text)
+    assert [int(number) for number, *_ in cards] == list(range(1, 10))
+    phases = [find_phase(name).PHASE for name in phase_names()]
+    assert cards[3:] == [(str(phase.number), phase.title, phase.idea) for phase in phases]

@@ -11,7 +11,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from common.server import viewer
+from common.server.page import viewer_script, viewer_style
 from tests.docs.conftest import ROOT, Page
 
 pytestmark = pytest.mark.slow  # building it takes most of a minute
@@ -87,8 +87,8 @@ def test_pages_stay_light_on_a_phone(site: Path) -> None:
 
 
 def test_the_viewer_is_the_servers_own(site: Path) -> None:
-    assert (site / "assets" / "viewer.js").read_text(encoding="utf-8") == viewer.script()
-    assert (site / "assets" / "viewer.css").read_text(encoding="utf-8") == viewer.style()
+    assert (site / "assets" / "viewer.js").read_text(encoding="utf-8") == viewer_script()
+    assert (site / "assets" / "viewer.css").read_text(encoding="utf-8") == viewer_style()
 
 
 def test_a_picture_keeps_its_place_before_it_is_loaded(pages: dict[Path, Page]) -> None:

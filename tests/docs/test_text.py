@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import itertools
+import math
 import pkgutil
 import re
 import subprocess
@@ -20,14 +22,17 @@ import phase6_paged
 import phase7_chunked
 from benchmarks.results import Lineup, Metrics, Percentiles, Run
 from benchmarks.servers import Setup, phase_target
+from common.generate import ContiguousCache
 from common.kv import KVShape, Span, kv_bytes
 from common.memory import format_bytes
-from common.models.registry import open_checkpoint
+from common.models.layers import TokenBatch
+from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
+from common.server import live_view
 from common.telemetry import Telemetry
-from docs.building import code, ledger, memory, options, paging, pictures, results, stories
+from docs.building import code, ledger, options, results, stories
 from tests.docs.conftest import ROOT
 
 PACKAGES = ("common", "kernels", "benchmarks", "simulator", "phase")
@@ -96,28 +101,14 @@ def test_python_examples_are_python_and_their_imports_work(path: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_claims_of_identity_name_their_type(path: Path) -> None:
-    claim = r"(same|exactly the) tokens|tokens (of `generate`|(it|they) (got|would))"
-    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
-        if re.search(claim, " ".join(paragraph.split()), re.IGNORECASE):
-            assert "float32" in paragraph, paragraph
-
-
-WORDS = (
-    "request, sequence, queue, hold a place, seat, active, batch, step, plan, admit, prefill, chunk, decode, "
-    "pass, preempt, retire, reserve, release, column, block, block table, slot, store, address, pool, view, "
-    "layer, row, tile"
-)
-
-
 def test_the_glossary_defines_each_word_once() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    terms = [term for line in re.findall(r"^(.+)\n:   ", text, re.MULTILINE) for term in line.split(", ")]
+    terms = []
+    for page in ("glossary.md", "metrics.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        terms += [
+            term for line in re.findall(r"^(.+)\n:   ", text, re.MULTILINE) for term in line.split(", ")
+        ]
     assert len(terms) == len(set(terms))
-    assert set(WORDS.split(", ")) <= set(terms)
-    measured = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert not set(terms) & set(re.findall(r"^(.+)\n:   ", measured, re.MULTILINE))
 
 
 def test_the_flat_pass_on_its_page_is_one_that_a_runner_makes() -> None:
@@ -162,28 +153,86 @@ def test_references_leave_no_module_out() -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-#: Published counts; an embedding that is the head, too, counts once.
-PARAMETERS = {
-    "Llama 3.2 1B": 1_235_814_400,
-    "Llama 3.2 3B": 3_212_749_824,
-    "Qwen3 1.7B": 1_720_574_976,
-    "Qwen3 4B": 4_022_468_096,
-    "Gemma 3 1B": 999_885_952,
+#: Models of the tables, and their published numbers of parameters. An embedding that is the head, too, counts once.
+MODELS = {
+    "Llama 3.2 1B": ("dummy:llama-3.2-1b", 1_235_814_400),
+    "Llama 3.2 3B": ("dummy:llama-3.2-3b", 3_212_749_824),
+    "Qwen3 1.7B": ("dummy:qwen3-1.7b", 1_720_574_976),
+    "Qwen3 4B": ("dummy:qwen3-4b", 4_022_468_096),
+    "Gemma 3 1B": ("dummy:gemma-3-1b", 999_885_952),
 }
 
 
+def table(page: str, head: str) -> list[list[str]]:
+    """Return the cells of a page's table whose first column is called so, without its head."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    lines = text.partition(f"\n| {head} |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert lines
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
+
+
 def test_memory_table_is_kv_bytes() -> None:
-    rows = [line.split("|")[1:-1] for line in memory.memory_table().splitlines()[2:]]
-    assert [row[0].strip() for row in rows] == list(memory.MODELS)
-    for row in rows:
-        config = open_checkpoint(memory.MODELS[row[0].strip()]).config
-        per_token, weights, kv, total = (cell.strip() for cell in row[-4:])
+    rows = table("kv-memory.md", "model")
+    assert [row[0] for row in rows] == list(MODELS)
+    for name, *sizes, per_token, weights, kv, total in rows:
+        model, parameters = MODELS[name]
+        config = open_checkpoint(model).config
+        assert sizes == [str(each) for each in (config.num_layers, config.num_kv_heads, config.head_dim)]
         by_hand = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
         assert kv_bytes(config, 1, torch.bfloat16) == by_hand
+        assert weight_bytes(config, torch.bfloat16) == 2 * parameters
         assert per_token == f"{by_hand / 1024:.0f} kB"
-        assert weights == format_bytes(2 * PARAMETERS[row[0].strip()])
+        assert weights == format_bytes(2 * parameters)
         assert kv == format_bytes(8 * 4096 * by_hand)
-        assert total == format_bytes(8 * 4096 * by_hand + 2 * PARAMETERS[row[0].strip()])
+        assert total == format_bytes(8 * 4096 * by_hand + 2 * parameters)
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens"),
+    [("phases/static.md", 8 * 4096), ("phases/continuous.md", 8 * 4096), ("phases/paged.md", 16)],
+)
+def test_sizes_in_sentences_are_kv_bytes(page: str, tokens: int) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    said = re.findall(rf"([\d.]+ [GM]B) for\s+({'|'.join(MODELS)})", text)
+    assert said
+    for size, name in said:
+        config = open_checkpoint(MODELS[name][0]).config
+        assert size == format_bytes(kv_bytes(config, tokens, torch.bfloat16)), name
+
+
+def test_every_weight_is_in_the_table_of_shapes_once() -> None:
+    model, parameters = MODELS["Llama 3.2 1B"]
+    rows = {row[0].strip("`"): row for row in table("phases/model.md", "call")}
+    factors = [
+        row[-1].replace(",", "").split(" × ") for name, row in rows.items() if row[-1] and name != "embed"
+    ]
+    assert sum(math.prod(int(factor) for factor in each) for each in factors) == parameters
+    assert rows["embed"][-1] == rows["lm_head"][-1]  # the same matrix
+    config = open_checkpoint(model).config
+    assert rows["lm_head"][-2] == f"`[3, {config.vocab_size}]`"
+
+
+def test_the_shapes_on_the_page_are_those_of_a_pass() -> None:
+    """Linear layers return the shapes that the column *here* says."""
+    expected = {row[0].strip("`"): row[3] for row in table("phases/model.md", "call")}
+    checkpoint = open_checkpoint("zoo:llama-tiny")
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=256)
+    modules = {"lm_head": model.lm_head, **dict(model.layers[0].named_modules())}
+    linear = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head")
+    found: dict[str, str] = {}
+
+    def note(name: str, _module: object, _inputs: object, result: torch.Tensor) -> None:
+        found[name] = f"`{list(result.shape)}`"
+
+    for name in linear:
+        modules[name].register_forward_hook(functools.partial(note, name))
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, 256, 3)
+    for name in "ABC":
+        cache.reserve(Request(name, [0], SamplingParams()), 256)
+    cache.advance([Span.exact(0, 0, 131), Span.exact(1, 0, 7)])
+    view = cache.view([Span.exact(0, 131, 132), Span.exact(1, 7, 8), Span.exact(2, 0, 3)])
+    model(TokenBatch(torch.tensor([812, 44, 17, 5, 90]), view.positions, torch.tensor([0, 1, 4])), view)
+    assert found == {name: expected[name] for name in linear}
 
 
 def test_more_seats_in_the_same_bytes_take_the_options_that_the_page_names() -> None:
@@ -191,24 +240,36 @@ def test_more_seats_in_the_same_bytes_take_the_options_that_the_page_names() -> 
     [flags] = re.findall(r"python -m phase6_paged (--.*)", text)
     named = dict(re.findall(r"--([\w-]+) (\S+)", flags))
     assert named.items() <= phase_target("6", Setup()).options.items()
-    slots = phase5_continuous.Config(max_seq_len=4096)
-    default = phase6_paged.Config(max_seq_len=4096)
-    options = {name.replace("-", "_"): int(value) for name, value in named.items()}
-    more = phase6_paged.Config(max_seq_len=4096, **options)
-    assert slots.kv_tokens() == default.kv_tokens() == more.kv_tokens()
-    assert slots.max_batch_size == default.max_batch_size < more.max_batch_size
-    assert f"| phase 6 | `{flags}` | {more.max_batch_size} | {more.kv_tokens()} |" in paging.seats_table()
+    seats = {"max_batch_size": int(named["max-batch-size"])}
+    rows = [
+        ("phase 5", "its defaults", phase5_continuous.Config(max_seq_len=4096)),
+        ("phase 6", "its defaults", phase6_paged.Config(max_seq_len=4096)),
+        (
+            "phase 6",
+            f"`--max-batch-size {seats['max_batch_size']}`",
+            phase6_paged.Config(max_seq_len=4096, **seats),
+        ),
+        (
+            *("phase 6", f"`{flags}`"),
+            phase6_paged.Config(max_seq_len=4096, **seats, num_blocks=int(named["num-blocks"])),
+        ),
+    ]
+    assert table("phases/paged.md", "phase") == [
+        [phase, started, str(config.max_batch_size), str(config.kv_tokens())]
+        for phase, started, config in rows
+    ]
+    assert rows[0][2].kv_tokens() == rows[1][2].kv_tokens() == rows[3][2].kv_tokens()
+    assert rows[0][2].max_batch_size == rows[1][2].max_batch_size < rows[3][2].max_batch_size
 
 
-def test_timelines_are_whole() -> None:
-    """Every client gets what it asked for, in each phase; only phase 4 has idle rows."""
-    for phase, idle in (("phase4_static", True), ("phase5_continuous", False)):
-        found = pictures.schedule(phase)
-        for client in pictures.CLIENTS:
-            work = [kind for name, kind in found.cells.values() if name == client.name and kind != "idle"]
-            assert sorted(work) == ["decode"] * (client.new_tokens - 1) + ["prefill"]
-        assert any(kind == "idle" for _, kind in found.cells.values()) is idle
-        assert found.steps > max(found.last_token.values())
+def test_chunks_on_their_page_are_arithmetic() -> None:
+    default = phase7_chunked.Config().prefill_chunk_size
+    for row in table("phases/chunked.md", "chunk"):
+        chunk, steps, keys = (int(cell.split()[0]) for cell in row[:3])
+        assert ("(default)" in row[0]) == (chunk == default)
+        assert steps == 2048 // chunk
+        assert keys == sum(chunk * (i + 1) for i in range(steps))
+        assert row[3] == f"{keys / 2048:.1f} ×"
 
 
 def test_workloads_name_only_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +300,16 @@ def test_source_is_cut_out_whole() -> None:
     ast.parse(shown.split("\n", 1)[1].rsplit("```", 1)[0])
     with pytest.raises((AttributeError, ModuleNotFoundError)):
         code.source("phase4_static.scheduler.StaticScheduler.no_such_method")
+
+
+def test_limits_of_the_live_view_are_the_codes() -> None:
+    text = " ".join((ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"at most (\d+) frames a second, .*? at most ([\d.]+) % .*? At most (\d+) may look", text
+    )
+    assert said is not None
+    limits = (live_view.MAX_FRAMES_PER_S, live_view.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
+    assert tuple(float(each) for each in said.groups()) == pytest.approx(limits)
 
 
 # ---------------------------------------------------------------------- results
@@ -325,15 +396,14 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- exercises
 
-NAMES = sorted(path.stem.removeprefix("check_") for path in EXERCISES.glob("check_*.py"))
+FILES = [str(path.relative_to(ROOT)) for path in sorted(EXERCISES.glob("*.py")) if path.stem != "conftest"]
 
 
 def check(*options: str) -> str:
-    """Run every exercise's check in one process: what pytest says, a line for each test."""
+    """Run every exercise's check in one process. Returns pytest's output, a line for each test."""
     plain = ["-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, "-m", "pytest", *plain, *options]
-    files = [f"docs/exercises/check_{name}.py" for name in NAMES]
-    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *FILES], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), (
         done.stdout[-3000:] + done.stderr[-3000:]
     )  # 1: tests ran, and some failed
@@ -454,23 +524,17 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     assert "phase 4" in plain
 
 
-def test_there_are_exercises() -> None:
-    for name in NAMES:
-        assert (EXERCISES / f"{name}.py").is_file()
-        assert (EXERCISES / "solutions" / f"{name}.py").is_file()
-    assert len(NAMES) >= 5
-
-
-def test_reference_solutions_pass() -> None:
+def test_solutions_pass() -> None:
     said = check("--solution")
-    for name in NAMES:
-        assert f"PASSED docs/exercises/check_{name}.py" in said
+    assert len(FILES) >= 12
+    for file in FILES:
+        assert f"PASSED {file}" in said
     assert "FAILED" not in said
     assert "ERROR" not in said
 
 
 def test_untouched_exercises_fail() -> None:
     said = check()
-    for name in NAMES:
-        assert f"FAILED docs/exercises/check_{name}.py" in said, name
-    assert "ERROR" not in said  # nothing but what the learner has to write is missing
+    for file in FILES:
+        assert f"FAILED {file}" in said
+    assert "ERROR" not in said  # nothing is missing but the body that the learner has to write

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
-from common.server import pulse
+from common.server import logs
 from tests.cluster.conftest import running
 from tests.faults.attackers import ATTACKS, Attackers
 from tests.faults.ordinary import HealthWatch, OrdinaryClients, Service
@@ -82,7 +82,9 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)
         server.begin_test()  # when all requests have ended
-        returned_by = time.monotonic() + pulse.EVERY_S + 1  # freed memory has gone back to the system by then
+        returned_by = (
+            time.monotonic() + logs.PULSE_EVERY_S + 1
+        )  # freed memory has gone back to the system by then
         while (held := memory_bytes(server)) > most and time.monotonic() < returned_by:
             time.sleep(0.5)
         assert most == 0 or held <= most, f"{held} bytes after the second attack, {most} at most"

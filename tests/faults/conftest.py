@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.server.backlogs import Backlogs
 from common.server.connections import ConnectionLimits
+from common.server.stream import Backlogs
 from tests.faults.neighbours import Neighbours
 from tests.server.conftest import PHASES, with_option
 from tests.server.support import LocalServer

@@ -32,7 +32,7 @@ import pytest
 
 from common.errors import StartupError
 from common.server.connections import ConnectionLimits, allow_open_files
-from common.server.lifecycle import bind
+from common.server.serve import bind
 from tests.faults import breaking
 from tests.faults.breaking import MARKED
 from tests.faults.conftest import options_of

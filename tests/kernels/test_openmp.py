@@ -31,7 +31,7 @@ OTHER_ENTRY_POINTS = [
     ["-m", "infer", "serve", "5", "--help"],
     ["-m", "benchmarks", "--help"],
     ["-m", "benchmarks.demo", "--help"],
-    ["-m", "benchmarks.kv_cache", "--help"],
+    ["-m", "benchmarks", "micro", "kv_cache", "--help"],
     ["-c", "import kernels.attention"],
     ["-c", "import simulator"],
     ["-c", "import benchmarks.peers.workers.ours; import torch"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -210,6 +211,29 @@ def test_a_player_that_goes_away_first_plays_what_it_was_given() -> None:
         player.submit(tape.recorded, [torch.ones(1)], 0)
     del player
     assert written.item() == 50
+
+
+ABANDONED = """
+import torch
+from kernels import native
+from kernels.tape import record
+assert native.load_native_kernels()
+weights = torch.randn(1500, 1500)
+tape, _ = record(lambda x: (x @ weights @ weights @ weights,), torch.randn(1500, 1500))
+player = torch.classes.infer.TapePlayer()
+player.submit(tape.recorded, [torch.randn(1500, 1500)], 0)
+del tape, weights  # the pass that runs holds the last references
+del player
+print("ended")
+"""
+
+
+def test_a_player_may_go_away_behind_its_tapes() -> None:
+    """The thread that joins it holds the interpreter's lock, which freeing the tape's weights would wait for."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr
 
 
 def test_work_goes_on_with_what_earlier_work_returned(player: torch.ScriptObject) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 # The process that forks imports this module, and with it all that servers import.
-import common.server.cli  # noqa: F401
+import common.server.serve  # noqa: F401
 from common.phases import find_phase, phase_names
 
 for phase in phase_names():

@@ -1,6 +1,6 @@
 """A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
 
-It is the ordinary server (`common.server.lifecycle`), with hooks on the model. Lines on stdin are orders: `hold`
+It is the ordinary server (`common.server.serve`), with hooks on the model. Lines on stdin are orders: `hold`
 and `open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`, and `stick` makes the
 tokenizer hang. On stdout it says `held` when a pass waits, `hangs` when the tokenizer does, and echoes each order
 once it is in force; then, to `collect`, whether the garbage collector has `few` objects to look through or `many`.
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from common.phases import find_phase
-from common.server import cli, lifecycle, pulse
-from common.server.log_format import configure_logging
+from common.server import logs, serve
+from common.server.logs import configure_logging
+from common.server.options import read_options
 
 SECRET = "the-secret-inside-the-server"
 
@@ -79,7 +80,7 @@ def main() -> None:
         engine.tokenizer.encode = encode_or_hang
         return engine
 
-    bind = lifecycle.bind
+    bind = serve.bind
 
     def bind_with_small_buffers(host: str, port: int) -> socket.socket:
         """So that a few hundred tokens suffice to fill what the kernel takes for a client that reads nothing."""
@@ -87,13 +88,13 @@ def main() -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return listener
 
-    lifecycle.bind = bind_with_small_buffers
-    pulse.EVERY_S = 1e6  # tests read every line of the log
+    serve.bind = bind_with_small_buffers
+    logs.PULSE_EVERY_S = 1e6  # tests read every line of the log
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
-    options, config = cli.read_options(gated, sys.argv[2:])
+    options, config = read_options(gated, sys.argv[2:])
     configure_logging(options.log_level, options.log_format)
-    sys.exit(lifecycle.serve(gated, options, config))
+    sys.exit(serve.serve(gated, options, config))
 
 
 if __name__ == "__main__":

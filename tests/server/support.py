@@ -21,11 +21,11 @@ import httpx
 import psutil
 
 from common.phases import find_phase
-from common.server import lifecycle
+from common.server import serve
 from common.server.app import create_app
-from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
+from common.server.stream import Backlogs
 from common.worker import EngineWorker
 from tests.server.forked import ForkedProcess
 
@@ -257,13 +257,13 @@ class LocalServer(Served):
         config = package.Config(device="cpu", dtype="float32", **options)
         self.worker = EngineWorker(lambda: package.build_engine(config))
         self.engine = self.worker.build()
-        self.listener = lifecycle.bind("127.0.0.1", 0)
+        self.listener = serve.bind("127.0.0.1", 0)
         # A few hundred tokens suffice to fill what the kernel takes for a client that reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         backlogs = backlogs or Backlogs()
         app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s, backlogs=backlogs)
         self.service: Service = app.state.server
-        self.http = lifecycle.Server(
+        self.http = serve.Server(
             Config(
                 app,
                 limits or ConnectionLimits(),
@@ -281,7 +281,7 @@ class LocalServer(Served):
         self._thread = threading.Thread(target=self.http.run, args=([self.listener],))
         self._thread.start()
         eventually(lambda: self.http.started)
-        super().__init__(lifecycle.url_of(self.listener))
+        super().__init__(serve.url_of(self.listener))
 
     def signal(self) -> None:
         """As SIGTERM does."""

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from common.phases import find_phase
-from common.server import cli
+from common.server.options import UsageError, read_options
 from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import in_background
 
@@ -117,8 +117,8 @@ def test_a_model_has_all_its_names_and_calls_itself_by_the_first(named: ServerPr
 @pytest.mark.parametrize("option", ["--api-key", "--served-model-name"])
 def test_empty_names_and_keys_are_refused(option: str) -> None:
     for value in ("", "a,", ","):
-        with pytest.raises(cli.UsageError, match=option):
-            cli.read_options(find_phase("phase5_continuous"), [option, value])
+        with pytest.raises(UsageError, match=option):
+            read_options(find_phase("phase5_continuous"), [option, value])
 
 
 # ---------------------------------------------------------------------- ids of requests

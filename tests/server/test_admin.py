@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from common.phases import find_phase
 from common.server.app import create_app
-from common.server.cli import read_options
+from common.server.options import read_options
 from tests.server.support import assert_error, eventually
 
 BODY = {

@@ -14,13 +14,12 @@ from starlette.requests import Request
 
 from common.engine import Engine
 from common.grammar import Grammar
-from common.server import intake
-from common.server.admission import Lane
+from common.server import bodies, intake
 from common.server.app import create_app
 from common.server.bodies import Bodies
 from common.server.errors import ApiError
-from common.server.routes import generation
-from common.server.schemas import parsing
+from common.server.intake import Lane
+from common.server.replies.answer import Answer
 from common.server.service import Service
 from tests.engine_helpers import build, tiny_model
 from tests.server.in_process import MODEL, HeldTokenizer, complete, post, until
@@ -281,9 +280,9 @@ def test_large_bodies_are_validated_in_a_thread(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "prompt",
     [
-        [[1]] * (parsing.MAX_CONTAINERS + 1),
-        [1] * (parsing.MAX_VALUES + 1),
-        ["a"] * (parsing.MAX_VALUES + 1),
+        [[1]] * (bodies.MAX_CONTAINERS + 1),
+        [1] * (bodies.MAX_VALUES + 1),
+        ["a"] * (bodies.MAX_VALUES + 1),
     ],
     ids=["lists", "ids", "texts"],
 )
@@ -301,8 +300,8 @@ def test_bodies_of_very_many_values_are_not_validated(prompt: Any, monkeypatch: 
 
 @pytest.mark.parametrize("text", ['a,"b",[c],{d}' * 100_000, '\\",\\\\' * 200_000, ',"\\' * 200_000])
 def test_commas_and_brackets_of_a_text_are_no_values(text: str) -> None:
-    parsing.refuse_too_many_values(json.dumps({"model": MODEL, "prompt": text, "n": 1}).encode())
-    parsing.refuse_too_many_values(json.dumps({"model": MODEL, "prompt": [text], text[:9]: [1, 2]}).encode())
+    bodies.refuse_too_many_values(json.dumps({"model": MODEL, "prompt": text, "n": 1}).encode())
+    bodies.refuse_too_many_values(json.dumps({"model": MODEL, "prompt": [text], text[:9]: [1, 2]}).encode())
 
 
 # ---------------------------------------------------------------------- log-probabilities of prompts
@@ -440,7 +439,7 @@ def test_a_request_whose_answer_cannot_be_begun_leaves_its_seat(monkeypatch: pyt
 
     async def scenario(app: FastAPI, service: Service) -> None:
         with monkeypatch.context() as failing:
-            failing.setattr(generation, "show_prompts", fail)
+            failing.setattr(Answer, "show_prompts", fail)
             failed = await complete(app, [1, 2, 3], max_tokens=60, ignore_eos=True)
             assert failed.status == 500, failed.body
         assert (await complete(app, [1, 2, 3])).status == 200

@@ -15,7 +15,8 @@ import pytest
 
 from common import zoo
 from common.phases import find_phase
-from common.server import cli
+from common.server import serve
+from common.server.options import ServerOptions, UsageError, read_options
 from tests.server.support import ServerProcess
 
 Fail = Callable[..., tuple[int, str]]
@@ -38,7 +39,7 @@ def fail(phase: str, capsys: pytest.CaptureFixture[str]) -> Fail:
 
     def run(*argv: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.main(phase, argv)
+            serve.main(phase, argv)
         printed = capsys.readouterr()
         errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
         others = [line for line in printed.err.splitlines() if " INFO " not in line]
@@ -151,11 +152,11 @@ def test_a_broken_config(fail: Fail, tmp_path: Path) -> None:
 
 def test_help_lists_every_option(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(phase, ["--help"])
+        serve.main(phase, ["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     package = find_phase(phase)
-    for name in [*package.Config.model_fields, *cli.ServerOptions.model_fields]:
+    for name in [*package.Config.model_fields, *ServerOptions.model_fields]:
         assert f"--{name.replace('_', '-')}" in text
     assert str(package.PHASE.default_port) in text
     assert "default factory" not in text
@@ -175,7 +176,7 @@ def test_help_lists_every_option(phase: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_version(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(phase, ["--version"])
+        serve.main(phase, ["--version"])
     assert ended.value.code == 0
     version = importlib.metadata.version("infer-phases")
     assert capsys.readouterr().out.startswith(f"infer {version}, torch ")
@@ -193,8 +194,8 @@ def test_the_version(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_values_are_told_in_words_of_the_command_line(argv: list[str], says: str) -> None:
-    with pytest.raises(cli.UsageError) as told:
-        cli.read_options(find_phase("phase5_continuous"), argv)
+    with pytest.raises(UsageError) as told:
+        read_options(find_phase("phase5_continuous"), argv)
     assert says in str(told.value)
     assert "parse" not in str(told.value)
     assert "Input" not in str(told.value)
@@ -206,11 +207,11 @@ def test_flags_win_over_the_environment_and_that_over_defaults(
     monkeypatch.setenv("INFER_MAX_BATCH_SIZE", "3")
     monkeypatch.setenv("INFER_SHUTDOWN_TIMEOUT", "4.5")
     package = find_phase(phase)
-    options, config = cli.read_options(package, ["--max-waiting-requests", "5", "--log-level=error"])
+    options, config = read_options(package, ["--max-waiting-requests", "5", "--log-level=error"])
     assert (config.max_batch_size, config.max_waiting_requests) == (3, 5)
     assert (options.shutdown_timeout, options.log_level) == (4.5, "error")
     assert (options.host, options.port) == ("127.0.0.1", package.PHASE.default_port)
-    assert cli.read_options(package, ["--max-batch-size", "7"])[1].max_batch_size == 7
+    assert read_options(package, ["--max-batch-size", "7"])[1].max_batch_size == 7
 
 
 def test_booleans_have_a_no_form(phase: str) -> None:
@@ -225,28 +226,28 @@ def test_booleans_have_a_no_form(phase: str) -> None:
 
     Extended.Config = Config  # type: ignore[attr-defined]
     for argv, value in (([], True), (["--caching"], True), (["--no-caching"], False)):
-        config = cli.read_options(Extended, argv)[1]  # type: ignore[arg-type]
+        config = read_options(Extended, argv)[1]  # type: ignore[arg-type]
         assert config.caching is value  # type: ignore[attr-defined]
 
 
 def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     package = find_phase("phase7_chunked")
     name = "prefill_token_budget"
-    assert getattr(cli.read_options(package, [])[1], name) == 256
-    assert getattr(cli.read_options(package, ["--prefill-token-budget", "none"])[1], name) is None
+    assert getattr(read_options(package, [])[1], name) == 256
+    assert getattr(read_options(package, ["--prefill-token-budget", "none"])[1], name) is None
     monkeypatch.setenv("INFER_PREFILL_TOKEN_BUDGET", "none")
-    assert getattr(cli.read_options(package, [])[1], name) is None
+    assert getattr(read_options(package, [])[1], name) is None
 
 
 def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str]) -> None:
     """A chunk size alone is a budget of as many tokens; what is wrong with it is said of itself."""
     package, name = find_phase("phase7_chunked"), "prefill_token_budget"
-    assert getattr(cli.read_options(package, ["--prefill-chunk-size", "512"])[1], name) == 512
-    with pytest.raises(cli.UsageError, match=r"--prefill-chunk-size .*greater than or equal to 1, not '0'"):
-        cli.read_options(package, ["--prefill-chunk-size", "0"])
-    cli.read_options(package, ["--no-use-chunked-prefill"])
+    assert getattr(read_options(package, ["--prefill-chunk-size", "512"])[1], name) == 512
+    with pytest.raises(UsageError, match=r"--prefill-chunk-size .*greater than or equal to 1, not '0'"):
+        read_options(package, ["--prefill-chunk-size", "0"])
+    read_options(package, ["--no-use-chunked-prefill"])
     with pytest.raises(SystemExit):
-        cli.read_options(package, ["--help"])
+        read_options(package, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "prompt tokens computed in a step; default: one chunk; none: no bound" in text
     assert "lambda" not in text
@@ -256,10 +257,10 @@ def test_options_that_contradict_each_other() -> None:
     """They are named as they are, not as values of an option that does not exist."""
     package = find_phase("phase7_chunked")
     with pytest.raises(
-        cli.UsageError, match=r"^mixed_batches has no meaning without use_chunked_prefill: .*out$"
+        UsageError, match=r"^mixed_batches has no meaning without use_chunked_prefill: .*out$"
     ):
-        cli.read_options(package, ["--no-use-chunked-prefill", "--no-mixed-batches"])
-    cli.read_options(package, ["--no-use-chunked-prefill"])
+        read_options(package, ["--no-use-chunked-prefill", "--no-mixed-batches"])
+    read_options(package, ["--no-use-chunked-prefill"])
 
 
 def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:

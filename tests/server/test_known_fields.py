@@ -1,6 +1,6 @@
 """Fields that clients send and the server does not implement: neutral values are accepted, others refused by name.
 
-Every line of the tables in `common.server.schemas.unimplemented` is sent.
+Every line of the tables in `common.server.requests.known_fields` is sent.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import pytest
 from openai.types.chat import ChatCompletionStreamOptionsParam
 from pydantic import BaseModel
 
+from common.server.bodies import Body, Limits, parse
 from common.server.errors import ApiError
-from common.server.schemas.chat import ChatRequest
-from common.server.schemas.completion import CompletionRequest
-from common.server.schemas.parsing import Body, Limits, parse
-from common.server.schemas.tokens import TokenizeRequest
-from common.server.schemas.unimplemented import TABLES, Neutral, lines_of
+from common.server.requests.chat import ChatRequest, TokenizeRequest
+from common.server.requests.generation import CompletionRequest
+from common.server.requests.known_fields import TABLES, Neutral, lines_of
 from docs.building.options import unimplemented_fields_table
 from tests.server.support import ServerProcess, assert_error
 

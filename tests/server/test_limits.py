@@ -21,19 +21,18 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.server import connections
-from common.server.backlogs import Backlogs, SlowReaderError
-from common.server.bodies import expire
+from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
     Config,
     Connection,
     ConnectionLimits,
+    LingeringTransport,
     TooMany,
     allow_open_files,
 )
-from common.server.lifecycle import find_lost_peers
-from common.server.lingering import LingeringTransport
-from common.server.parser import EVENTS_PER_TURN, FREE_BODY_PIECES
+from common.server.serve import find_lost_peers
+from common.server.stream import Backlogs, SlowReaderError
 from tests.server.support import HANG_S, LocalServer, eventually
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.phases import find_phase
-from common.server import cli
+from common.server.options import UsageError, read_options
 from tests.server.forked import ForkedProcess
 from tests.server.support import HANG_S, ServerProcess
 
@@ -96,5 +96,5 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         assert start_and_fail(*options).startswith(
             f"error: --ssl-certfile {files[0]} --ssl-keyfile {files[1]}: "
         )
-    with pytest.raises(cli.UsageError, match="--ssl-keyfile has no meaning without --ssl-certfile"):
-        cli.read_options(find_phase(PHASE), ["--ssl-keyfile", str(key)])
+    with pytest.raises(UsageError, match="--ssl-keyfile has no meaning without --ssl-certfile"):
+        read_options(find_phase(PHASE), ["--ssl-keyfile", str(key)])

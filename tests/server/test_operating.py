@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 
 from common.phases import find_phase
 from common.server.app import create_app
-from common.server.cli import UsageError, read_options
-from common.server.log_format import FIELDS, JsonLines
+from common.server.logs import FIELDS, JsonLines
+from common.server.options import UsageError, read_options
 from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 from tests.server.test_lifecycle import in_background
 

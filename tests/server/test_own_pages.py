@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from common.server.own_pages import AllowedHosts
+from common.server.middleware import AllowedHosts
 from tests.server.support import ServerProcess, assert_error
 from tests.server.test_operating import app_with
 

@@ -26,12 +26,11 @@ from common.errors import (
 )
 from common.phases import find_phase
 from common.request import SamplingParams
-from common.server.answers import interleave
 from common.server.app import create_app
-from common.server.backlogs import Backlogs
 from common.server.errors import HANDLERS, ApiError, from_exception, status_at
+from common.server.replies.answer import interleave
 from common.server.service import served_model_name
-from common.server.transport import EventStream
+from common.server.stream import Backlogs, EventStream
 from common.worker import EngineWorker
 
 # ---------------------------------------------------------------------- errors

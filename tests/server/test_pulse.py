@@ -12,23 +12,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.server import pulse
-from common.server.log_format import FIELDS
-from common.server.pulse import Pulse
+from common.server import logs
+from common.server.logs import FIELDS, Pulse
 from common.worker import EngineWorker
 from tests.common.test_worker import read, until, with_worker
 from tests.engine_helpers import build, greedy
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == pulse.__name__]
+    return [record for record in caplog.records if record.name == logs.__name__]
 
 
 def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(pulse, "EVERY_S", 0.01)
+    monkeypatch.setattr(logs, "PULSE_EVERY_S", 0.01)
     engine = build("continuous", clock=time.monotonic)
     gate, held = threading.Event(), threading.Event()
     step = engine.step
@@ -75,7 +74,7 @@ FREED_MB = 150
 )
 def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that stay lie among those that are freed, so the allocator can give no end of its heap back."""
-    monkeypatch.setattr(pulse, "EVERY_S", 0.01)
+    monkeypatch.setattr(logs, "PULSE_EVERY_S", 0.01)
     process = psutil.Process()
     engine = build("continuous", clock=time.monotonic)
 

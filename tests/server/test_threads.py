@@ -79,17 +79,17 @@ def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
 SLOW_ENGINE = """
 import sys, types
 import torch
-from common.server import cli
+from common.server import serve
 
 def build_engine(config):
     print("building", flush=True)
     while True:
         torch.ones(500, 500) @ torch.ones(500, 500)
 
-package = cli.find_phase("phase4_static")
+package = serve.find_phase("phase4_static")
 slow = types.SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
-cli.find_phase = lambda name: slow
-cli.main("phase4_static", ["--port", "0"])
+serve.find_phase = lambda name: slow
+serve.main("phase4_static", ["--port", "0"])
 """
 
 

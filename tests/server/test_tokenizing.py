@@ -37,7 +37,7 @@ def test_few_at_once_and_the_others_keep_their_places() -> None:
 
 def test_a_client_that_leaves_before_its_turn_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
     """One that leaves while it is tokenized, too; but its thread is free only when that is done."""
-    caplog.set_level("INFO", "common.server.request_log")
+    caplog.set_level("INFO", "common.server.logs")
     engine = build("continuous", max_waiting_requests=QUEUE)
     app = create_app(engine, model_name=MODEL)
     held = HeldTokenizer(engine)

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.server.backlogs import Backlogs
-from common.server.recordings import MAX_RECORDINGS
+from common.server.live_view import MAX_RECORDINGS
+from common.server.stream import Backlogs
 from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
 from tests.traces import assert_valid, read_trace, requests_of
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.files import load_comparisons
 from benchmarks.results import RESULTS
 from benchmarks.tables import load_tables
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
@@ -146,9 +147,9 @@ def test_the_plan_makes_its_table(tmp_path: Path) -> None:
 
 
 def test_calibrating_writes_both_tables(tmp_path: Path) -> None:
-    for name in ("mixed", "single"):
-        for run_file in RESULTS.glob(f"{name}-llama-60m-20261121-182212-phase-6-r1.json"):
-            (tmp_path / run_file.name).write_bytes(run_file.read_bytes())
+    for each in load_comparisons(RESULTS):
+        if each.key[:2] in {("20261123-030937", "mixed"), ("20261123-030937", "single")}:
+            next(one for one in each.runs if one.server.label == "phase 6").save(tmp_path)
     assert calibrate(["--results", str(tmp_path)]) == 0
     (fit,) = load_fits(tmp_path)
     assert (fit.runs, fit.same_share) == (2, 1.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.results import Run, load_runs
+from benchmarks.files import Together, load_comparisons
+from benchmarks.results import RESULTS, Run
 from simulator import LinearCost, Work
 from simulator.cost import Device, RooflineCost
 from simulator.fitting import fit_prices
@@ -28,11 +29,23 @@ from simulator.prices import (
 )
 from simulator.replay import options_of, replay
 
-RUNS = Path("benchmarks/results")
+LINEUP = "20261123-030937"  # the comparison whose timelines are all published
 
 
-def committed(name: str) -> Run:
-    return Run.model_validate_json((RUNS / f"{name}.json").read_bytes())
+@functools.cache
+def published() -> list[Together]:
+    return load_comparisons(RESULTS)
+
+
+def committed(workload: str, phase: int) -> Run:
+    """The first run of a phase in the published line-up."""
+    return next(
+        run.model_copy(deep=True)
+        for each in published()
+        if each.key[:2] == (LINEUP, workload)
+        for run in each.runs
+        if run.server.label == f"phase {phase}"
+    )
 
 
 def test_known_prices_are_found() -> None:
@@ -61,17 +74,10 @@ def test_what_no_step_has_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mixed-llama-60m-20261121-182212-phase-4-r1",
-        "mixed-llama-60m-20261121-182212-phase-5-r1",
-        "mixed-llama-60m-20261121-182212-phase-6-r1",
-        "peers/multi_turn-llama-60m-20261122-065526-phase-8-r1",
-        "mixed-llama-60m-20261123-003438-phase-9-r1",
-    ],
+    ("workload", "phase"), [("mixed", 4), ("mixed", 5), ("mixed", 6), ("multi_turn", 8), ("mixed", 9)]
 )
-def test_a_measured_run_is_planned_alike_in_every_step(name: str) -> None:
-    run = committed(name)
+def test_a_measured_run_is_planned_alike_in_every_step(workload: str, phase: int) -> None:
+    run = committed(workload, phase)
     found = replay(run)
     assert run.server_metrics is not None
     assert len(found.steps) == run.server_metrics.steps
@@ -83,14 +89,14 @@ def test_a_measured_run_is_planned_alike_in_every_step(name: str) -> None:
 
 
 def test_a_run_with_another_schedule_is_noticed() -> None:
-    run = committed("mixed-llama-60m-20261121-182212-phase-6-r1")
+    run = committed("mixed", 6)
     assert run.server.options is not None
     run.server.options["max-batch-size"] = "7"
     assert replay(run).same_share < 0.9
 
 
 def test_prices_of_a_run_predict_it() -> None:
-    run = committed("mixed-llama-60m-20261123-003438-phase-8-r1")
+    run = committed("mixed", 8)
     measured = [Measured(run, replay(run))]
     tokens_per_s, ttft_s = figures(run.metrics)
     predicted = figures(simulate_run(run, cost_of(measured)))
@@ -117,7 +123,7 @@ def test_fits_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_every_committed_file_of_prices_is_read() -> None:
-    assert {fit.group.mode for fit in load_fits(RUNS)} >= {SYNCHRONOUS}
+    assert {fit.group.mode for fit in load_fits(RESULTS)} >= {SYNCHRONOUS}
 
 
 def test_options_as_a_config_takes_them() -> None:
@@ -155,9 +161,8 @@ def test_percentiles_of_many_in_little_room() -> None:
     assert Distribution().percentiles() is None
 
 
-def test_runs_that_are_committed_are_all_usable() -> None:
-    """Every phase's run has kept its steps: one that had not would fall out of the tables unseen."""
-    runs = itertools.chain(load_runs(RUNS / "random-weights"), load_runs(RUNS / "sweeps"))
-    assert all(
-        run.engine_steps for run in runs if run.server.label.startswith("phase") and run.status == "ok"
-    )
+def test_all_runs_of_the_published_lineup_are_usable() -> None:
+    """A run that had not kept its steps would fall out of the tables unseen."""
+    runs = [run for each in published() if each.runs[0].comparison == LINEUP for run in each.runs]
+    assert len(runs) == 144
+    assert all(run.engine_steps for run in runs)

@@ -1,4 +1,4 @@
 """Programs that run in an environment of the peer's own, and import nothing else of ours than what is here.
 
-`ours` and `transformers` run in our own environment: for `benchmarks.decode_step`, which treats all alike.
+`ours` and `transformers` run in our own environment: for `benchmarks micro decode_step`, which treats all alike.
 """

@@ -35,12 +35,12 @@ class _Sequence:
 
     @property
     def kv_tokens(self) -> int:
-        """KV memory at its end: while `generated` is 0."""
+        """Return the tokens of KV memory at the sequence's end. Call it while `generated` is 0."""
         return len(self.pending) + self.max_tokens
 
 
 class LlamaCpp(SteppingWorker):
-    """KV memory is one pool for all sequences; a request is admitted when all that it may grow to is free."""
+    """Continuous batching on one KV pool. A request is admitted when all memory that it may need is free."""
 
     def __init__(self, options: Options) -> None:
         llama_cpp.llama_backend_init()
@@ -99,14 +99,14 @@ class LlamaCpp(SteppingWorker):
             self._running.append(sequence)
 
     def _retire(self, sequence: _Sequence) -> None:
-        """What it held is what it has computed, and the one token that is never computed."""
+        """Free the memory of a sequence: its computed tokens, and the last token, which is never computed."""
         self._running.remove(sequence)
         llama_cpp.llama_memory_seq_rm(self._memory, sequence.slot, -1, -1)
         self._free_slots.append(sequence.slot)
         self._free_tokens += sequence.computed + 1
 
     def _fill(self) -> list[tuple[_Sequence, int]]:
-        """Put the next batch together: sequences that get a token from it, and the row whose logits choose it."""
+        """Build the next batch. Returns the sequences that get a token from it, each with its row of logits."""
         rows: list[tuple[_Sequence, int]] = []
         batch = self._batch
         batch.n_tokens = 0
@@ -158,7 +158,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def convert(source: Path, target: Path) -> None:
-    """A Hugging Face folder of a Llama or Qwen 3, in one file, as GGUF without a vocabulary, in the same type.
+    """Convert a Hugging Face folder of a Llama or Qwen 3 to one GGUF file of the same type, without a vocabulary.
 
     Raises:
         ValueError: it is another architecture, or its rotary frequencies are scaled.
@@ -200,7 +200,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _read(path: Path) -> Iterable[tuple[str, str, Array]]:
-    """Every tensor of a safetensors file with its name and type; bfloat16 as its bits."""
+    """Yield every tensor of a safetensors file with its name and type; bfloat16 as its bits."""
     content = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:start].tobytes())
@@ -212,7 +212,7 @@ def _read(path: Path) -> Iterable[tuple[str, str, Array]]:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """[heads * d, hidden], rows of each head in the order 0, d/2, 1, d/2 + 1, ..."""
+    """Return [heads * d, hidden] with the rows of each head in the order 0, d/2, 1, d/2 + 1, ..."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 

@@ -16,7 +16,7 @@ PRECISION = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 class OpenVino(SteppingWorker):
-    """Keys and values in the type computed in, as with all others here; the library's default is 8 bits."""
+    """Keys and values have the type that is computed in, as for all others; the library's default is 8 bits."""
 
     def __init__(self, options: Options) -> None:
         scheduler = openvino_genai.SchedulerConfig()
@@ -55,7 +55,7 @@ class OpenVino(SteppingWorker):
 
 
 def convert(source: Path, target: Path) -> None:
-    """A Hugging Face folder as OpenVINO's intermediate representation, its weights in the type they have there."""
+    """Convert a Hugging Face folder to OpenVINO's intermediate representation, with weights of the same type."""
     from optimum.exporters.openvino import main_export  # takes seconds, and only this needs it
 
     main_export(str(source), target, task="text-generation-with-past", library_name="transformers")

@@ -1,4 +1,4 @@
-"""Our own engine, as a peer of the others: `benchmarks.decode_step` measures it as it measures them."""
+"""Our own engine as a worker: `benchmarks micro decode_step` measures it like the other libraries."""
 
 from __future__ import annotations
 

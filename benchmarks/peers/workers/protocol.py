@@ -1,4 +1,4 @@
-"""How a worker is spoken to: one JSON object a line, orders on its standard input, answers on its standard output.
+"""The protocol of workers: one JSON object a line, orders on standard input, answers on standard output.
 
 ```text
 {"folder": "...", "threads": 2, ...}                  once, at the start
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TextIO
 
 
 class Options(NamedTuple):
-    """How a worker is started.
+    """Options that a worker is started with.
 
     Attributes:
         model: its name, such as `dummy:llama-60m`.
@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One batch, from its prompts to its last tokens.
+    """The times of one batch, from its prompts to its last tokens.
 
     Attributes:
         prefill_s: until every sequence had its first token.
@@ -92,7 +92,7 @@ class SteppingWorker(Worker):
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, int]]:
-        """Compute once: jobs and the tokens they got."""
+        """Compute once. Returns jobs and the tokens they got."""
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         first: dict[int, int] = {}
@@ -120,7 +120,7 @@ class SteppingWorker(Worker):
 
 
 def main(make: Callable[[Options], Worker], convert: Callable[[Path, Path], None] | None = None) -> None:
-    """A worker's program: `convert FROM TO`, or without arguments orders from standard input."""
+    """Run a worker: `convert FROM TO`, or without arguments orders from standard input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if convert is not None and sys.argv[1:2] == ["convert"]:

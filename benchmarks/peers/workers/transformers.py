@@ -25,7 +25,7 @@ class _Clock:
             self.first_tokens = values.reshape(-1).tolist()
 
     def end(self) -> None:
-        """The last column has been put."""
+        """Do nothing: the last column has been put."""
 
 
 class Transformers(Worker):

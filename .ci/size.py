@@ -1,0 +1,114 @@
+"""Prints how large each part of the project is, and how many functions a decode step crosses.
+
+`make size`. Counts the files that git knows, as they lie in the working tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Parts of the project: how the paths of their Python files begin, and how those of exceptions do.
+PARTS = {
+    "common without server, models, zoo": (("common/",), ("common/server/", "common/models/", "common/zoo/")),
+    "common/models": (("common/models/",), ()),
+    "common/server": (("common/server/",), ()),
+    "phases": (("phase",), ()),
+    "kernels": (("kernels/",), ()),
+    "cluster": (("cluster/",), ()),
+    "benchmarks": (("benchmarks/",), ()),
+    "simulator": (("simulator/",), ()),
+    "docs": (("docs/",), ()),
+    "tests": (("tests/",), ()),
+}
+RESULTS = "benchmarks/results/"
+
+
+def tracked() -> list[Path]:
+    """Return the paths of all files that git knows and that exist."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def lines_of(path: Path) -> int:
+    return (ROOT / path).read_text().count("\n")
+
+
+def functions(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the length of every function of a file, in lines, and its name."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.end_lineno - node.lineno + 1, f"{path}:{node.name}"
+
+
+def crossed(package: str) -> tuple[int, int]:
+    """Return how many functions one decode step of four sequences calls, and in how many modules they are.
+
+    Models and kernels do not count. The step is one of many: nothing in it happens for the first time.
+    """
+    from common.phases import find_phase
+    from common.request import SamplingParams
+
+    phase = find_phase(package)
+    engine = phase.build_engine(phase.Config(model="zoo:llama-tiny", max_seq_len=128, max_batch_size=4))
+    params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        engine.add_request(engine.create_request("Once upon a time", params))
+    for _ in range(10):
+        engine.step()
+    called: set[tuple[str, str]] = set()
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        if (
+            event == "call"
+            and file.startswith(("common/", "phase"))
+            and not file.startswith("common/models/")
+        ):
+            called.add((file, frame.f_code.co_qualname))
+
+    sys.setprofile(trace)
+    engine.step()
+    sys.setprofile(None)
+    return len(called), len({file for file, _ in called})
+
+
+def main() -> None:
+    files = tracked()
+    print(f"{'part':<36}{'lines':>8}{'modules':>9}{'median':>8}{'largest':>9}")
+    for part, (prefixes, exceptions) in PARTS.items():
+        own = [
+            path
+            for path in files
+            if path.suffix == ".py"
+            and str(path).startswith(prefixes)
+            and not (exceptions and str(path).startswith(exceptions))
+        ]
+        lines = [lines_of(path) for path in own]
+        middle = round(statistics.median(lines))
+        print(f"{part:<36}{sum(lines):>8,}{len(lines):>9}{middle:>8}{max(lines):>9}")
+    results = [ROOT / path for path in files if str(path).startswith(RESULTS)]
+    megabytes = sum(path.stat().st_size for path in results) / 1e6
+    print(f"{'result files':<36}{len(results):>8}, {megabytes:.1f} MB")
+    everything = sum((ROOT / path).stat().st_size for path in files) / 1e6
+    print(f"{'all tracked files':<36}{len(files):>8}, {everything:.1f} MB")
+    own_code = [path for path in files if path.suffix == ".py" and path.parts[0] != "tests"]
+    length, name = max(each for path in own_code for each in functions(path))
+    print(f"longest function outside of tests: {length} lines, {name}")
+    sys.path.insert(0, str(ROOT))
+    for package in ("phase5_continuous", "phase9_pipelined"):
+        count, modules = crossed(package)
+        print(f"a decode step of {package} crosses {count} functions in {modules} modules")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Measurements that answer one question each: `python -m benchmarks micro NAME`.
+
+A measurement is a function that yields tables (`benchmarks.tables`). Its keyword arguments are its options: name,
+type and default come from the signature, the help from the docstring's `Args`. Parsing, saving and printing are
+here, once for all. A module is imported when its measurement is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import multiprocessing
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import torch
+from rich.console import Console
+
+from benchmarks.results import LOCAL, TABLES
+from benchmarks.tables import MeasuredTable
+
+Measurement = Callable[..., Iterable[MeasuredTable]]
+Dtype = Literal["bfloat16", "float32"]
+
+
+class Entry(NamedTuple):
+    """A measurement: what it answers, and where its function is, as `module.function` below this package."""
+
+    says: str
+    function: str
+
+
+ENTRIES = {
+    "batch_invariance": Entry("how many answers change under load", "batch_invariance.changes"),
+    "batch_size": Entry("a decode step by the number of sequences, beside a roofline", "batch_size.steps"),
+    "cluster_cost": Entry("a burst to a plain server, and to clusters", "cluster.cost"),
+    "cluster_loss": Entry("a replica is killed under load, and replaced", "cluster_loss.loss"),
+    "cluster_profile": Entry("processor time of a token in a cluster, by process", "cluster.profile"),
+    "cluster_routing": Entry("prefix routing against random routing", "cluster.routing"),
+    "cpu_steps": Entry("what each native kernel brings", "cpu_steps.stages"),
+    "decode_step": Entry("one pass, ours and those of other libraries", "decode_step.passes"),
+    "host_cost": Entry("a decode step on the host, part by part", "host_cost.parts"),
+    "kv_cache": Entry("the next token with a KV cache and without", "kv_cache.steps"),
+    "kv_cache_answer": Entry("a whole answer with a KV cache and without", "kv_cache.answers"),
+    "live_view": Entry("throughput while the live view is open", "live_view.throughput"),
+    "long_prompt": Entry("traces of a long prompt beside short answers", "long_prompt.traces"),
+    "memory_pressure": Entry("one burst on less and less KV memory", "memory_pressure.pools"),
+    "pipeline": Entry("a decode step of phase 9 at each depth", "pipeline.depths"),
+    "pipeline_trace": Entry("when host and stream do what, at each depth", "pipeline.timelines"),
+    "prefill_profile": Entry("where a prompt's time goes, operator by operator", "prefill_profile.parts"),
+    "prefix_tree": Entry("what the prefix cache costs on the host", "prefix_tree.books"),
+    "server_cost": Entry("a decode step alone and through the server", "server_cost.steps"),
+    "token_path": Entry("one token's way through a server, leg by leg", "token_path.legs"),
+}
+
+
+def main(words: Sequence[str], console: Console) -> int:
+    """Make the measurement that `words` ask for: save its tables as they are yielded, and show them at the end.
+
+    A table that is yielded again replaces itself: long measurements yield theirs after each row.
+
+    Raises:
+        ValueError: there is no such measurement.
+    """
+    name, *rest = words or ["--help"]
+    if name in ("-h", "--help"):
+        usage = "usage: python -m benchmarks micro NAME [options]; micro NAME --help lists the options\n"
+        lines = [f"  {known:<18}{entry.says}" for known, entry in ENTRIES.items()]
+        console.print("\n".join([usage, *lines]), markup=False, highlight=False)
+        return 0
+    if name not in ENTRIES:
+        raise ValueError(f"micro {name}: there are {', '.join(ENTRIES)}")
+    measurement = find(name)
+    given = vars(parser(name, measurement).parse_args(rest))
+    out = given.pop("out")
+    own = inspect.signature(measurement).parameters
+    given |= {word: value for word, value in (("console", console), ("out", out)) if word in own}
+    tables: dict[str, MeasuredTable] = {}
+    for table in measurement(**given):
+        if not any(word.startswith("threads") for word in table.setup):
+            table.setup["threads"] = str(torch.get_num_threads())
+        table.save(out)
+        tables[table.name] = table
+    for table in tables.values():
+        table.print(console)
+    if tables:
+        console.print(f"written to {out / TABLES}: {', '.join(tables)}")
+    return 0
+
+
+def find(name: str) -> Measurement:
+    module, _, function = ENTRIES[name].function.partition(".")
+    found: Measurement = getattr(importlib.import_module(f"benchmarks.micro.{module}"), function)
+    return found
+
+
+def parser(name: str, measurement: Measurement) -> argparse.ArgumentParser:
+    """Return a parser with an option for each keyword argument of a measurement."""
+    module, text = inspect.getmodule(measurement), inspect.getdoc(measurement) or ""
+    about, _, arguments = text.partition("Args:")
+    helps = dict(re.findall(r"^ +(\w+): (.+)$", arguments, re.MULTILINE))
+    command = argparse.ArgumentParser(
+        prog=f"python -m benchmarks micro {name}",
+        description=f"{about.strip()}\n\n{module.__doc__ if module is not None else ''}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for parameter in inspect.signature(measurement, eval_str=True).parameters.values():
+        default = parameter.default
+        if default is inspect.Parameter.empty:  # `console` and `out`, which `main` gives
+            continue
+        several = isinstance(default, tuple)
+        shown = " ".join(map(str, default)) if several else default
+        command.add_argument(
+            f"--{parameter.name.replace('_', '-')}",
+            action="extend" if several else "store",
+            default=argparse.SUPPRESS,  # the measurement's own
+            type=type(default[0] if several else default),
+            nargs="+" if several else None,
+            choices=get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else None,
+            help=f"{helps.get(parameter.name, '')} ({shown})".strip(),
+        )
+    command.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
+    return command
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process that has computed nothing before, and return its result."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+        return process.submit(function, *arguments).result()

@@ -1,0 +1,233 @@
+"""One pass of our engine against one of other libraries, on the same weights, each in a process of its own.
+
+A batch of prompts is generated from, greedily. Prefill is the time until every sequence has its first token; a
+decode step is the mean of those that bring each of them one more. All processes are up with the weights loaded, and
+take turns, so that a machine that slows down slows all. Every turn has prompts of its own: no cache has seen them.
+Nobody decodes beside a prompt, so all may compute 2048 tokens at once: chunks only spare others' gaps.
+
+The floor of a decode step is measured beside them: every weight must be read once.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+
+from benchmarks.micro import Dtype
+from benchmarks.peers.environments import LIBRARIES, Environment, find_environment
+from benchmarks.peers.library import start
+from benchmarks.peers.process import WorkerProcess
+from benchmarks.peers.weights import Weights, weights_of
+from benchmarks.peers.workers.protocol import Options, Timing
+from benchmarks.tables import Cell, MeasuredTable
+from common.errors import StartupError
+from common.models.registry import weight_bytes
+from common.phases import phase_names
+
+NEW_TOKENS = 40
+PROMPT_TOKENS = 128
+LONG_PROMPT_TOKENS = 2048
+SEQUENCES = 16
+MAX_SEQ_LEN = LONG_PROMPT_TOKENS + 64
+SETTLE_S = 0.5  # threads of who computed last stop spinning before the next one's turn
+
+OWN_ENVIRONMENT = "transformers"  # the peer that lives in ours
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts that are generated from at once."""
+
+    sequences: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+SINGLE = Batch(1, PROMPT_TOKENS, NEW_TOKENS)
+MANY = Batch(SEQUENCES, PROMPT_TOKENS, NEW_TOKENS)
+LONG = Batch(1, LONG_PROMPT_TOKENS, 1)
+BATCHES = (SINGLE, MANY, LONG)
+
+#: Headings, and where each finds its seconds.
+COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
+    "decode step, 1 sequence, ms": (SINGLE, lambda timing: timing.decode_s),
+    f"{SEQUENCES} sequences, ms": (MANY, lambda timing: timing.decode_s),
+    f"prefill {SEQUENCES} × {PROMPT_TOKENS}, ms": (MANY, lambda timing: timing.prefill_s),
+    f"prefill 1 × {LONG_PROMPT_TOKENS}, ms": (LONG, lambda timing: timing.prefill_s),
+}
+
+
+@dataclass(slots=True)
+class Contender:
+    """A worker that is measured, and the timings of its batches, one a turn.
+
+    Attributes:
+        ours: whether it is one of our phases.
+    """
+
+    worker: WorkerProcess
+    ours: bool
+    found: dict[Batch, list[Timing]] = field(default_factory=dict)
+
+    def turn(self, turn: int, vocab_size: int) -> None:
+        """Measure every batch once."""
+        for batch in BATCHES:
+            order = {"measure": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
+            timing = Timing(**self.worker.ask(order))
+            self.found.setdefault(batch, []).append(timing)
+
+    def medians_s(self) -> list[float]:
+        """Return the median seconds of every column."""
+        return [
+            statistics.median(
+                seconds for timing in self.found[batch] if (seconds := read(timing)) is not None
+            )
+            for batch, read in COLUMNS.values()
+        ]
+
+    def first_tokens(self) -> list[int]:
+        """Return the first token of every sequence of every turn."""
+        return [token for batch in BATCHES for timing in self.found[batch] for token in timing.first_tokens]
+
+
+def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
+    """Draw the prompts of a turn: others in each turn, the same for every contender."""
+    draw = random.Random(f"{batch}:{turn}")
+    return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
+
+
+def options_of(weights: Weights, threads: int) -> Options:
+    """Return the options of every worker: memory for the largest batch."""
+    return weights.options(
+        max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
+    )
+
+
+def find_peer(name: str) -> tuple[str, Environment | None]:
+    """Return a peer and its virtual environment, which stands after the `=`; None: it lives in ours.
+
+    Raises:
+        StartupError: there is no such peer, or it is not installed.
+    """
+    peer, _, folder = name.partition("=")
+    if name == OWN_ENVIRONMENT:
+        return name, None
+    if peer not in LIBRARIES:
+        raise StartupError(f"--peer {name}: there are {OWN_ENVIRONMENT}, {', '.join(LIBRARIES)}")
+    return peer, find_environment(peer, folder)
+
+
+def start_peer(
+    peer: str, environment: Environment | None, weights: Weights, options: Options
+) -> WorkerProcess:
+    if environment is None:
+        return WorkerProcess(peer, options)
+    options = options._replace(max_pass_tokens=LIBRARIES[peer].max_pass_tokens)
+    return start(peer, environment, weights, options)
+
+
+def reading_s(num_bytes: int) -> float:
+    """Return the seconds that reading so much memory takes with torch's threads: the best of a few."""
+    memory = torch.ones(num_bytes // 4)
+    times = []
+    for _ in range(20):
+        started_s = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def measure(
+    contenders: Sequence[Contender], floor: Callable[[], float], repeats: int, vocab_size: int
+) -> float:
+    """Make all turns, in alternating order. A turn before the first warms up and is not counted.
+
+    Returns:
+        The floor, in seconds: the median over turns.
+    """
+    floors = []
+    for turn in range(repeats + 1):
+        for contender in contenders if turn % 2 else contenders[::-1]:
+            time.sleep(SETTLE_S)
+            contender.turn(turn, vocab_size)
+        time.sleep(SETTLE_S)
+        floors.append(floor())
+        if turn == 0:
+            floors.clear()
+            for contender in contenders:
+                contender.found.clear()
+    return statistics.median(floors)
+
+
+def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
+    """Return a row for each contender, one for the floor, and our last phase over the best of the others."""
+    found = {contender.worker.name: contender.medians_s() for contender in contenders}
+    (*_, own), others = (
+        [contender for contender in contenders if contender.ours],
+        [contender for contender in contenders if not contender.ours],
+    )
+    expected = own.first_tokens()
+    rows: list[list[Cell]] = []
+    for contender in contenders:
+        same = sum(a == b for a, b in zip(expected, contender.first_tokens(), strict=True))
+        times: list[Cell] = [seconds * 1e3 for seconds in found[contender.worker.name]]
+        rows.append([contender.worker.name, *times, f"{same} of {len(expected)}"])
+    rows.append(["reading the weights once", floor_s * 1e3, floor_s * 1e3, None, None, ""])
+    if others:
+        best = [min(times) for times in zip(*(found[c.worker.name] for c in others), strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(found[own.worker.name], best, strict=True)]
+        rows.append([f"{own.worker.name} ÷ the best of the others", *ratios, ""])
+    return rows
+
+
+def passes(
+    console: Console,
+    model: str = "dummy:llama-135m",
+    phase: tuple[str, ...] = (phase_names()[-1],),
+    peer: tuple[str, ...] = (OWN_ENVIRONMENT,),
+    repeats: int = 3,
+    dtype: Dtype = "bfloat16",
+    threads: int = torch.get_num_threads(),
+) -> Iterator[MeasuredTable]:
+    """Start all workers, and measure them in turns.
+
+    Args:
+        phase: numbers or names; the last one is compared
+        peer: transformers, or with the folder of a virtual environment: vllm=, openvino=, llama.cpp=
+        threads: that compute, for each
+    """
+    torch.set_num_threads(threads)
+    peers = [find_peer(name) for name in peer]
+    weights = weights_of(model, dtype)
+    options = options_of(weights, threads)
+    with ExitStack() as stack:
+        contenders = []
+        for name in phase:
+            console.print(f"starting phase {name}")
+            ours = options._replace(phase=name, max_pass_tokens=LONG_PROMPT_TOKENS)
+            worker = WorkerProcess("ours", ours)
+            contenders.append(Contender(stack.enter_context(worker), ours=True))
+        for name, environment in peers:
+            console.print(f"starting {name}")
+            worker = start_peer(name, environment, weights, options)
+            contenders.append(Contender(stack.enter_context(worker), ours=False))
+        num_bytes = weight_bytes(weights.config, weights.dtype)
+        floor_s = measure(contenders, lambda: reading_s(num_bytes), repeats, weights.config.vocab_size)
+    yield MeasuredTable(
+        name="decode_step",
+        title="one pass",
+        setup={
+            "model": f"{model} in {weights.dtype_name}",
+            "decode after prompts of": f"{PROMPT_TOKENS} tokens",
+            "median of": f"{repeats} turns",
+        },
+        columns=["computed by", *COLUMNS, "first tokens as ours"],
+        rows=rows_of(contenders, floor_s),
+    )

@@ -1,0 +1,255 @@
+"""The way of a request and its tokens through a server, from socket to socket: the time of each leg.
+
+A server in this process, as it is, and a client in another one, which sends one request at a time. Between them a
+token passes the marks below, where the time is noted; a leg is what lies between two of them. Both processes read
+the same clock. While a token is on its way from `handed` to `arrived`, the engine computes the next one.
+
+```text
+client    sent                                                                            arrived
+loop          called  submitted   queued                                 delivered  written
+engine                                   taken  planned … committed  handed
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import multiprocessing
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import uvicorn
+
+from benchmarks.servers import find_phase_module
+from benchmarks.tables import Cell, MeasuredTable
+from common.engine import Engine
+from common.phases import find_phase
+from common.server.app import create_app
+from common.server.intake import Intake
+from common.server.middleware import RequestIds
+from common.server.serve import bind
+from common.server.stream import EventStream
+from common.worker import EngineWorker
+
+PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4
+NEW_TOKENS = 32
+TOKEN_EVENT = b"event: token"
+
+
+class Leg(NamedTuple):
+    """A stretch of the way, from the mark before it to the mark `until`."""
+
+    until: str
+    where: str
+    once: bool = False  # on the way in: a request's first token only
+
+
+#: In the order in which a request, and then each of its tokens, passes.
+LEGS = (
+    Leg("called", "socket, uvicorn: bytes to a call of the app", once=True),
+    Leg("submitted", "routes.generation, schemas: the body, read and checked", once=True),
+    Leg("queued", "Intake: a place in the queue, token ids", once=True),
+    Leg("taken", "EngineWorker: from the event loop to the engine's thread", once=True),
+    Leg("planned", "Scheduler: retire, make_room, admit, plan"),
+    Leg("prepared", "Runner.prepare: tokens, positions, addresses"),
+    Leg("computed", "CausalLM: the forward pass"),
+    Leg("sampled", "sample: logits to token ids"),
+    Leg("committed", "Runner.commit: text, stop decisions, an output"),
+    Leg("handed", "Engine.step, its end: books and telemetry"),
+    Leg("delivered", "call_soon_threadsafe: from the engine's thread to the event loop"),
+    Leg("written", "RequestStream, wire, Backlog: an output to an event, and its turn to be sent"),
+    Leg("arrived", "EventStream, uvicorn, socket: into the client's hands"),
+)
+
+
+class Marks:
+    """The times at which each mark was passed. Requests come one at a time, so the n-th is of the n-th token."""
+
+    def __init__(self) -> None:
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
+
+    def note(self, name: str) -> None:
+        self.times[name].append(time.monotonic())
+
+    def before(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that its calls are noted."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.note(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    def after(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that its returns are noted. An empty list is not: that step computed nothing."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if result != []:
+                self.note(name)
+            return result
+
+        return noted
+
+    @contextmanager
+    def on(self, worker: EngineWorker) -> Iterator[None]:
+        """Context manager: note every mark in a server with this worker."""
+        engine, runner = worker.engine, worker.engine.runner
+        plan, hand_back = engine._plan, worker._hand_back
+        call, send = RequestIds.__call__, EventStream._send
+
+        def planned(*args: Any) -> Any:
+            began_s = time.monotonic()
+            result = plan(*args)
+            if result.decode or result.prefill:  # the step that lets go of the last request computes nothing
+                self.times["stepped"].append(began_s)
+                self.note("planned")
+            return result
+
+        def handed(outputs: Any) -> None:
+            if outputs:
+                self.note("handed")
+            hand_back(outputs)
+
+        async def called(middleware: RequestIds, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":  # not the app's own start and end
+                self.note("called")
+            await call(middleware, scope, receive, send)
+
+        async def written(stream: EventStream, to: Any, body: bytes, **options: Any) -> None:
+            # One write has all that was made since the one before.
+            self.times["written"] += [time.monotonic()] * body.count(TOKEN_EVENT)
+            await send(stream, to, body, **options)
+
+        with (
+            patch.object(RequestIds, "__call__", called),
+            patch.object(Intake, "submit", self.before("submitted", Intake.submit)),
+            patch.object(worker, "submit", self.before("queued", worker.submit)),
+            patch.object(engine, "add_request", self.after("taken", engine.add_request)),
+            patch.object(engine, "_plan", planned),
+            patch.object(runner, "prepare", self.after("prepared", runner.prepare)),
+            patch.object(runner, "forward", self.after("computed", runner.forward)),
+            patch.object(runner, "_sample", self.after("sampled", runner._sample)),
+            patch.object(runner, "commit", self.after("committed", runner.commit)),
+            patch.object(worker, "_hand_back", handed),
+            patch.object(worker, "_deliver", self.before("delivered", worker._deliver)),
+            patch.object(EventStream, "_send", written),
+        ):
+            yield
+
+
+def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, list[float]]]:
+    """Send requests. Returns when each was sent and when its tokens came, in seconds of the monotonic clock."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.connect()
+    found = []
+    for _ in range(requests):
+        sent_s, arrived = time.monotonic(), list[float]()
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        while chunk := response.read1():
+            arrived += [time.monotonic()] * chunk.count(TOKEN_EVENT)
+        found.append((sent_s, arrived))
+    return found
+
+
+async def serve_and_read(worker: EngineWorker, body: bytes, requests: int, marks: Marks) -> None:
+    """Serve a client in another process until it has all its answers. Times go to `marks`."""
+    context = multiprocessing.get_context("spawn")
+    with bind("127.0.0.1", 0) as listener, marks.on(worker), ProcessPoolExecutor(1, context) as client:
+        app = create_app(worker.engine, worker=worker, model_name="measured")
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="on", ws="none", log_config=None))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        loop, port = asyncio.get_running_loop(), listener.getsockname()[1]
+        answers = await loop.run_in_executor(client, read_answers, port, body, requests)
+        server.should_exit = True
+        await serving
+    for sent_s, arrived in answers:
+        marks.times["sent"].append(sent_s)
+        marks.times["arrived"] += arrived
+
+
+def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
+    """Return a row for each leg: median milliseconds for a first token and for a later one.
+
+    Args:
+        skipped: requests at the beginning that are not counted.
+
+    Raises:
+        RuntimeError: a mark was passed more or less often than there were tokens.
+    """
+    expected = {leg.until: requests * (1 if leg.once else NEW_TOKENS) for leg in LEGS}
+    passed = {name: len(marks.times[name]) for name in expected}
+    if passed != expected:
+        raise RuntimeError(f"marks were passed {passed} times, expected {expected}")
+    first: dict[str, list[float]] = defaultdict(list)
+    later: dict[str, list[float]] = defaultdict(list)
+    for request in range(skipped, requests):
+        for token in range(NEW_TOKENS):
+            place = request * NEW_TOKENS + token
+            before = marks.times["stepped"][place] if token else marks.times["sent"][request]
+            for leg in LEGS:
+                if leg.once and token:
+                    continue
+                now = marks.times[leg.until][request if leg.once else place]
+                (later if token else first)[leg.until].append((now - before) * 1e3)
+                before = now
+    rows: list[list[Cell]] = [
+        [
+            f"{leg.until}: {leg.where}",
+            statistics.median(first[leg.until]),
+            None if leg.once else statistics.median(later[leg.until]),
+        ]
+        for leg in LEGS
+    ]
+    whole = [[sum(each) for each in zip(*legs.values(), strict=True)] for legs in (first, later)]
+    return [*rows, ["**all of it**", *(statistics.median(sums) for sums in whole)]]
+
+
+def measure(engine: Callable[[], Engine], requests: int, skipped: int) -> list[list[Cell]]:
+    """Start a server around this engine, measure it, and return the rows of `legs_ms`."""
+    body = json.dumps(
+        {
+            "model": "measured",
+            "prompt": PROMPT,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    worker, marks = EngineWorker(engine), Marks()
+    worker.build()
+    asyncio.run(serve_and_read(worker, body, requests + skipped, marks))
+    return legs_ms(marks, requests + skipped, skipped)
+
+
+def legs(phase: str = "7", model: str = "dummy:llama-60m", requests: int = 30) -> Iterator[MeasuredTable]:
+    """Time each leg of a token's way.
+
+    Args:
+        phase: one that reads a step's tokens before the next (4 to 8)
+    """
+    package = find_phase(find_phase_module(phase))
+    config = package.Config(model=model, max_seq_len=512)
+    yield MeasuredTable(
+        name="token_path",
+        title="one token's way through a server with one client",
+        setup={
+            "phase": package.PHASE.slug,
+            "model": model,
+            "median of": f"{requests} requests of {NEW_TOKENS} tokens",
+        },
+        columns=["until it is", "first token, ms", "each later token, ms"],
+        rows=measure(lambda: package.build_engine(config), requests, skipped=3),
+    )

@@ -1,0 +1,245 @@
+"""Lines of the log: one for each request at its end or refusal, and one every ten seconds while there is work.
+
+A line is text for people, or JSON for programs. Neither prompts nor answers are in it.
+
+```json
+{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.serve"}
+```
+
+A JSON line about a request has its numbers as fields beside the message. One about an exception has a `traceback`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from common.engine import Engine
+from common.memory import return_freed_memory
+from common.server.errors import ApiError, from_exception
+from common.server.replies.answer import Answer
+from common.server.stream import CLIENT_LEFT
+from common.worker import EngineWorker, RequestStream
+
+#: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
+FIELDS = "fields"
+
+PULSE_EVERY_S = 10.0
+
+
+def configure_logging(level: str, form: Literal["text", "json"] = "text") -> None:
+    """Log one line per event to stderr. The HTTP server's own lines are logged at level debug only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonLines()
+        if form == "json"
+        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(is_news)
+
+
+class JsonLines(logging.Formatter):
+    """Formats a log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "message": record.getMessage(),
+            "logger": record.name,
+        }
+        line |= getattr(record, FIELDS, {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)  # ASCII, so that no character can end the line
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Return whether a line of the HTTP server says more than the server's own lines.
+
+    An answer is left unfinished if its client takes nothing, and bytes that are no HTTP are refused. Each of these
+    events has a line of its own already.
+    """
+    return record.msg not in (
+        "ASGI callable returned without completing response.",
+        "Invalid HTTP request received.",
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+def log_end(
+    answer: Answer,
+    streams: Sequence[RequestStream],
+    *,
+    asked_s: float,
+    client: str | None = None,
+    user: str | None = None,
+    request_id: str | None = None,
+    client_gone: str | None = None,
+) -> None:
+    """Log how an answer went, all its choices in one line.
+
+    Args:
+        answer: the answer.
+        streams: the requests of its choices, in order.
+        asked_s: time by which the request had come, on `time.monotonic`'s clock.
+        client: the address that it came from.
+        user: the client's own label.
+        request_id: the client's name for its request, if it has one.
+        client_gone: the reason why the client does not take the answer any more; None if it does.
+    """
+    prompts = {
+        id(choice.prompt): stream.request.num_prompt_tokens
+        for choice, stream in zip(answer.choices, streams, strict=True)
+    }
+    begun = [stream.first_token_s for stream in streams if stream.first_token_s is not None]
+    endings = Counter(_ending(stream) for stream in streams)
+    prompt_tokens, new_tokens = sum(prompts.values()), sum(stream.received_tokens for stream in streams)
+    first_s = min(begun) - asked_s if begun else None
+    gap_s = max(stream.longest_gap_s for stream in streams) if begun else None
+    # The rate is of the time after the first token, which has a number of its own.
+    decode_s = max(stream.latest_token_s for stream in streams) - min(begun) if begun else 0.0
+    rate = (new_tokens - len(begun)) / decode_s if decode_s > 0 else None
+    parts = [
+        f"{len(streams)} choices" if len(streams) > 1 else "",
+        f"{prompt_tokens} prompt and {new_tokens} new tokens",
+        f"the first after {first_s:.3f} s" if first_s is not None else "",
+        f"longest gap {gap_s:.3f} s" if gap_s is not None else "",
+        f"{rate:.1f} tokens/s" if rate is not None else "",
+        f"from {client}" if client else "",
+        f"request {request_id!r}" if request_id else "",
+        f"user {user!r}" if user else "",
+        "ended: " + " and ".join(_counted(ending, count, len(streams)) for ending, count in endings.items()),
+    ]
+    fields = {
+        "id": answer.id,
+        "choices": len(streams),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "first_token_s": first_s,
+        "longest_gap_s": gap_s,
+        "tokens_per_s": rate,
+        "client": client,
+        "request_id": request_id,
+        "user": user,
+        "ended": dict(endings),
+        "client_gone": client_gone,
+    }
+    failed = any(stream.last is not None and stream.last.error is not None for stream in streams)
+    logger.log(
+        logging.WARNING if failed else logging.INFO,
+        "%s: %s%s",
+        answer.id,
+        ", ".join(filter(None, parts)),
+        f" ({client_gone})" if client_gone else "",
+        extra={FIELDS: fields},
+    )
+
+
+def _ending(stream: RequestStream) -> str:
+    if stream.last is None:  # the stream was cancelled before its last output
+        return "cancelled"
+    if stream.last.error is not None:
+        return f"error {from_exception(stream.last.error).code}"
+    return str(stream.last.finish_reason)
+
+
+def _counted(ending: str, count: int, of: int) -> str:
+    return ending if count == of else f"{count} {ending}"
+
+
+def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str | None = None) -> None:
+    """Log a refused request: an INFO line for a client's mistake, WARNING for 503, ERROR for 500.
+
+    Args:
+        refusal: the error that the client is sent.
+        status: the HTTP status it is sent with.
+        error: the exception; its traceback is logged if the client is told nothing of it.
+        client: the address that the request came from.
+    """
+    # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
+    line = (
+        "refused: %d %s: %r%s",
+        status,
+        refusal.code,
+        refusal.message,
+        f", from {client}" if client else "",
+    )
+    extra = {FIELDS: {"status": status, "code": refusal.code, "param": refusal.param, "client": client}}
+    if status == 500:
+        logger.error(*line, exc_info=error, extra=extra)
+    else:
+        logger.log(logging.WARNING if status == 503 else logging.INFO, *line, extra=extra)
+
+
+def log_departure(client: str | None = None) -> None:
+    """Log a client that left while its request was read, queued or tokenized."""
+    logger.info(
+        "dropped: %s before its request was taken in%s", CLIENT_LEFT, f", from {client}" if client else ""
+    )
+
+
+class Pulse:
+    """Logs the server's load every `PULSE_EVERY_S` seconds and returns freed memory to the operating system.
+
+    Rates are of the time since the line before, or since the server became busy.
+    """
+
+    def __init__(self, engine: Engine, worker: EngineWorker) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._remember()
+
+    async def run(self) -> None:
+        """Log and return memory until cancelled."""
+        while True:
+            await asyncio.to_thread(return_freed_memory)
+            await asyncio.sleep(PULSE_EVERY_S)
+            self.beat()
+
+    def beat(self) -> None:
+        """Log one line, if requests are running or waiting."""
+        latest, waiting = self._engine.telemetry.latest, self._worker.num_waiting()
+        if latest.active or waiting:
+            seconds = time.monotonic() - self._since_s
+            new = (self._worker.requests.generation_tokens - self._new_tokens) / seconds
+            prompt = (self._engine.telemetry.counters.prefill_tokens - self._prompt_tokens) / seconds
+            kv_use = latest.kv_reserved_tokens / self._engine.config.kv_tokens()
+            step_s = self._worker.step_s
+            logger.info(
+                "%d running, %d waiting; %.1f new and %.1f prompt tokens/s; %.0f %% of the KV memory held%s",
+                latest.active,
+                waiting,
+                new,
+                prompt,
+                100 * kv_use,
+                f"; the present step has taken {step_s:.0f} s" if step_s > PULSE_EVERY_S else "",
+                extra={
+                    FIELDS: {
+                        "running": latest.active,
+                        "waiting": waiting,
+                        "new_tokens_per_s": new,
+                        "prompt_tokens_per_s": prompt,
+                        "kv_use": kv_use,
+                        "step_s": step_s,
+                    }
+                },
+            )
+        self._remember()
+
+    def _remember(self) -> None:
+        self._since_s = time.monotonic()
+        self._new_tokens = self._worker.requests.generation_tokens
+        self._prompt_tokens = self._engine.telemetry.counters.prefill_tokens

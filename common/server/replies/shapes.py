@@ -1,0 +1,311 @@
+"""Shapes of answers: the objects that formats and routes fill in, and that the OpenAPI document describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, NotRequired
+
+import orjson
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from common.telemetry import PAGE_STEPS
+
+OpenAIReason = Literal["stop", "length"]
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return an answer that is one JSON object."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def event(data: Mapping[str, object], name: str | None = None) -> bytes:
+    """Encode one server-sent event. JSON has no raw line ends, so `data` is always one line."""
+    line = b"data: %b\n\n" % orjson.dumps(data)
+    return line if name is None else b"event: %b\n%b" % (name.encode(), line)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(TypedDict):
+    """Every error of every route."""
+
+    error: ErrorDetail
+
+
+class ErrorEvent(ErrorResponse):
+    """The `data` of the event that ends a choice which failed. `choices` names it if the answer has several."""
+
+    choices: NotRequired[list[Mapping[str, object]]]
+
+
+# ---------------------------------------------------------------------- text
+
+
+class Header(TypedDict):
+    """Fields that every object of an answer begins with."""
+
+    id: str
+    created: Annotated[int, Field(description="seconds since 1970")]
+    model: str
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: Annotated[
+        int, Field(description="found in memory and not computed; 0 in phases that share nothing")
+    ]
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Logprobs(TypedDict):
+    """One entry for each sampled token, and before them for each token of an echoed prompt. Nothing comes before a
+    prompt's first: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[
+        list[int], Field(description="characters of the choice's text that came before the token's")
+    ]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: Annotated[int, Field(ge=1, description="among all tokens, 1 for the likeliest")]
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ShownTokens(TypedDict):
+    """Fields of a choice that are present only if asked for."""
+
+    token_ids: NotRequired[Annotated[list[int], Field(description="with `return_token_ids`")]]
+    prompt_token_ids: NotRequired[Annotated[list[int], Field(description="the same; in a stream, once")]]
+    prompt_logprobs: NotRequired[
+        Annotated[
+            PromptLogprobs | None,
+            Field(
+                description="by token id, for each token of the prompt; null for the first; in a stream, once"
+            ),
+        ]
+    ]
+
+
+class CompletionChoice(ShownTokens):
+    index: Annotated[int, Field(description="prompt × n + j")]
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: OpenAIReason
+
+
+class ChunkChoice(ShownTokens):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: OpenAIReason | None
+
+
+class TextHeader(Header):
+    object: Literal["text_completion"]
+
+
+class PlainCompletion(TextHeader):
+    """The JSON answer."""
+
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Completion(PlainCompletion):
+    """The JSON answer. A stream's events hold the same objects in pieces."""
+
+    finish_reason: Annotated[
+        Literal["eos", "stop", "length", "cancelled"], Field(description="the engine's reason of choice 0")
+    ]
+
+
+class TextChunk(TextHeader):
+    """Fields of every chunk of a completion's stream."""
+
+    choices: Annotated[
+        list[ChunkChoice], Field(max_length=1, description="empty in the one with the usage of all")
+    ]
+
+
+class CompletionChunk(TextChunk):
+    """The `data` of a plain stream's event."""
+
+    usage: NotRequired[Annotated[Usage | None, Field(description="only if asked for")]]
+
+
+class CompletionEvent(TextChunk):
+    """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk, and more."""
+
+    token: NotRequired[Annotated[str, Field(description="`token`: the text that this token let out")]]
+    token_id: NotRequired[Annotated[int | None, Field(description="`token`")]]
+    finish_reason: NotRequired[
+        Annotated[
+            Literal["eos", "stop", "length", "cancelled"], Field(description="`done`: the engine's reason")
+        ]
+    ]
+    usage: NotRequired[Annotated[Usage, Field(description="`done`, `usage`, and `token` if asked for")]]
+
+
+# ---------------------------------------------------------------------- chat
+
+
+class ChatTokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: Annotated[list[int] | None, Field(description="UTF-8; null where a token is part of a character")]
+
+
+class ChatTokenLogprobs(ChatTokenLogprob):
+    top_logprobs: Annotated[list[ChatTokenLogprob], Field(description="most likely first")]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry for each sampled token."""
+
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: OpenAIReason
+
+
+class ChatCompletion(Header):
+    """The JSON answer."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(TypedDict):
+    role: NotRequired[Annotated[Literal["assistant"], Field(description="in a choice's first chunk")]]
+    content: str
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: OpenAIReason | None
+
+
+class ChatCompletionChunk(Header):
+    """The `data` of a stream's event."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: Annotated[
+        list[ChatChunkChoice], Field(max_length=1, description="empty in the one with the usage of all")
+    ]
+    usage: NotRequired[Annotated[Usage | None, Field(description="only if asked for")]]
+
+
+# ---------------------------------------------------------------------- the other routes
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: Annotated[int, Field(description="prompt and new tokens of one request at the most")]
+    phase: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: Annotated[list[str] | None, Field(description="as the tokenizer spells them, if asked for")]
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class Health(TypedDict):
+    status: Literal["ok", "paused", "draining"]
+    phase: str
+
+
+class Ready(TypedDict):
+    status: Literal["ok"]
+    phase: str
+
+
+class Version(TypedDict):
+    version: str
+    phase: str
+    torch: str
+    device: str
+    dtype: str
+    kernels: Annotated[
+        Literal["triton", "native", "torch"], Field(description="what computes norms, attention and the like")
+    ]
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="whether a sequence's logits have the same bits alone and beside any others: measured at "
+            "start with native kernels, false without"
+        ),
+    ]
+
+
+class CacheReset(TypedDict):
+    dropped_blocks: Annotated[int, Field(description="blocks of the prefix cache that nobody used")]
+
+
+class TelemetrySnapshot(TypedDict):
+    """Counters since the start, and a page of the latest steps."""
+
+    phase: str
+    max_batch_size: int
+    max_seq_len: int
+    queue_room: Annotated[
+        int, Field(description="requests that would be taken before new ones are answered 503")
+    ]
+    counters: dict[str, float]
+    steps: Annotated[list[dict[str, float]], Field(max_length=PAGE_STEPS)]
+    next_step: Annotated[
+        int,
+        Field(
+            description="`since_step` of the next page, which is there already if this is less than the steps "
+            "counted"
+        ),
+    ]

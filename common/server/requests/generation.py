@@ -1,0 +1,493 @@
+"""The body of `POST /v1/completions`, and the fields that it shares with chat (`GenerationRequest`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from common.chat_template import ChatTemplate
+from common.grammar import Grammar
+from common.request import SamplingParams
+from common.server.bodies import BODY, Body, Limits, check_model, refused
+from common.server.requests.known_fields import (
+    OpenAICompletionFields,
+    OpenAIStreamFields,
+    VllmCompletionFields,
+    VllmFields,
+    VllmStructuredFields,
+)
+
+# fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
+TokenId = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def by_type(forms: Mapping[type, str]) -> Callable[[Any], str | None]:
+    """Return a function that chooses the form to validate a value as by the value's type."""
+    return lambda value: forms.get(type(value))
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[
+    Annotated[StopString, Tag("as text")]
+    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
+    Discriminator(
+        by_type({str: "as text", list: "as texts"}),
+        custom_error_type="stop_type",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+
+JsonSchema = Annotated[
+    Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
+    Discriminator(
+        by_type({str: "as text", dict: "as object"}),
+        custom_error_type="schema_type",
+        custom_error_message="Input should be an object, or the JSON text of one",
+    ),
+]
+
+
+def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return `metadata`. Raises PydanticCustomError if a name is too long, or a value too long or no text."""
+    if any(len(name) > 64 or type(text) is not str or len(text) > 512 for name, text in metadata.items()):
+        raise PydanticCustomError(
+            "metadata", "names have up to 64 characters, and values are texts of up to 512 characters"
+        )
+    return metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Parts of an answer beside its text, if its format has a place for them.
+
+    Attributes:
+        echo: the prompt comes first.
+        logprobs: number of the most likely tokens beside an echoed token; None: no log-probabilities.
+        prompt_logprobs: the same for a field of its own.
+        token_ids: the token ids of prompt and answer are shown.
+        prompt_only: the answer has no tokens of its own.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    prompt_only: bool = False
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if log-probabilities of prompt tokens are shown."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+
+
+# ---------------------------------------------------------------------- objects within a body
+
+
+class StreamOptions(OpenAIStreamFields):
+    """Options that say when a stream reports its usage. A JSON answer always has it."""
+
+    model_config = BODY
+
+    include_usage: bool | None = Field(
+        default=False, description="a last `usage` event with empty `choices` and the usage of all choices"
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=False, description="every `token` event carries its choice's usage so far"
+    )
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's envelope of a JSON Schema. `name` and `description` are labels: the model is not told of them."""
+
+    model_config = BODY
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's field for JSON answers."""
+
+    model_config = BODY
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
+
+
+class StructuredOutputs(VllmStructuredFields):
+    """vLLM's field for answers of a form: exactly one of these."""
+
+    model_config = BODY
+
+    json_: JsonSchema | None = Field(
+        default=None, alias="json", description="a JSON Schema, or its JSON text"
+    )
+    regex: str | None = Field(
+        default=None, description="in the syntax of Rust's regex; matches the whole answer"
+    )
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="the answer is one of these"
+    )
+    grammar: str | None = Field(default=None, description="in Lark's notation or llama.cpp's (GBNF)")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not null."""
+        fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.context_free,
+}
+
+
+class GenerationRequest(Body, VllmFields):
+    """A request for text: a model, how to sample, when to end, and the form of the answer."""
+
+    adds_special_tokens_by_default: ClassVar[bool]
+
+    model: str | None = Field(
+        default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
+    )
+    temperature: float | None = Field(default=1.0, ge=0.0, description="0 is greedy")
+    top_p: float | None = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="0 and -1: all tokens")
+    min_p: float | None = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=1.0, gt=0.0)
+    presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    stop: Stop | None = Field(default=None, description="at most 16 strings, left out of the text")
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="choice j of a prompt uses seed + j"
+    )
+    stream: bool | None = Field(
+        default=None,
+        description="default: JSON if Accept asks for application/json, else a stream; under `/openai/`, false",
+    )
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
+    ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
+    min_tokens: int | None = Field(
+        default=0, ge=0, description="no EOS, stop token or stop string before so many"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        description="of a longer prompt only so many tokens are taken; -1: as many as fit before `max_tokens`",
+        json_schema_extra={"not": {"const": 0}},
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default="left",
+        description="where a prompt that is too long is cut: the last tokens are taken, or the first",
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="what is cached is shared only with requests that have the same one",
+    )
+    response_format: ResponseFormat | None = Field(default=None, description="JSON answers")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="answers of a form; not together with `response_format`"
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="whether a prompt of text gets the tokenizer's special tokens; default: true for completions, "
+        "false for chat, whose template writes its own",
+    )
+    # Labels change nothing: this server has no accounts that they could belong to.
+    user: str | None = Field(default=None, max_length=256, description="a label; the server's log has it")
+    safety_identifier: str | None = Field(default=None, max_length=256, description="a label")
+    prompt_cache_key: str | None = Field(default=None, max_length=256, description="a label")
+    metadata: Annotated[dict[str, Any], AfterValidator(_check_metadata)] | None = Field(
+        default=None,
+        max_length=16,
+        description="labels: texts of up to 512 characters by names of up to 64",
+        json_schema_extra={"additionalProperties": {"type": "string", "maxLength": 512}},
+    )
+    logit_bias: dict[str, Any] | None = Field(
+        default=None,
+        max_length=1024,
+        description="by token id, what is added to its logit before anything else: -100 to 100",
+        json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    )
+
+    # ------------------------------------------------------------------ what each family says in its own way
+
+    @property
+    def num_prompts(self) -> int:
+        raise NotImplementedError
+
+    def prompts(self, template: ChatTemplate | None) -> Sequence[str] | Sequence[Sequence[int]]:
+        """Return the prompts to continue. `template` is the model's, if it has one.
+
+        Raises:
+            InvalidRequestError: there is no text for it.
+        """
+        raise NotImplementedError
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The length of the longest answer that is wanted; None: as long as fits."""
+        raise NotImplementedError
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        """`SamplingParams.logprobs` of this request."""
+        raise NotImplementedError
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """`SamplingParams.prompt_logprobs` of this request."""
+        return None
+
+    @property
+    def shown(self) -> Shown:
+        """The parts of an answer beside its text."""
+        return Shown()
+
+    def field_of(self, param: str) -> str:
+        """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
+        return param
+
+    # ------------------------------------------------------------------ what they share
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """True if a prompt of text gets the tokenizer's special tokens (BOS, say)."""
+        given = self.add_special_tokens
+        return self.adds_special_tokens_by_default if given is None else given
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
+        """Return the part of a prompt that is computed, which is all of it unless `truncate_prompt_tokens` is set.
+
+        Args:
+            token_ids: the prompt.
+            max_request_tokens: prompt and new tokens that the engine takes of one request at most.
+        """
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        if count == -1:
+            count = max(1, max_request_tokens - (self.max_new_tokens or max(1, self.min_tokens or 0)))
+        return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        stop: Any = self.stop
+        return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+    @cached_property
+    def named_grammar(self) -> tuple[str, Grammar] | None:
+        """The grammar that the answer follows, with the name of its field; None: no grammar."""
+        wanted, form = self.response_format, self.structured_outputs
+        if wanted is not None and wanted.json_schema is not None:
+            return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
+        if wanted is not None and wanted.type == "json_object":
+            return "response_format", Grammar.json_object()
+        if form is None:
+            return None
+        ((field, value),) = form.given.items()  # one: see `_check_form`
+        return f"structured_outputs.{field}", _GRAMMARS[field](value)
+
+    def sampling_params(self, choice: int, max_new_tokens: int) -> SamplingParams:
+        """Return the engine's parameters for choice `choice` of each prompt. Nulls become the engine's defaults."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k in (0, -1) else self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": None if self.seed is None else self.seed + choice,
+            "logprobs": self.reported_logprobs,
+            "prompt_logprobs": self.scored_prompt if choice == 0 else None,  # the other choices show the same
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "grammar": None if self.named_grammar is None else self.named_grammar[1],
+        }
+        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(
+            **values,
+            max_new_tokens=max_new_tokens,
+            stop=self.stop_strings,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=tuple(
+                (int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items()
+            ),
+        )
+
+    def check(self, limits: Limits) -> None:
+        if self.model is not None:
+            check_model(self.model, limits)
+        self._check_fields()
+        self._check_form()
+        if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_new_tokens}")
+        choices = self.num_prompts * self.choices_per_prompt
+        if choices > limits.max_choices:
+            raise refused(
+                "prompt" if self.choices_per_prompt == 1 else "n",
+                f"{choices} choices in one request are more than this server ever queues, {limits.max_choices} "
+                "(its option --max-waiting-requests)",
+            )
+
+    def _check_fields(self) -> None:
+        """Refuse values that a field's type cannot rule out.
+
+        Raises:
+            ApiError: 422.
+        """
+        if self.truncate_prompt_tokens == 0:
+            raise refused("truncate_prompt_tokens", "0 leaves nothing of a prompt; send at least 1, or -1")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not (token_id.isdecimal() and token_id.isascii() and len(token_id) < 10):
+                raise refused("logit_bias", f"{token_id[:20]!r} is no token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
+
+    def _check_form(self) -> None:
+        """Refuse fields that say two things about the form of an answer."""
+        wanted, form = self.response_format, self.structured_outputs
+        if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
+            raise refused(
+                "response_format", "json_schema and type 'json_schema' go together; send both or neither"
+            )
+        if form is None:
+            return
+        if wanted is not None and wanted.type != "text":
+            raise refused(
+                "structured_outputs", "response_format says already what answers look like; send one"
+            )
+        if len(form.given) != 1:
+            raise refused(
+                "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
+            )
+
+
+DEFAULT_MAX_TOKENS = 128
+
+#: The form of a list, by the type of its first item.
+_LIST_FORMS: dict[type, str] = {
+    int: "as tokens",
+    float: "as tokens",
+    bool: "as tokens",
+    str: "as texts",
+    list: "as token lists",
+}
+
+
+def _prompt_form(prompt: Any) -> str | None:
+    """Choose the form to validate a prompt as. Trying all of them would cost an error for each token and form."""
+    if type(prompt) is str:
+        return "as text"
+    if type(prompt) is not list:
+        return None
+    return _LIST_FORMS.get(type(prompt[0])) if prompt else "as tokens"
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[Tokens, Tag("as tokens")]
+    | Annotated[Texts, Tag("as texts")]
+    | Annotated[TokenLists, Tag("as token lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
+        "lists of token ids",
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
+    """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
+
+    adds_special_tokens_by_default: ClassVar[bool] = True
+
+    prompt: Prompt = Field(
+        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+    )
+    max_tokens: int | None = Field(
+        default=DEFAULT_MAX_TOKENS,
+        ge=0,
+        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = Field(
+        default=False,
+        description="the prompt before the answer, with log-probabilities of its own if asked for",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="what the model makes of the prompt's tokens, for each but the first",
+    )
+    return_token_ids: bool | None = Field(
+        default=False, description="of prompt and answer, beside their text"
+    )
+    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts(None))
+
+    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
+        """Return all prompts as a list, also where the body has a single one."""
+        prompt: Any = self.prompt
+        return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens for the engine to sample at most. At least one, which an answer without tokens leaves out."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(
+            echo=bool(self.echo),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            prompt_only=self.max_tokens == 0,
+        )
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refused("max_tokens", "0 only with echo or prompt_logprobs; send at least 1")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            raise refused("best_of", "not implemented; send the value of n, or leave it out")

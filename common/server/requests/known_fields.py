@@ -1,0 +1,230 @@
+"""Fields that OpenAI's and vLLM's clients send and this server does not implement: one line each.
+
+A field is accepted at its neutral values, which ask for nothing. Any other value is refused with a reason. Clients
+fill in fields that their users never set, so without these lines a default would be refused as an unknown field.
+
+The request bodies inherit the classes below. The table in `docs/http-api.md` is made from them, and
+`tests/server/test_known_fields.py` sends every value of every line.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+from common.server.bodies import BODY, NOT_IMPLEMENTED
+from common.server.errors import shorten
+
+
+class Neutral:
+    """Annotation of a field that is not implemented: rejects all but its neutral values.
+
+    Args:
+        values: values that ask for nothing, beside null, which always does.
+        reason: why other values are refused, and what to send instead if there is anything.
+    """
+
+    def __init__(self, *values: Any, reason: str) -> None:
+        self.values = (None, *values)
+        self.reason = reason
+
+    def check(self, value: Any) -> Any:
+        """Return a neutral value. Raises PydanticCustomError for any other."""
+        if any(_same_json(value, each) for each in self.values):
+            return value
+        neutral = ", ".join(json.dumps(each) for each in self.values[1:])
+        instead = f"send {neutral} or null, or leave it out" if neutral else "send null, or leave it out"
+        scalar = isinstance(value, str | int | float)
+        shown = f"{shorten(json.dumps(value), 40)} is refused: " if scalar else ""
+        # As a variable: the text itself may have braces.
+        message = {"message": f"{shown}{self.reason}; {instead}"}
+        raise PydanticCustomError(NOT_IMPLEMENTED, "{message}", message)
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self,
+        schema: core_schema.CoreSchema,
+        handler: GetJsonSchemaHandler,
+    ) -> dict[str, Any]:
+        return {"enum": list(self.values), "description": f"not implemented: {self.reason}"}
+
+
+def _same_json(value: Any, neutral: Any) -> bool:
+    """True if both are the same JSON value. Python holds 0 and false, 1 and true for equal; JSON does not."""
+    return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+TOOLS = "tool calling is not supported yet; response_format with type json_schema is, for answers of a form"
+_WRITES_TEXT = "answers are text"
+_STRUCTURED = "structured_outputs has answers of a form"
+_READS_TEXT = "this server reads text only"
+_ONE_QUEUE = "all requests wait in one queue, first come, first served"
+_NO_REASONING = (
+    "reasoning is not kept apart from the text; templates may know a variable in chat_template_kwargs"
+)
+
+
+class Table(BaseModel):
+    """Fields that are not implemented, a line each."""
+
+    model_config = BODY
+
+
+class OpenAIChatFields(Table):
+    """Fields of OpenAI's `POST /v1/chat/completions`."""
+
+    audio: Annotated[Any, Neutral(reason=_WRITES_TEXT)] = None
+    function_call: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
+    functions: Annotated[Any, Neutral([], reason=TOOLS)] = None
+    modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
+    moderation: Annotated[Any, Neutral(reason="neither prompts nor answers are moderated")] = None
+    parallel_tool_calls: Annotated[Any, Neutral(True, False, reason=TOOLS)] = None
+    prediction: Annotated[Any, Neutral(reason="predicted text does not make answers quicker here")] = None
+    prompt_cache_options: Annotated[Any, Neutral({}, reason="the prefix cache has no options")] = None
+    prompt_cache_retention: Annotated[
+        Any, Neutral("in_memory", "in-memory", reason="prefixes are cached in memory, until room is needed")
+    ] = None
+    reasoning_effort: Annotated[Any, Neutral(reason=_NO_REASONING)] = None
+    service_tier: Annotated[Any, Neutral("auto", "default", reason=_ONE_QUEUE)] = None
+    store: Annotated[Any, Neutral(False, reason="answers are not stored")] = None
+    tool_choice: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
+    verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in a message")] = None
+    web_search_options: Annotated[Any, Neutral(reason="the web is not searched")] = None
+
+
+class OpenAICompletionFields(Table):
+    """Fields of OpenAI's `POST /v1/completions`."""
+
+    suffix: Annotated[Any, Neutral("", reason="text is not inserted, only continued")] = None
+
+
+class OpenAIStreamFields(Table):
+    """Fields of OpenAI's `stream_options`."""
+
+    include_obfuscation: Annotated[Any, Neutral(False, reason="chunks are not padded")] = None
+
+
+class OpenAIMessageFields(Table):
+    """Fields of a message, as OpenAI's and vLLM's answers have them: an answer can be sent back as it is."""
+
+    refusal: Annotated[Any, Neutral(reason="send the message's text as content")] = None
+    annotations: Annotated[Any, Neutral([], reason="send the message's text as content")] = None
+    audio: Annotated[Any, Neutral(reason=_READS_TEXT)] = None
+    function_call: Annotated[Any, Neutral(reason=TOOLS)] = None
+    reasoning: Annotated[Any, Neutral("", reason=_NO_REASONING)] = None
+    reasoning_content: Annotated[Any, Neutral("", reason=_NO_REASONING)] = None
+
+
+class VllmFields(Table):
+    """Fields that vLLM adds to both bodies."""
+
+    allowed_token_ids: Annotated[Any, Neutral(reason="logit_bias raises or lowers single tokens")] = None
+    bad_words: Annotated[Any, Neutral([], reason="logit_bias with -100 keeps a token out")] = None
+    ec_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
+    guided_choice: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    guided_decoding_backend: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    guided_grammar: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    guided_json: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    guided_regex: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    guided_whitespace_pattern: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    include_stop_str_in_output: Annotated[
+        Any, Neutral(False, reason="stop strings are left out of the text")
+    ] = None
+    kv_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
+    length_penalty: Annotated[Any, Neutral(1.0, reason="it belongs to beam search")] = None
+    logits_processors: Annotated[Any, Neutral([], reason="clients bring no code")] = None
+    priority: Annotated[Any, Neutral(0, reason=_ONE_QUEUE)] = None
+    repetition_detection: Annotated[Any, Neutral(reason="frequency_penalty works against repetition")] = None
+    request_id: Annotated[Any, Neutral(reason="send it as the header x-request-id")] = None
+    return_token_offsets: Annotated[Any, Neutral(False, reason="logprobs has text_offset")] = None
+    return_tokens_as_token_ids: Annotated[Any, Neutral(False, reason="completions have return_token_ids")] = (
+        None
+    )
+    skip_special_tokens: Annotated[Any, Neutral(True, reason="special tokens are left out of the text")] = (
+        None
+    )
+    spaces_between_special_tokens: Annotated[
+        Any, Neutral(True, reason="special tokens are left out of the text")
+    ] = None
+    structural_tag: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
+    thinking_token_budget: Annotated[Any, Neutral(-1, reason=_NO_REASONING)] = None
+    use_beam_search: Annotated[Any, Neutral(False, reason="tokens are sampled; temperature 0 is greedy")] = (
+        None
+    )
+    vllm_xargs: Annotated[Any, Neutral({}, reason="there are no extensions")] = None
+
+
+class VllmChatFields(Table):
+    """Fields that vLLM adds to the body of chat."""
+
+    best_of: Annotated[Any, Neutral(reason="every choice is sent; n says how many")] = None
+    echo: Annotated[Any, Neutral(False, reason="completions have echo")] = None
+    include_reasoning: Annotated[Any, Neutral(True, reason=_NO_REASONING)] = None
+    prompt_logprobs: Annotated[Any, Neutral(reason="completions have prompt_logprobs")] = None
+    return_assistant_tokens_mask: Annotated[
+        Any, Neutral(False, reason="answers of chat do not show the prompt")
+    ] = None
+    return_prompt_text: Annotated[Any, Neutral(False, reason="answers of chat do not show the prompt")] = None
+    return_token_ids: Annotated[Any, Neutral(False, reason="completions have return_token_ids")] = None
+
+
+class VllmCompletionFields(Table):
+    """Fields that vLLM adds to the body of completions."""
+
+    prompt_embeds: Annotated[Any, Neutral(reason="prompts are text or token ids")] = None
+
+
+class TemplateFields(Table):
+    """Fields that fill a chat template, of chat and of `/tokenize`."""
+
+    tools: Annotated[Any, Neutral([], reason=TOOLS)] = None
+    documents: Annotated[Any, Neutral([], reason="put documents into a message")] = None
+    chat_template: Annotated[Any, Neutral(reason="the template comes with the model")] = None
+    media_io_kwargs: Annotated[Any, Neutral({}, reason=_READS_TEXT)] = None
+    mm_processor_kwargs: Annotated[Any, Neutral({}, reason=_READS_TEXT)] = None
+
+
+class VllmStructuredFields(Table):
+    """Fields of vLLM's `structured_outputs`."""
+
+    json_object: Annotated[
+        Any, Neutral(False, reason='response_format with type "json_object" does this')
+    ] = None
+    disable_additional_properties: Annotated[
+        Any, Neutral(False, reason='the schema says it: "additionalProperties": false')
+    ] = None
+    disable_any_whitespace: Annotated[Any, Neutral(False, reason="the model chooses white space")] = None
+    disable_fallback: Annotated[Any, Neutral(False, True, reason="one library compiles all grammars")] = None
+    structural_tag: Annotated[Any, Neutral(reason="send json, regex, choice or grammar")] = None
+    whitespace_pattern: Annotated[Any, Neutral(reason="the model chooses white space")] = None
+
+
+#: Every table, with where its fields stand.
+TABLES: dict[str, type[Table]] = {
+    "chat": OpenAIChatFields,
+    "completions": OpenAICompletionFields,
+    "chat and completions (vLLM)": VllmFields,
+    "chat (vLLM)": VllmChatFields,
+    "completions (vLLM)": VllmCompletionFields,
+    "chat and `/tokenize`": TemplateFields,
+    "`stream_options`": OpenAIStreamFields,
+    "`structured_outputs`": VllmStructuredFields,
+    "`messages`": OpenAIMessageFields,
+}
+
+
+def lines_of(table: type[BaseModel]) -> dict[str, Neutral]:
+    """Return the fields of a body or of a table that are not implemented, by name."""
+    return {
+        name: each
+        for name, field in table.model_fields.items()
+        for each in field.metadata
+        if isinstance(each, Neutral)
+    }

@@ -1,0 +1,29 @@
+"""What a step costs on the host: every part is timed, and nothing twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks.micro import host_cost
+from benchmarks.micro.host_cost import PARTS, step_times
+from common.engine import Engine
+from common.request import SamplingParams
+
+
+@pytest.mark.parametrize("phase", ["phase4_static", "phase7_chunked"])
+def test_the_parts_are_of_one_step_and_of_different_work(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that counts how often it is asked, a part that has no other inside takes one second."""
+    build = host_cost.engine_without_passes
+
+    def counting(*arguments: object) -> Engine:
+        engine = build(*arguments)  # type: ignore[arg-type]
+        ticks = itertools.count()
+        engine.clock = lambda: float(next(ticks))
+        return engine
+
+    monkeypatch.setattr(host_cost, "engine_without_passes", counting)
+    times = step_times(phase, 3, SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True))
+    assert {part: times[part] / 1e3 for part in PARTS.values()} == dict.fromkeys(PARTS.values(), 1.0)
+    assert times["step"] / 1e3 > len(PARTS)

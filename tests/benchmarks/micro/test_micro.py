@@ -1,0 +1,95 @@
+"""One command for all measurements: options from a function's signature, tables saved and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import benchmarks.__main__ as command_line
+from benchmarks import micro
+from benchmarks.micro import ENTRIES, Dtype
+from benchmarks.results import LOCAL
+from benchmarks.tables import MeasuredTable, load_tables
+
+
+def counting(
+    console: Console, models: tuple[str, ...] = ("a", "b"), turns: int = 3, dtype: Dtype = "float32"
+) -> Iterator[MeasuredTable]:
+    """Count models.
+
+    Args:
+        turns: of each
+    """
+    table = MeasuredTable(name="counting", title="t", setup={"turns": f"{turns}"}, columns=["model"], rows=[])
+    for model in models:
+        table.rows.append([f"{model} in {dtype}"])
+        console.print(f"{model} done")
+        yield table
+    yield MeasuredTable(name="second", title="t", setup={"threads": "7"}, columns=[], rows=[])
+
+
+@pytest.fixture
+def entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro, "find", lambda name: counting)
+    monkeypatch.setitem(ENTRIES, "counting", micro.Entry("counts", "nowhere.counting"))
+
+
+@pytest.mark.usefixtures("entry")
+def test_options_are_those_of_the_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "micro",
+        "counting",
+        "--models",
+        "x",
+        "--models",
+        "y",
+        "z",
+        "--turns",
+        "5",
+        "--dtype",
+        "bfloat16",
+    ]
+    assert command_line.main([*words, "--out", str(tmp_path)]) == 0
+    counted, second = sorted(load_tables(tmp_path), key=lambda table: table.name)
+    assert counted.rows == [["x in bfloat16"], ["y in bfloat16"], ["z in bfloat16"]]
+    assert counted.setup["turns"] == "5"
+    assert int(counted.setup["threads"]) > 0
+    assert second.setup == {"threads": "7"}
+    printed = capsys.readouterr().out
+    assert "y done" in printed
+    assert printed.count("x in bfloat16") == 1  # shown once, though it was saved three times
+
+
+@pytest.mark.usefixtures("entry")
+def test_defaults_are_the_functions(tmp_path: Path) -> None:
+    assert command_line.main(["micro", "counting", "--out", str(tmp_path)]) == 0
+    (table,) = (table for table in load_tables(tmp_path) if table.name == "counting")
+    assert table.rows == [["a in float32"], ["b in float32"]]
+    assert table.setup["turns"] == "3"
+
+
+@pytest.mark.usefixtures("entry")
+def test_help_names_options_and_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["micro", "counting", "--help"])
+    printed = capsys.readouterr().out
+    assert "of each (3)" in printed
+    assert "(a b)" in printed
+    assert "Count models." in printed
+
+
+def test_what_there_is_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["micro"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed and entry.says in printed for name, entry in ENTRIES.items())
+    assert command_line.main(["micro", "nothing"]) == 2
+    assert "micro nothing: there are" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_measurement_has_options_and_writes_to_the_readers_folder(name: str) -> None:
+    options = micro.parser(name, micro.find(name)).parse_args([])
+    assert options.out == LOCAL
