@@ -38,7 +38,7 @@ NICENESS = 15
 STACK_SIZE = 2**20
 
 #: Allowed white space between the parts of a JSON text: a space, or a new line and its indentation. If more were
-#: allowed, small models would generate nothing else (llama.cpp's grammar for JSON has this rule, too).
+#: allowed, small models would generate nothing else. (llama.cpp's JSON grammar has the same rule.)
 WHITESPACE = r" |\n[ \t]{0,20}"
 
 #: Number of random answers that are begun to measure masks, and tokens of each.
@@ -55,9 +55,8 @@ class OverBudgetError(ValueError):
 class MaskBudget:
     """Bounds the processor time of one answer's tokens: computing a mask and advancing, for each.
 
-    It is a token bucket. Each token adds `mean_s` to `left_s`, which is at most `BURST_S`, and subtracts the time
-    it took. Masks of ordinary grammars take 0.02 to 0.6 ms with a vocabulary of 1,024, and up to
-    2.5 ms with 52,000.
+    It is a token bucket. Each token adds `mean_s` to `left_s`, which is at most `BURST_S`, and subtracts its time.
+    Masks of ordinary grammars take 0.02 to 0.6 ms for a vocabulary of 1,024, and up to 2.5 ms for 52,000.
 
     Args:
         vocab_size: number of tokens in a mask.

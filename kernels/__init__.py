@@ -1,4 +1,4 @@
-"""Kernels: each beside its torch reference and the one function that picks between them."""
+"""Kernels. Each module has a kernel, its torch reference, and the function that chooses between them."""
 
 from kernels.openmp import limit_spinning
 

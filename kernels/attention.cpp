@@ -1,4 +1,4 @@
-// Attention over a KV store of blocks, on a CPU: see attention.py for what it is and for the shapes.
+// Attention over a KV store of blocks, on a CPU: see attention.py for its definition and the shapes.
 //
 // The queries of one sequence that share a KV head are the rows of a small matrix. They meet the sequence's columns a
 // tile of 256 at a time. A tile gives each row three things, as in Milakov & Gimelshein (2018) and FlashAttention (Dao
@@ -10,12 +10,12 @@
 //   row 2                ████████    ████████    █████···              sum     = weights V
 //                                                     └ hidden: the position rule
 //
-// A row has the same bits whatever is computed beside it. Tiles begin at multiples of 256, not where a window or a chunk
-// begins; a hidden column has the weight 0, which adds nothing; every sum runs over columns or features in order. So it
-// makes no difference whether a token is decoded, or prefilled alone, in a chunk or with others.
+// A row has the same bits in any batch. Tiles begin at multiples of 256, not where a window or a chunk begins. A hidden
+// column has the weight 0, which adds nothing. Every sum runs over columns or features in order. So a token has the
+// same result decoded, or prefilled alone, in a chunk or with others.
 //
-// Each thread takes the longest task that is left. A sequence that decodes and is much longer than the others is more
-// than one task: threads compute its tiles apart, and the last thread merges them, in order again.
+// Each thread takes the longest task that is left. A decoding sequence that is much longer than the others is cut into
+// several pieces: threads compute its tiles separately, and the last thread merges them in order.
 #include "native.h"
 
 #include <ATen/native/CPUBlas.h>
@@ -82,14 +82,14 @@ class Buffer {
   std::vector<Line> lines_;
 };
 
-// What tiles of columns give a task's rows: of one tile, or of all tiles so far.
+// The partial result of a task's rows, for one tile of columns or for all tiles so far.
 struct Part {
   float* largest;  // [rows]: the largest score
   float* total;    // [rows]: the sum of weights
   float* sums;     // [rows, size]: weighted values
 };
 
-// What one thread works on.
+// The buffers of one thread.
 template <typename T>
 struct Scratch {
   explicit Scratch(int64_t size)
@@ -310,7 +310,7 @@ void finish_rows(const Part& so_far, const Task<T>& task, int64_t size) {
   }
 }
 
-// All tiles of a task, merged as they come.
+// Computes all tiles of a task and merges them in order.
 template <typename T>
 void attend(
     Scratch<T>& scratch, const Task<T>& task, const Columns& columns, const T* k_store, const T* v_store, float scale,
@@ -327,7 +327,7 @@ void attend(
   finish_rows(so_far, task, columns.size);
 }
 
-// Some tiles of a task. Whoever computes the last of its pieces merges all.
+// Computes some tiles of a task. The thread that computes the last piece merges all.
 template <typename T>
 void attend_piece(
     Scratch<T>& scratch, const Task<T>& task, Range piece, Parts& parts, const Columns& columns, const T* k_store,
@@ -343,7 +343,7 @@ void attend_piece(
   finish_rows(so_far, task, columns.size);
 }
 
-// The sequences of a pass: whose queries are where, and whose columns.
+// The sequences of a pass: the places of their queries and columns.
 struct Pass {
   const int64_t *tables, *rows, *offsets, *lengths;  // block tables; of each sequence: its table, first query, columns
   int64_t sequences, table_width, block_size, heads, size;

@@ -1,17 +1,17 @@
-"""Attention over a KV store of blocks: several ways to compute it, and the choice among them.
+"""Attention over a KV store of blocks: several implementations, and the choice among them.
 
 | function | where | how |
 | --- | --- | --- |
-| `paged_attention_triton` | CUDA, one query a sequence | reads keys where they lie |
+| `paged_attention_triton` | CUDA, one query a sequence | reads keys in place |
 | `varlen_attention` | CUDA, several queries a sequence | copies the keys it needs, then FlashAttention |
 | `native_attention` | CPU, float32 and bfloat16 | copies a tile of keys at a time, in C++ |
 | `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
 
-Only the last one pads: it fills queries and gathered columns up to whole tiles of 64, because a CPU's bfloat16
-products are compiled for every size they meet. A chunk of 65 queries is computed as 128; what fills a tile is
-hidden from every query, or dropped.
+Only the last one pads. It fills queries and gathered columns up to whole tiles of 64, because a CPU's bfloat16
+products are compiled anew for every size. A chunk of 65 queries is computed as 128. The padding is hidden from
+every query, or its results are dropped.
 
-What a query sees, and where that lies, is in `kernels.attention_layout`.
+`kernels.attention_layout` computes which columns a query sees, and their addresses.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from kernels.paged_attention import paged_attention_triton
 def gathered_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention by gathering keys and values through the block table, and three operations. Any device.
+    """Compute attention by gathering keys and values through the block table, then three operations. Any device.
 
-    What runs where no kernel does, tuned for a CPU. To read what attention is, see
+    Runs where no kernel does, and is tuned for a CPU. For a simple definition of attention, read
     `kernels.paged_attention.paged_attention_reference`.
 
     Args:
         q: [T, Hq, D], sequence after sequence.
-        k_store, v_store: [blocks, block_size, Hkv, D], the pass's own keys and values already written.
+        k_store, v_store: [blocks, block_size, Hkv, D], with the pass's own keys and values already written.
+        layout: which columns each query sees, and their addresses.
         scale: factor on the scores.
-        window: how many latest columns a query sees, its own included; None: all.
+        window: number of latest columns that a query sees, its own included; None: all.
 
     Returns:
         [T, Hq, D].
@@ -62,7 +63,7 @@ def gathered_attention(
 
 
 def _decode(q: Tensor, gathered: Tensor, group: DecodeGroup, heads_kv: int, scale: float) -> Tensor:
-    """One query a sequence, all sequences in one call: [B, Hq, D] -> [B, Hq, D].
+    """Compute one query of each sequence, all sequences in one call: [B, Hq, D] -> [B, Hq, D].
 
     Keys and values: [2, Hkv * B * width, D]. The query heads that share a KV head become the rows of one small
     matrix, so keys are read once per KV head.
@@ -74,10 +75,9 @@ def _decode(q: Tensor, gathered: Tensor, group: DecodeGroup, heads_kv: int, scal
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """A tile of queries of one sequence, filled up to the rows of `hidden`: [Tq, Hq, D] -> [Tq, Hq, D].
+    """Compute a tile of queries of one sequence, padded to the rows of `hidden`: [Tq, Hq, D] -> [Tq, Hq, D].
 
-    Its keys and values: [Hkv, columns, D]. All queries of all heads that share a KV head become the rows of one
-    matrix.
+    Keys and values: [Hkv, columns, D]. All queries of all heads that share a KV head become the rows of one matrix.
     """
     length, heads, head_dim = q.shape
     heads_kv, whole = k.shape[0], hidden.shape[0]
@@ -88,19 +88,19 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> T
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """softmax(q kᵀ · scale) v, in so many words.
+    """Compute softmax(q kᵀ · scale) v by two matrix products and a softmax.
 
-    Two plain products reach a CPU's bfloat16 instructions also where it has no AMX. The fused kernel of
+    Plain products use a CPU's bfloat16 instructions even if it has no AMX. The fused kernel of
     `scaled_dot_product_attention` does not: on an AMD EPYC (avx512_bf16, no AMX; torch 2.13) it was no faster in
-    bfloat16 than in float32. Scores are rounded to the type of `q` in between.
+    bfloat16 than in float32. Scores are rounded to the type of `q`.
 
     Args:
-        q: [X, Y, Z, D]: N equal parts one after the other, each of which meets one matrix of keys.
+        q: [X, Y, Z, D]: N equal parts one after the other. Part n is multiplied by key matrix n.
         k, v: [N, S, D].
-        hidden: what not to see, to be broadcast to the last columns of [X, Y, Z, S].
+        hidden: True where a score is hidden; broadcast to the last columns of [X, Y, Z, S].
 
     Returns:
-        As `q`.
+        [X, Y, Z, D].
     """
     matrices, columns, head_dim = k.shape
     rows = q.reshape(matrices, -1, head_dim)
@@ -120,9 +120,9 @@ def native_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The same by the kernel in `attention.cpp` (CPU, float32 and bfloat16): arguments and result as `attention`'s.
+    """Compute `attention` by the kernel in `attention.cpp` (CPU, float32 and bfloat16): same arguments and result.
 
-    A token has the same bits whether it is decoded or prefilled, in whatever chunk and beside whomever.
+    A token's result has the same bits whether it is decoded or prefilled, in any chunk and any batch.
     """
     indices = layout.host
     out: Tensor = torch.ops.infer.attention(
@@ -144,7 +144,7 @@ def native_attention(
 def varlen_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """The same attention in one FlashAttention launch over gathered keys (CUDA, float16 and bfloat16).
+    """Compute attention in one FlashAttention launch over gathered keys (CUDA, float16 and bfloat16).
 
     Arguments and result as in `gathered_attention`.
     """
@@ -164,16 +164,16 @@ def varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != heads_kv,
     )
-    assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
+    assert isinstance(out, Tensor)  # a pair only if auxiliary results are requested
     return out
 
 
 @functools.cache
 def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Try the varlen kernel on a small mixed pass: which builds and cards have it is not to be told else.
+    """Return whether the varlen kernel works on this device, by running it on a small mixed pass.
 
-    The answer is remembered. A device that fails or has no memory left has given none: that raises, and the next
-    pass asks again.
+    There is no other way to know which builds and GPUs have it. The result is cached. If the device fails or is out
+    of memory, this raises, nothing is cached, and the next pass tries again.
     """
     generator = torch.Generator(device).manual_seed(0)
     draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
@@ -203,20 +203,20 @@ def attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Put a pass's keys and values into the block store, then let every query see what the position rule shows it.
+    """Write a pass's keys and values to the block store, then compute attention by the position rule.
 
-    This is the one place that chooses how. On a CPU one C++ kernel does all of it, where there is one. With Triton,
-    on CUDA, the leading sequences of one query take the paged kernel, which reads their keys where they lie.
-    Sequences with several queries, on CUDA, take FlashAttention's varlen kernel where a probe on this machine has
-    shown it to work. All else is gathered.
+    This is the only place that chooses an implementation. On a CPU it is the C++ kernel, if it is available. On
+    CUDA with Triton, the leading sequences of one query use the paged kernel, which reads their keys in place. On
+    CUDA, sequences with several queries use FlashAttention's varlen kernel if a probe has shown that it works on
+    this machine. Everything else is gathered.
 
     Args:
-        q: [T, Hq, D], sequence after sequence; T as many as `layout` has queries.
-        k, v: [T, Hkv, D], of the same tokens. A token's heads lie side by side in all three.
-        k_store, v_store: [blocks, block_size, Hkv, D]; written at the tokens' own columns and nowhere else.
-        layout: where those columns are, and the ones before.
+        q: [T, Hq, D], sequence after sequence; T is the number of queries in `layout`.
+        k, v: [T, Hkv, D], of the same tokens. In all three, a token's heads are contiguous.
+        k_store, v_store: [blocks, block_size, Hkv, D]; written at the tokens' own columns only.
+        layout: addresses of these columns and of earlier ones.
         scale: factor on the scores.
-        window: how many latest columns a query sees, its own included; None: all.
+        window: number of latest columns that a query sees, its own included; None: all.
 
     Returns:
         [T, Hq, D].
@@ -244,7 +244,7 @@ def attention(
 def _paged_decode(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """The leading sequences of one query by the Triton kernel: [B, Hq, D] -> [B, Hq, D]."""
+    """Compute the leading sequences of one query by the Triton kernel: [B, Hq, D] -> [B, Hq, D]."""
     indices = layout.paged
     return paged_attention_triton(
         q,

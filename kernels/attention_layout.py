@@ -1,22 +1,22 @@
-"""Where one forward pass finds its keys: the position rule as indices, built once and read by every layer.
+"""The addresses of a forward pass's keys: the position rule as indices, built once and used by every layer.
 
-**The position rule.** Every sequence has columns 0, 1, 2, … of its own; the token at position `p` is stored at
-column `p`; a query at position `p` sees the columns `c <= p`, and on a sliding-window layer only those with
-`p - c < window`. There is no other mask: causality, chunks, windows and padding are all this rule.
+**The position rule.** Every sequence has columns 0, 1, 2, … of its own. The token at position `p` is stored at
+column `p`. A query at position `p` sees the columns `c <= p`, and on a sliding-window layer only those with
+`p - c < window`. There is no other mask: causality, chunks, windows and padding all follow from this rule.
 
 ```text
                      columns   0 1 2 3 4 5 6 7
   sequence A, decoding at 5    x x x x x Q . .       one query
-  sequence B, prompt of 3      Q                     queries at 0, 1, 2: each sees itself and what is before
+  sequence B, prompt of 3      Q                     queries at 0, 1, 2: each sees itself and earlier columns
                                x Q
                                x x Q
 ```
 
-A sequence's columns live in blocks of the store, found through its row of the block table: column `c` is in
-block `table[c // block_size]` at offset `c % block_size`. A contiguous cache is the same thing with blocks as
-long as the longest sequence. A column's *address* is where it lies once blocks (and heads, where every head is
-read for itself) are laid end to end: an index into the store seen as one flat list. What is computed at a time,
-some queries by some columns, is a *tile*: it has nothing to do with blocks.
+A sequence's columns are in blocks of the store, found through its row of the block table: column `c` is in block
+`table[c // block_size]` at offset `c % block_size`. A contiguous cache has blocks as long as the longest sequence.
+A column's *address* is its index into the store seen as one flat list of columns (or of columns and heads, if heads
+are read one by one). A *tile* is the part that is computed at a time, some queries by some columns. Tiles are
+independent of blocks.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from torch import Tensor
 
 from kernels.transfer import to_device
 
-# Queries of one sequence whose scores are computed at a time: few enough for a processor's cache, and most of what
-# lies above a prompt's diagonal is never computed.
+# Queries of one sequence whose scores are computed at a time. The scores fit a CPU cache, and most of those above a
+# prompt's diagonal are never computed.
 QUERY_TILE = 64
 
-# Products are of whole tiles of queries and of columns; what nobody needs is hidden or dropped. A CPU's bfloat16
-# product is compiled for every size it meets, which takes longer than the product: sizes must come again.
+# Products have whole tiles of queries and columns; padding is hidden or dropped. A CPU's bfloat16 product is
+# compiled for every new size, which takes longer than the product, so there must be few sizes.
 COLUMN_TILE = 64
 
 
 class Workspace:
-    """Memory that keys and values are gathered into, kept from layer to layer and from pass to pass.
+    """A buffer for gathered keys and values, reused by all layers and passes.
 
-    With an allocation each, the operating system would hand out and clear the same tens of megabytes over and over.
+    With an allocation for each, the operating system would map and clear the same tens of megabytes every time.
     """
 
     def __init__(self) -> None:
         self._held: Tensor | None = None
 
     def gather(self, addresses: Tensor, *stores: Tensor) -> Tensor:
-        """What every store holds at these addresses, [len(stores), A, width]; good until the next call.
+        """Copy the rows at these addresses from every store: [len(stores), A, width], valid until the next call.
 
         Args:
             addresses: [A] int64.
-            stores: [any, width] each, alike in width, type and device.
+            stores: [any, width] each, of the same width, type and device.
         """
         first = stores[0]
         size = len(stores) * len(addresses) * first.shape[1]
         held = self._held
         if held is None or held.numel() < size or held.dtype != first.dtype or held.device != first.device:
-            held = first.new_empty(size + size // 4)  # more than asked: sequences grow by a column a step
+            held = first.new_empty(size + size // 4)  # some spare: sequences grow by a column a step
             self._held = held
         gathered = held[:size].view(len(stores), len(addresses), first.shape[1])
         for store, out in zip(stores, gathered, strict=True):
@@ -71,13 +71,13 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one query each, B of them, that are about as long: computed together.
+    """B sequences of one query each and of similar length, computed together.
 
     Attributes:
         queries: [B] int64, rows of the pass.
         addresses: [Hkv * B * width] int64, into a store seen as [any, D], head after head.
-        width: columns that are read of each sequence: whole tiles.
-        hidden: [B, 1, width] bool, True: not to be seen.
+        width: columns that are read of each sequence, a multiple of COLUMN_TILE.
+        hidden: [B, 1, width] bool, True where a column is hidden.
     """
 
     queries: Tensor
@@ -92,8 +92,8 @@ class QueryTile:
 
     Attributes:
         queries: rows of the pass.
-        columns: of the sequence's gathered ones: whole tiles, with all that any of the queries sees.
-        hidden: [QUERY_TILE, the last so many columns] bool, True: not to be seen. All before those are seen.
+        columns: range of the sequence's gathered columns: whole tiles, with every column that a query sees.
+        hidden: [QUERY_TILE, n] bool, True where one of the last n columns is hidden. Earlier columns are all seen.
     """
 
     queries: slice
@@ -107,7 +107,7 @@ class PrefillSegment:
 
     Attributes:
         addresses: [Hkv * columns] int64, into a store seen as [any, D], head after head.
-        tiles: its queries, in order.
+        tiles: the sequence's queries, in order.
     """
 
     addresses: Tensor
@@ -116,16 +116,16 @@ class PrefillSegment:
 
 @dataclass(frozen=True, slots=True)
 class VarlenIndices:
-    """All sequences' columns one after the other, the form in which varlen kernels take keys.
+    """The columns of all sequences one after the other, as varlen kernels take keys.
 
-    Of each sequence come the columns that any of its queries sees, A in all: a window leaves the first ones out.
-    Its last column always comes, and varlen kernels count distances from there: a sequence's last query belongs to
-    its last key, the query before to the key before. So what is left out in front moves nothing.
+    They are the columns that any query of a sequence sees, A in all. A window leaves out a sequence's first
+    columns. That does not shift positions: varlen kernels align a sequence's last query with its last key, which is
+    always included.
 
     Attributes:
         addresses: [A] int64, into a store seen as [any, Hkv, D].
-        query_offsets: [B + 1] int32, where each sequence's queries begin, and their end.
-        kv_offsets: [B + 1] int32, where each sequence's addresses begin, and their end.
+        query_offsets: [B + 1] int32, index of each sequence's first query, then T.
+        kv_offsets: [B + 1] int32, index of each sequence's first address, then A.
         max_queries: most queries of a sequence, on the host.
         max_columns: most addresses of a sequence, on the host.
     """
@@ -139,13 +139,13 @@ class VarlenIndices:
 
 @dataclass(frozen=True, slots=True)
 class PagedIndices:
-    """The leading sequences that have one query each, in the form in which the paged kernel takes them.
+    """The leading sequences that have one query each, as the paged kernel takes them.
 
     Attributes:
         block_table: [B, N] int64.
         lengths: [B] int32 or int64, columns of each sequence.
-        max_length: the largest of them, on the host, or more.
-        total_length: their sum, on the host, or more.
+        max_length: an upper bound of the lengths, on the host.
+        total_length: an upper bound of their sum, on the host.
     """
 
     block_table: Tensor
@@ -156,10 +156,10 @@ class PagedIndices:
 
 @dataclass(frozen=True, slots=True)
 class HostIndices:
-    """All sequences, on the host. With it the C++ kernel walks the block tables by itself.
+    """All sequences, on the host, for the C++ kernel, which reads the block tables itself.
 
     Attributes:
-        query_offsets: [B + 1] int64, where each sequence's queries begin, and their end.
+        query_offsets: [B + 1] int64, index of each sequence's first query, then T.
         kv_lengths: [B] int64, columns of each sequence.
     """
 
@@ -169,19 +169,19 @@ class HostIndices:
 
 @dataclass
 class AttentionLayout:
-    """Where the keys of one forward pass lie, and where its own go. Built once a pass; every layer reads it.
+    """The addresses that one forward pass reads and writes. Built once a pass and used by every layer.
 
     Sequences with one query should come first: they are computed together, the others one by one.
 
     Attributes:
         block_tables: [any, N] int64, on the host; entries past a sequence's last block are any valid block.
-        rows: [B] int64, on the host: which of the tables is each sequence's.
+        rows: [B] int64, on the host, each sequence's row in `block_tables`.
         block_size: columns in a block.
-        query_lengths: queries of each sequence in this pass, B of them, each >= 1.
-        kv_lengths: columns of each sequence once this pass has written its own, B of them.
+        query_lengths: B numbers >= 1, queries of each sequence in this pass.
+        kv_lengths: B numbers, columns of each sequence after this pass has written its own.
         heads_kv: heads of keys and values in the stores.
-        device: where the stores are, and all index tensors but those said to be on the host.
-        workspace: one that passes share; each has its own if none is given.
+        device: device of the stores, and of all index tensors except those on the host.
+        workspace: a buffer that passes share; a new one if none is given.
     """
 
     block_tables: Tensor
@@ -192,20 +192,23 @@ class AttentionLayout:
     heads_kv: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workspace: Workspace = field(default_factory=Workspace)
-    # A pass has few distinct windows (none, or none and one), so these hold an entry or two.
+    # Caches by window. A pass has one or two distinct windows.
     _decode_groups: dict[int | None, list[DecodeGroup]] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
     _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
 
     @classmethod
     def of_decode(cls, tables: Tensor, lengths: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
-        """One query of each sequence, from tensors on the device: in them a captured pass finds what holds then.
+        """Return the layout of one query for each sequence, from tensors on the device.
 
-        The host does not know the lengths; it counts on the longest there can be.
+        A captured pass reads these tensors anew at each replay. The host does not know the lengths, and assumes the
+        longest possible.
 
         Args:
-            tables: [B, N] int64, each sequence's own blocks; past them, any valid ones.
-            lengths: [B] int64, columns of each sequence once this pass has written its own.
+            tables: [B, N] int64, each sequence's blocks, then any valid blocks.
+            lengths: [B] int64, columns of each sequence after this pass has written its own.
+            block_size: columns in a block.
+            heads_kv: heads of keys and values in the stores.
         """
         count, width = tables.shape
         longest = width * block_size
@@ -227,7 +230,7 @@ class AttentionLayout:
 
     @cached_property
     def host(self) -> HostIndices:
-        """For every sequence of the layout."""
+        """Indices of every sequence, for the C++ kernel."""
         offsets = torch.tensor([0, *itertools.accumulate(self.query_lengths)])
         return HostIndices(offsets, torch.tensor(self.kv_lengths))
 
@@ -240,21 +243,21 @@ class AttentionLayout:
 
     @cached_property
     def block_table(self) -> Tensor:
-        """[B, N] int64: the tables of the pass's own sequences, as wide as the longest of them needs."""
+        """[B, N] int64: the block tables of the pass's sequences, as wide as the longest of them needs."""
         width = -(-max(self.kv_lengths) // self.block_size)
         return self._moved(self.block_tables[:, :width].index_select(0, self.rows))
 
     @cached_property
     def write_addresses(self) -> Tensor:
-        """[T] int64, into a store seen as [any, Hkv, D]: where each query's own key and value go."""
+        """[T] int64, into a store seen as [any, Hkv, D]: the address of each query's own key and value."""
         sequence = self._moved(self._by_query(torch.arange(len(self.rows))))
         blocks = self.block_table[sequence, self.positions // self.block_size]
         return blocks * self.block_size + self.positions % self.block_size
 
     def _by_query(self, values: Tensor) -> Tensor:
-        """[B] -> [T], on the host: each sequence's value for each of its queries.
+        """Repeat each sequence's value for each of its queries: [B] -> [T], on the host.
 
-        Not by torch, which calls its workers for two values and more.
+        NumPy does it, since torch would wake its worker threads for two values or more.
         """
         return torch.from_numpy(np.repeat(values.numpy(), self.query_lengths))
 
@@ -264,33 +267,33 @@ class AttentionLayout:
 
     @property
     def num_single(self) -> int:
-        """How many leading sequences have exactly one query."""
+        """Number of leading sequences that have exactly one query."""
         for i, length in enumerate(self.query_lengths):
             if length != 1:
                 return i
         return len(self.query_lengths)
 
     def decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """For layers with this window: the leading sequences of one query."""
+        """Return the leading sequences of one query in groups, for layers with this window."""
         if window not in self._decode_groups:
             self._decode_groups[window] = self._build_decode_groups(window)
         return self._decode_groups[window]
 
     def prefill_segments(self, window: int | None) -> list[PrefillSegment]:
-        """For layers with this window: every sequence behind the leading ones of one query."""
+        """Return the sequences after the leading ones of one query, for layers with this window."""
         if window not in self._prefill_segments:
             self._prefill_segments[window] = self._build_prefill_segments(window)
         return self._prefill_segments[window]
 
     def varlen(self, window: int | None) -> VarlenIndices:
-        """For layers with this window: every sequence of the layout, whatever its number of queries."""
+        """Return the indices of all sequences for varlen kernels, for layers with this window."""
         if window not in self._varlen:
             self._varlen[window] = self._build_varlen(window)
         return self._varlen[window]
 
     @cached_property
     def paged(self) -> PagedIndices:
-        """For the leading sequences of one query; there must be one."""
+        """Indices of the leading sequences of one query, at least one, for the paged kernel."""
         count = self.num_single
         lengths = self.kv_lengths[:count]
         on_device = self._moved(torch.tensor(lengths, dtype=torch.int32))
@@ -298,7 +301,7 @@ class AttentionLayout:
 
     @cached_property
     def after_singles(self) -> AttentionLayout:
-        """The layout of the sequences behind the leading ones of one query."""
+        """The layout of the sequences after the leading ones of one query."""
         count = self.num_single
         return AttentionLayout(
             self.block_tables,
@@ -312,11 +315,11 @@ class AttentionLayout:
         )
 
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
-        """Where these columns lie, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
+        """Return the addresses of columns, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
 
-        Into a store seen as [blocks * block_size * Hkv, D]. A head's keys become one matrix this way, read from its
-        first number to its last. As they lie in the store, with the other heads' in between, products with them
-        take a CPU several times as long.
+        They index a store seen as [blocks * block_size * Hkv, D]. Gathered in this order, a head's keys are one
+        contiguous matrix. In the store they are interleaved with other heads, and a CPU's products take several
+        times as long.
         """
         tokens = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
         heads = torch.arange(self.heads_kv, device=self.device)
@@ -324,7 +327,7 @@ class AttentionLayout:
 
     def _build_varlen(self, window: int | None) -> VarlenIndices:
         lengths = list(self.kv_lengths)
-        if window is not None:  # a sequence's first query sees furthest back
+        if window is not None:  # a sequence's first query sees the earliest column
             lengths = [min(kv, window + n - 1) for n, kv in zip(self.query_lengths, lengths, strict=True)]
         ends, counts = self._moved(torch.tensor([self.kv_lengths, lengths]))
         sequence = torch.repeat_interleave(counts, output_size=sum(lengths))  # [A]: 0, 0, …, 1, 1, …
@@ -344,11 +347,11 @@ class AttentionLayout:
         )
 
     def _build_decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """Each of sequences about as long: fifteen short ones beside a long one do not read as much as that one."""
+        """Group sequences of similar length, so that short sequences are not padded to a long one."""
         groups: dict[int, list[int]] = defaultdict(list)
         for row, length in enumerate(self.kv_lengths[: self.num_single]):
             tiles = _whole_tiles(length if window is None else min(length, window)) // COLUMN_TILE
-            groups[tiles.bit_length()].append(row)  # less than twice as long as the shortest of its group
+            groups[tiles.bit_length()].append(row)  # lengths of a group differ by less than a factor of two
         return [self._build_decode_group(rows, window) for rows in groups.values()]
 
     def _build_decode_group(self, rows: list[int], window: int | None) -> DecodeGroup:
@@ -360,7 +363,7 @@ class AttentionLayout:
         columns = first.unsqueeze(1) + torch.arange(width, device=self.device)  # [B, width]
         hidden = (columns >= kv).unsqueeze(1)  # past a sequence's end
         queries = self._moved(torch.tensor(rows))
-        # Hidden columns weigh nothing, but 0 × NaN is NaN: past its end, a sequence reads its own last column.
+        # A hidden column has weight 0, but 0 × NaN is NaN. So past its end a sequence reads its own last column.
         addresses = self._addresses(self.block_table[queries], torch.minimum(columns, kv - 1))
         return DecodeGroup(queries, addresses, width, hidden)
 
@@ -385,13 +388,16 @@ class AttentionLayout:
     def _query_tile(
         self, start: int, end: int, window: int | None, row_of_0: int, first_column: int
     ) -> QueryTile:
-        """The queries at positions `start` to `end`, in a pass where position 0 would be row `row_of_0`."""
+        """Return the tile of the queries at positions `start` to `end`.
+
+        `row_of_0` is the row that position 0 of the sequence would have, `first_column` the first gathered column.
+        """
         first = _first_read(start, window)
         last = first + _whole_tiles(end - first)
-        # What came before these queries is seen by all of them, unless a window leaves it behind.
+        # All queries see the columns before `start`, unless a window hides some.
         left_behind = window is not None and end - first > window
         columns = torch.arange(first if left_behind else start, last, device=self.device)
-        # What fills the tile behind the last query is to see something, or its softmax would divide by zero.
+        # Padding rows must see a column, or their softmax would divide by zero.
         positions = torch.arange(start, start + QUERY_TILE, device=self.device).clamp_(max=end - 1)
         distance = positions.unsqueeze(1) - columns  # p - c
         hidden = distance < 0
@@ -405,7 +411,7 @@ class AttentionLayout:
 
 
 def _first_read(position: int, window: int | None) -> int:
-    """Where the tile of columns begins in which the first one lies that a query at `position` sees."""
+    """Return the first column of the tile that holds the first column seen by a query at `position`."""
     first_seen = 0 if window is None else max(0, position - window + 1)
     return first_seen // COLUMN_TILE * COLUMN_TILE
 

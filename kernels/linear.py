@@ -12,18 +12,18 @@ W [N, K]                    panel 0: outputs 0 to 63          panel 1: outputs 6
   …                           …
 ```
 
-`torch.nn.functional.linear` puts W into such a form anew in every call, which for a few rows takes longer than the
-product itself. Packed once, a decode step reads each weight once, front to back.
+`torch.nn.functional.linear` converts W to such a form in every call, which for a few rows takes longer than the
+product itself. With W packed once, a decode step reads each weight once, front to back.
 
-**A row has the same bits whatever rows are beside it.** Every output is one sum over its inputs, in an order that
-depends on the number of inputs alone. oneDNN's own products have that property for two rows and more, not for one.
+**A row has the same bits in any batch.** Every output is one sum over its inputs, in an order that depends only on
+the number of inputs. oneDNN's own products have that property for two or more rows, but not for one.
 
-**A number of rows that is new costs once.** The library compiles a small product for each number of rows from 1 to
-32, each number of inputs and each thread, when it first meets them: 50 µs each on an AMD EPYC. Rows are not filled
-up to fewer sizes instead, for a decode step's time grows with every row, and by more in each step.
+**Each new number of rows costs time once.** The library compiles a small product for each number of rows from 1 to
+32, each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would
+cost more: a decode step's time grows with every row, in every step.
 
-A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in a panel: whoever computes
-a panel has both, and writes `activation(gate) * up` instead of the product.
+A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in one panel. So the kernel has
+both at hand, and writes `activation(gate) * up` instead of the product.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch import Tensor
 
 from kernels.dispatch import has_native_products
 
-GATES_IN_PANEL = 32  # and as many ups; kernels/linear.cpp counts on it
+GATES_IN_PANEL = 32  # and as many ups; kernels/linear.cpp relies on it
 
 
 def pack_linear(weight: Tensor) -> Tensor | None:
-    """`weight` in panels, for `packed_linear`; None where that cannot be had or would not help.
+    """Return `weight` in panels, for `packed_linear`. None if the native kernels cannot use it.
 
     Args:
         weight: [N, K] float32 or bfloat16, contiguous.
@@ -53,7 +53,7 @@ def pack_linear(weight: Tensor) -> Tensor | None:
 
 
 def packed_linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
-    """`y = x W^T (+ b)` on a packed W.
+    """Compute `y = x W^T (+ b)` with a packed W.
 
     Args:
         x: [T, K], the type of the weights.
@@ -69,7 +69,7 @@ def packed_linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None =
 
 
 def pack_gated_linear(weight: Tensor) -> Tensor | None:
-    """`weight` in panels, for `packed_gated_linear`; None as for `pack_linear`.
+    """Return `weight` in panels, for `packed_gated_linear`; None as for `pack_linear`.
 
     Args:
         weight: [2F, K] float32 or bfloat16, contiguous: the rows of the F gates, then those of the F ups.
@@ -87,7 +87,7 @@ def pack_gated_linear(weight: Tensor) -> Tensor | None:
 def packed_gated_linear(
     x: Tensor, packed: Tensor, size: int, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """`activation(x G^T) * (x U^T)` on packed gates G and ups U.
+    """Compute `activation(x G^T) * (x U^T)` with packed gates G and ups U.
 
     Args:
         x: [T, K], the type of the weights.

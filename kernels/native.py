@@ -1,9 +1,9 @@
-"""The C++ kernels for CPUs: built once a machine, loaded into the process, or done without.
+"""Builds the C++ kernels for CPUs once on each machine, and loads them into the process.
 
-Sources are the `.cpp` files beside this module. The first process that wants them builds them, which takes a
-compiler and some seconds; the library is kept outside the tree, under a name that changes with everything that it
-depends on, and later processes only load it. Without a compiler, or if anything else goes wrong, every operation is
-computed by torch: slower, and otherwise the same.
+Sources are the `.cpp` files beside this module. The first process that needs them builds them, which takes a
+compiler and some seconds. The library is kept outside the tree, under a key of everything it depends on, and later
+processes only load it. Without a compiler, or after any other error, torch computes every operation: more slowly,
+with the same results.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = (
     "-O3",
     "-march=native",
-    # Without it `at::parallel_for` is a plain loop. Only compiling takes it, not linking: the process has torch's
-    # libgomp, and a second one would bring a second pool of workers.
+    # Without it `at::parallel_for` is a plain loop. For compiling only, not for linking: the process has torch's
+    # libgomp, and a second one would have a second pool of workers.
     "-fopenmp",
-    # Nobody reads errno or the exception flags, and loops that might set them are not vectorised. Not
-    # -ffast-math: that makes NaN and infinity meaningless, and loading it changes the arithmetic of the process.
+    # errno and the exception flags are not read, and loops that may set them are not vectorised. Not -ffast-math:
+    # it makes NaN and infinity meaningless, and loading such a library changes the arithmetic of the process.
     "-fno-math-errno",
     "-fno-trapping-math",
-    # GCC prefers half of what x86 has at its widest, from times when that made processors clock down.
+    # GCC prefers half the vector width, since the full one made older x86 processors clock down.
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
 
@@ -45,23 +45,23 @@ _NAME = "infer_native"
 
 
 class NativeKernelsError(Exception):
-    """The native kernels cannot be had: why, in one line."""
+    """The native kernels cannot be built or loaded. The message is one line."""
 
 
-# Operators are registered with torch, so it is a process that has them, not an engine.
+# For the process, not an engine: torch registers operators for the whole process.
 _loaded = False
 
 
 def is_loaded() -> bool:
-    """Whether this process has the native kernels."""
+    """Return whether this process has the native kernels."""
     return _loaded
 
 
 @functools.cache
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether the kernels that are made of matrix products work here: those for linear layers and attention.
+    """Return whether the kernels that use matrix products (linear layers and attention) work on this processor.
 
-    They use torch's micro kernels, which not every processor has. Tried once, since it cannot be told otherwise.
+    They use torch's micro kernels, which not every processor supports. Trying one is the only way to know.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -75,12 +75,12 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def load_native_kernels(cache: Path | None = None) -> bool:
-    """Load the native kernels, building them first if this machine has not yet; whether that worked.
+    """Load the native kernels, and build them first if needed. Returns whether that worked.
 
-    Without them everything works, more slowly; one line in the log says why.
+    If not, one line in the log says why, and torch computes more slowly.
 
     Args:
-        cache: where libraries are kept; default: `infer-phases` in the user's cache folder.
+        cache: folder for built libraries; default: `infer-phases` in the user's cache folder.
     """
     global _loaded
     if not _loaded:
@@ -95,7 +95,7 @@ def load_native_kernels(cache: Path | None = None) -> bool:
 
 
 def _register_shapes() -> None:
-    """Tell compilers what the operators return, so that a model can be captured with them in it."""
+    """Register the operators' result shapes, so that a model that uses them can be compiled."""
     fake = torch.library.register_fake
     fake("infer::rms_norm")(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
     fake("infer::fused_add_rms_norm")(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
@@ -107,7 +107,7 @@ def _register_shapes() -> None:
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/infer-phases`, by default `~/.cache/infer-phases`."""
+    """Return `$XDG_CACHE_HOME/infer-phases`, by default `~/.cache/infer-phases`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer-phases"
 
 
@@ -117,7 +117,7 @@ def _load(cache: Path) -> None:
     library = folder / f"{_NAME}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Servers that start together build once. The lock goes with the process that holds it, however that ends.
+        # Servers that start together build once. The lock is released when its process ends in any way.
         with FileLock(folder / "lock"):
             if not _is_whole(library):
                 _build(compiler, library)
@@ -129,7 +129,7 @@ def _load(cache: Path) -> None:
 
 
 def _compiler() -> str:
-    """`$CXX`, or the C++ compiler on the path."""
+    """Return `$CXX`, or the C++ compiler on the path. NativeKernelsError: there is none."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
         raise NativeKernelsError("there is no C++ compiler here; install g++ or clang++")
@@ -137,7 +137,7 @@ def _compiler() -> str:
 
 
 def key_of_this_machine() -> str:
-    """A name for what the library depends on: sources, flags, torch, compiler and processor."""
+    """Return a hash of everything the library depends on: sources, flags, torch, compiler and processor."""
     parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
     parts += [flag.encode() for flag in FLAGS]
     parts += [torch.__version__.encode(), _output(_compiler(), "--version"), _processor()]
@@ -145,7 +145,7 @@ def key_of_this_machine() -> str:
 
 
 def _processor() -> bytes:
-    """What -march=native looks at: a home folder may be shared between machines."""
+    """Return the processor's features, which -march=native uses: a home folder may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -162,12 +162,12 @@ def _output(*command: str) -> bytes:
 
 
 def _checksum(library: Path) -> Path:
-    """The file that holds the library's checksum."""
+    """Return the path of the file with the library's checksum."""
     return library.with_suffix(".sha256")
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library is there, just as it was built. To load one that was cut off would kill the process."""
+    """Return whether a library exists and matches its checksum. Loading a truncated one would kill the process."""
     try:
         return _checksum(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
     except OSError:
@@ -175,8 +175,8 @@ def _is_whole(library: Path) -> bool:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile the sources and put the library in its place, whole or not at all."""
-    from torch.utils import cpp_extension  # imports setuptools, for which a start that only loads has no use
+    """Compile the sources, then move the complete library to its place."""
+    from torch.utils import cpp_extension  # here, since it imports setuptools, which takes time
 
     logger.info("building native CPU kernels, once for this machine; this takes some seconds")
     started = time.perf_counter()
@@ -198,7 +198,7 @@ def _build(compiler: str, library: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run commands side by side. NativeKernelsError: one failed; its first line of complaint."""
+    """Run commands in parallel. NativeKernelsError: one failed; the message is its first line with an error."""
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands
@@ -215,7 +215,7 @@ def _run_all(commands: Iterable[list[str]]) -> None:
 
 
 def count_libgomps() -> int:
-    """How many copies of libgomp this process has, where that can be told (Linux): each has workers of its own."""
+    """Return the number of copies of libgomp in this process (Linux; elsewhere 1). Each has its own workers."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Decode attention that reads keys and values where they lie, through the block table.
+"""Decode attention that reads keys and values in place, through the block table.
 
-One query per sequence: a decode step. The work is to read every visible key and value once, so a GPU's memory
-bandwidth sets the time. Gathering the blocks into one tensor first would read, write and read them again.
+A decode step has one query per sequence. It must read every visible key and value once, so a GPU's memory bandwidth
+sets the time. Gathering the blocks into one tensor first would read, write and read them again.
 PagedAttention (Kwon et al., 2023) walks the block table inside the kernel instead.
 
 One program computes one (sequence, KV head, split) and walks its columns in tiles:
@@ -21,11 +21,11 @@ One program computes one (sequence, KV head, split) and walks its columns in til
 
 The G query heads of a group are rows of one small matrix, so grouped queries read their shared keys once. The
 softmax is online (Milakov & Gimelshein, 2018; FlashAttention, Dao et al., 2022): a program keeps, per query head,
-the largest score so far, the sum of weights and the weighted sum of values, and shrinks both sums whenever a larger
-score turns up. Scores are never written anywhere.
+the largest score so far, the sum of weights and the weighted sum of values, and rescales both sums when it finds a
+larger score. Scores are never written to memory.
 
 A few long sequences give fewer programs than a GPU has processors. Their columns are then split (flash-decoding,
-Dao et al., 2023): every split leaves its own normalised result and the logarithm of its sum of weights, and a
+Dao et al., 2023): every split writes its own normalised result and the logarithm of its sum of weights, and a
 second, small kernel merges them:
 
 ```text
@@ -35,8 +35,8 @@ second, small kernel merges them:
       merged        out = sum of exp(log_s) * out_s  /  sum of exp(log_s)
 ```
 
-Where a sequence ends is its own length, read on the device: a short sequence beside a long one costs what it costs
-alone, and the splits of a sequence always cover all of it, whatever the host thought the longest was.
+Each program reads its sequence's length on the device. So a short sequence beside a long one costs as much as
+alone, and the splits of a sequence always cover all of it, even if the host assumed a wrong longest length.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if HAS_TRITON:
 #: A window that hides nothing: `length - NO_WINDOW` is not positive for any length, and still an int32.
 NO_WINDOW = 2**31 - 1
 
-#: A split of fewer columns is not worth the writing, reading and merging of its partial result.
+#: The fewest columns of a split: for fewer, writing, reading and merging the partial result costs too much.
 MIN_SPLIT_COLUMNS = 256
 
 #: Programs for each of a GPU's processors: one computes while others wait for memory.
@@ -75,10 +75,10 @@ def paged_attention_reference(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """What the kernel computes, one sequence at a time, in float32; on CUDA the host waits for `lengths`.
+    """Compute the kernel's result in torch, one sequence at a time, in float32. On CUDA the host waits.
 
-    Written to be read and to test against. The path that runs where Triton does not is
-    `kernels.attention.gathered_attention`: all sequences at once, with indices built once a pass.
+    For reading and for tests. Without Triton, `kernels.attention.gathered_attention` runs instead: all sequences at
+    once, with indices built once a pass.
 
     Arguments and result as in `paged_attention_triton`.
     """
@@ -104,18 +104,18 @@ if HAS_TRITON:
 
     @triton.jit
     def _visible(length, window, num_splits, min_split, tile_columns):  # type: ignore[no-untyped-def]  # Triton has no types
-        """(first visible column, columns a split takes: whole tiles, the same for all splits of a sequence)."""
+        """Return (first visible column, columns of a split: whole tiles, the same for all splits of a sequence)."""
         first = tl.maximum(length - window, 0)
         tiles = tl.cdiv(length - first, tile_columns)
         return first, tl.maximum(tl.cdiv(tiles, num_splits) * tile_columns, min_split)
 
     @triton.jit
     def _weigh(weights, v):  # type: ignore[no-untyped-def]  # Triton has no types
-        """weights [G, C] float32 · v [C, D] -> [G, D] float32.
+        """Multiply weights [G, C] float32 by v [C, D] -> [G, D] float32.
 
-        Tensor cores want both factors in one type. Weights rounded to bfloat16 would cost as much precision as
-        rounding the result does, so they are multiplied in two parts: the rounded weights, and what rounding took
-        off. The multiplications hide behind the loads.
+        Tensor cores need both factors in one type. Rounding the weights to bfloat16 would lose as much precision as
+        rounding the result. So they are multiplied in two parts: the rounded weights, and the rounding error. The
+        second product takes no extra time, since loads take longer.
         """
         if v.dtype == tl.float32:
             return tl.dot(weights, v, input_precision="ieee")
@@ -165,7 +165,7 @@ if HAS_TRITON:
         begin = first + split * share
         end = tl.minimum(begin + share, length)
         if is_split and begin >= end:
-            return  # nothing left for this split, and the merge knows
+            return  # no columns left for this split; the merge skips it
 
         rows = tl.arange(0, tile_rows)
         dims = tl.arange(0, tile_dim)
@@ -186,11 +186,11 @@ if HAS_TRITON:
             block = tl.load(table + columns // block_size, mask=inside, other=0).to(tl.int64)
             address = block * block_stride + (columns % block_size).to(tl.int64) * column_stride
             offsets = address[:, None] + dims[None, :]
-            # A zero weight does not undo a NaN (0 * NaN is NaN): what lies outside must not even be loaded.
+            # Columns outside must not be loaded: 0 * NaN is NaN, so a weight of zero does not hide them.
             mask = inside[:, None] & (dims < head_dim)[None, :]
 
             k = tl.load(k_head + offsets, mask=mask, other=0.0)
-            # In powers of two, which is what the hardware has: exp(x) = 2^(x * log2(e)), the factor in the scale.
+            # The hardware computes powers of two: exp(x) = 2^(x * log2(e)). The factor is part of the scale.
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
             scores = tl.where(inside[None, :], scores, float("-inf"))
             # A tile has at least one column inside, so the maximum is finite from the first one on.
@@ -202,7 +202,7 @@ if HAS_TRITON:
             sums = sums * shrink[:, None] + _weigh(weights, v)
             top = new_top
 
-        # A sequence of length 0 has seen nothing: zeros, not 0 / 0.
+        # A sequence of length 0 gives zeros, not 0 / 0.
         out = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         place = (sequence * tl.num_programs(1) * group + heads) * num_splits + split
         out_rows = out_ptr + place[:, None] * head_dim + dims[None, :]
@@ -266,7 +266,7 @@ def paged_attention_triton(
     total_length: int | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence, keys and values read through the block table.
+    """Compute attention of one query per sequence. Keys and values are read through the block table.
 
     The query of sequence `b` sees the columns below `lengths[b]`, its own being the last of them, and of these
     only the latest `window`. Column `c` is in block `block_table[b, c // block_size]` at offset `c % block_size`.
@@ -279,11 +279,11 @@ def paged_attention_triton(
         block_table: [B, N] int32 or int64. Entries past a sequence's last block are not read.
         lengths: [B] int32 or int64; 0 gives a row of zeros.
         scale: factor on the scores.
-        window: how many latest columns a query sees, its own included, >= 1; None: all.
-        max_length: the longest of `lengths`. It only helps to choose the number of splits: a wrong one costs
-            time, not correctness.
-        total_length: the sum of `lengths`, to the same end; None: taken as batch x `max_length`.
-        num_splits: programs among which a sequence's columns are shared out at most; None: chosen here.
+        window: number of latest columns that a query sees, its own included, >= 1; None: all.
+        max_length: the longest of `lengths`. Used only to choose the number of splits: a wrong value costs time,
+            not correctness.
+        total_length: the sum of `lengths`, for the same purpose; None: batch x `max_length`.
+        num_splits: most programs that share a sequence's columns; None: chosen here.
 
     Returns:
         [B, Hq, D], contiguous, dtype of `q`.
@@ -361,16 +361,16 @@ def paged_attention_triton(
 
 
 def choose_num_splits(max_columns: int, total_work: int, processors: int) -> int:
-    """Among how many programs a sequence's columns should be shared out at most.
+    """Return the most programs that should share one sequence's columns.
 
-    As many as give every processor its programs, if all programs had the same number of columns; but no split of
-    fewer than `MIN_SPLIT_COLUMNS`. Lengths that differ count too: one long sequence among many short ones is split,
-    because the others are done long before it.
+    The number gives every processor its programs if all programs had equally many columns, but no split has fewer
+    than `MIN_SPLIT_COLUMNS`. One long sequence among many short ones is split too, because the others are done long
+    before it.
 
     Args:
         max_columns: columns that the longest sequence's query sees.
         total_work: columns that all queries see together, times KV heads.
-        processors: of the GPU (streaming multiprocessors).
+        processors: streaming multiprocessors of the GPU.
     """
     even_share = -(-total_work // (PROGRAMS_PER_PROCESSOR * processors))
     return max(1, -(-max_columns // max(even_share, MIN_SPLIT_COLUMNS)))
@@ -378,16 +378,16 @@ def choose_num_splits(max_columns: int, total_work: int, processors: int) -> int
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Of the GPU; 1 on a CPU, where the interpreter runs programs one after the other."""
+    """Return the GPU's streaming multiprocessors; 1 on a CPU, where the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _tile(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(query heads, columns, dimensions, warps) of one program's tile.
+    """Return (query heads, columns, dimensions, warps) of one program's tile.
 
-    Tile sides are powers of two, and `tl.dot` takes none below 16: what is over is masked, and costs arithmetic,
-    of which there is plenty. A tile's keys take 16 KiB: with the next tiles already on their way, several programs
-    still fit into one processor's shared memory.
+    Tile sides are powers of two, and at least 16 for `tl.dot`. The rest is masked, which costs only arithmetic, and
+    memory is the limit. A tile's keys take 16 KiB: even with the next tiles prefetched, several programs fit into
+    one processor's shared memory.
     """
     rows = max(16, triton.next_power_of_2(group))
     dims = max(16, triton.next_power_of_2(head_dim))

@@ -133,13 +133,13 @@ def fused_add_rms_norm_native(
 
 
 def _grouped_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., H] -> [groups, rows, H]: a view wherever two strides say where the rows lie, as those of any
-    [T, heads, D] view do (a matrix has one row a group); a copy for the rest."""
+    """Reshape [..., H] to [groups, rows, H]: a view if two strides describe the rows, as for any [T, heads, D]
+    view (a matrix has one row in each group), else a copy."""
     return _dense_rows(x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1]))
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same, its last dimension contiguous."""
+    """Return `x` with its last dimension contiguous, as a copy if needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -214,7 +214,7 @@ if HAS_TRITON:
         weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
 
         out = rows[:, None] * hidden_size + columns[None, :]
-        # Rounded first and normalised from the rounded value: what is normalised is what later layers add to.
+        # Rounded before it is normalised, so that the norm and later layers use the same value.
         total = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
         tl.store(new_residual_ptr + out, total, mask=mask)
         normed = _normalise(total.to(tl.float32), weight, eps, offset, hidden_size)
@@ -281,7 +281,7 @@ def fused_add_rms_norm_triton(
 
 
 def _tile(hidden_size: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of one program: a wide row alone, several narrow ones (heads of q) together."""
+    """Return (rows, columns, warps) of one program: one wide row, or several narrow rows (heads of q)."""
     columns = triton.next_power_of_2(hidden_size)
     rows = max(1, 1024 // columns)
     return rows, columns, min(8, max(1, rows * columns // 512))

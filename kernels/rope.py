@@ -2,14 +2,14 @@
 
 Every pair of coordinates of a query or key is turned by an angle proportional to the token's position, each
 pair at its own speed. Turning both vectors by the same angle leaves their dot product as it was, so attention
-scores depend on the *distance* of two tokens and not on where they stand. Hugging Face checkpoints pair
-coordinate `i` with `i + D/2` ("rotate half"):
+scores depend on the *distance* of two tokens and not on their positions. Hugging Face checkpoints pair coordinate
+`i` with `i + D/2` ("rotate half"):
 
     out[i]       = x[i]       * cos[i] - x[i + D/2] * sin[i]
     out[i + D/2] = x[i + D/2] * cos[i] + x[i]       * sin[i]          for i < D/2
 
-Each token brings its own position, so one call serves any mixture of sequences: a prompt that starts at 0
-beside others that decode at 17 and at 4,000.
+Each token has its own position, so one call serves any mixture of sequences: a prompt that starts at 0 with others
+that decode at 17 and at 4,000.
 """
 
 import torch
@@ -164,7 +164,7 @@ if HAS_TRITON:
         tile_heads: tl.constexpr,
         tile_half: tl.constexpr,
     ):
-        """Program (t, i) rotates heads of token t, those of tile i: q's tiles come first, then k's."""
+        """Program (t, i) rotates the heads in tile i of token t. The tiles of q come first, then those of k."""
         # 64-bit, because token * stride passes 2^31 in a long prefill.
         token = tl.program_id(0).to(tl.int64)
         row = tl.load(positions_ptr + token).to(tl.int64) if has_positions else token

@@ -1,12 +1,12 @@
-// A forward pass as the list of operators that it calls, played back without Python: see tape.py.
+// Records the operators of a forward pass and plays them without Python: see tape.py.
 //
-// Recorded once, a pass can be played with other inputs of any size, as long as no operator's arguments name a size.
-// Between two operators nothing happens but that the results of one become the arguments of the next:
+// A recorded pass can be played with inputs of any size, as long as no operator's arguments name a size. Playing only
+// passes the results of one operator to the next:
 //
 //   slots      [ input 0 | input 1 | … | result | result | … ]
 //   calls      embedding(constant, slot 0) -> slot 6;  fused_add_rms_norm(slot 6, …) -> slots 7, 8;  …
 //
-// What is not an input and not a result is a constant: weights, the KV store, numbers.
+// All other arguments are constants: weights, the KV store, numbers.
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -42,7 +42,7 @@ struct Call {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
   std::vector<Slots> results;  // of each return value: one slot, or a list's
-  Slots last_used;             // slots that nobody needs after this call: their memory is free for the next
+  Slots last_used;             // slots not needed after this call: their memory is freed
 };
 
 struct Tape : torch::CustomClassHolder {
@@ -55,7 +55,7 @@ struct Tape : torch::CustomClassHolder {
   }
   void add_constant(const c10::IValue& value) { arguments().push_back({value, {}, Argument::kConstant}); }
   void add_default() { add_constant(*schema_argument().default_value()); }
-  // An empty Python list does not say of what; the operator's schema does.
+  // An empty Python list has no element type; the operator's schema has it.
   void add_empty_list() {
     auto type = schema_argument().type();
     if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
@@ -75,7 +75,7 @@ struct Tape : torch::CustomClassHolder {
   }
   void end(std::vector<Slots> results) { calls_.back().results = std::move(results); }
 
-  // The tape is complete, and `outputs` are what a pass is played for.
+  // Completes the tape. `outputs` are the slots of the pass's results.
   void finish(Slots outputs) {
     outputs_ = std::move(outputs);
     std::vector<bool> needed(slots_.size(), false);
@@ -101,7 +101,7 @@ struct Tape : torch::CustomClassHolder {
   std::vector<at::Tensor> play(const std::vector<at::Tensor>& inputs) {
     TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a tape of ", inputs_, " inputs was given ", inputs.size());
     c10::InferenceMode inference;
-    // Whatever an operator raises, a tape keeps no tensor of the pass: the room may be what is missing.
+    // If an operator raises, the tape frees the pass's tensors: memory may be what is missing.
     struct LetGo {
       Tape& tape;
       ~LetGo() { tape.let_go(); }
@@ -158,8 +158,8 @@ struct Tape : torch::CustomClassHolder {
   Slots held_, outputs_;
 };
 
-// A thread that plays tapes in the order they are handed in. It is no thread of Python's and never waits for the
-// interpreter's lock, so a pass goes on whatever Python does meanwhile.
+// A thread that plays tapes in the order of submission. It is not a Python thread and never waits for the interpreter's
+// lock, so a pass goes on while Python runs.
 struct TapePlayer : torch::CustomClassHolder {
   TapePlayer() : thread_([this] { run(); }) {}
 
@@ -172,8 +172,8 @@ struct TapePlayer : torch::CustomClassHolder {
     thread_.join();
   }
 
-  // Hands in a pass; what `wait` is asked for. `after`, where it is not 0, is an earlier one that is not waited for:
-  // its outputs are this one's first inputs, and what it failed with is this one's failure.
+  // Submits a pass and returns its ticket. `after`, if not 0, is the ticket of an earlier pass: its outputs become this
+  // pass's first inputs, and its error becomes this pass's error. The caller does not wait for it.
   int64_t submit(const c10::intrusive_ptr<Tape>& tape, std::vector<at::Tensor> inputs, int64_t after) {
     std::lock_guard lock(mutex_);
     TORCH_CHECK(after <= submitted_, "nothing was handed in under ", after);
@@ -182,7 +182,7 @@ struct TapePlayer : torch::CustomClassHolder {
     return submitted_;
   }
 
-  // A pass's outputs, once it is done; what it failed with, if it failed. Once for each pass.
+  // Blocks until a pass is done. Returns its outputs, or throws its error. Call it once for each pass.
   std::vector<at::Tensor> wait(int64_t ticket) {
     std::unique_lock lock(mutex_);
     TORCH_CHECK(ticket > 0 && ticket <= submitted_, "nothing was handed in under ", ticket);
@@ -193,14 +193,14 @@ struct TapePlayer : torch::CustomClassHolder {
     return std::move(done.outputs);
   }
 
-  // How many threads share a pass, from the next one on.
+  // Sets the number of threads that share a pass, from the next one on.
   void set_threads(int64_t threads) {
     std::lock_guard lock(mutex_);
     threads_ = threads;
   }
 
-  // When each pass began and ended, since the last call: [passes, 3] float64, its ticket and seconds on the steady
-  // clock. The latest thousand at the most.
+  // Returns when the passes since the last call began and ended: [passes, 3] float64, ticket and seconds on the steady
+  // clock. At most the latest thousand.
   at::Tensor take_times() {
     std::lock_guard lock(mutex_);
     auto times = at::empty({int64_t(times_.size()), 3}, at::kDouble);
@@ -210,13 +210,13 @@ struct TapePlayer : torch::CustomClassHolder {
     return times;
   }
 
-  // Waits until all that was handed in is done.
+  // Blocks until all submitted passes are done.
   void drain() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return completed_ == submitted_; });
   }
 
-  // Whether a pass is done, or will be within so many seconds.
+  // Returns whether a pass is done, waiting at most so many seconds for it.
   bool is_done(int64_t ticket, double within_s) {
     std::unique_lock lock(mutex_);
     const std::chrono::duration<double> patience(within_s);
@@ -232,8 +232,8 @@ struct TapePlayer : torch::CustomClassHolder {
   struct Done {
     std::vector<at::Tensor> outputs;
     std::exception_ptr error;
-    // Freed by the thread that waits, or that ends the player. Freeing a tensor of Python's takes the interpreter's
-    // lock, which a thread of Python holds while it joins this one.
+    // Freed by the thread that waits, or that ends the player. Freeing a Python tensor takes the interpreter's
+    // lock, which a Python thread holds while it joins this one.
     std::vector<at::Tensor> inputs;
     std::vector<c10::intrusive_ptr<Tape>> tapes;
   };
@@ -243,7 +243,7 @@ struct TapePlayer : torch::CustomClassHolder {
   }
 
   void run() {
-    at::init_num_threads();  // as many threads for a pass as other threads are given
+    at::init_num_threads();  // the process's default number of threads
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
@@ -280,12 +280,12 @@ struct TapePlayer : torch::CustomClassHolder {
   std::deque<Job> jobs_;
   std::map<int64_t, Done> done_;
   std::deque<std::array<double, 3>> times_;
-  int64_t submitted_ = 0, completed_ = 0, threads_ = 0;  // 0: as many as other threads are given
+  int64_t submitted_ = 0, completed_ = 0, threads_ = 0;  // 0 threads: the default
   bool stopping_ = false;
   std::thread thread_;  // the last member: it uses the others
 };
 
-// How many threads share what the calling thread computes, from now on, and no other thread's; what it was before.
+// Sets the number of threads that share the calling thread's operators, and returns the number before.
 int64_t set_threads_here(int64_t threads) {
   const int64_t before = at::get_num_threads();  // once in each thread this sets the number itself
   omp_set_num_threads(int(threads));

@@ -1,20 +1,20 @@
-"""A function of tensors recorded once as the operators it calls, and played back in one call outside Python.
+"""Records a function of tensors as the list of operators it calls, and plays them in one call without Python.
 
-A pass through a model is some 250 operators. From Python each of them costs microseconds of its own, lets the
-interpreter's lock go and must get it back, behind whatever other threads do meanwhile. Played from a tape
-(`tape.cpp`), they follow one another in C++, on a thread that never asks for the lock.
+A pass through a model is some 250 operators. Called from Python, each costs some microseconds, and must release and
+regain the interpreter's lock, for which other threads compete. Played from a tape (`tape.cpp`), they run one after
+the other in C++, on a thread that never takes the lock.
 
 ```text
 from Python    op ─ lock ─ Python ─ op ─ lock ─ Python ─ op ─ …
 from a tape    op op op op op …
 ```
 
-A recording holds for inputs of any size as long as the function names no size: `x.view(-1, 64)`, not
-`x.view(x.shape[0], 64)`. It holds no decision either: what depends on a number in a tensor cannot be recorded.
-And no operator may be missing because the example was small. A column of one row is contiguous as it is, so
-`contiguous()` calls no operator, and the column of several rows would stay as it lies. Such a recording is refused.
+A recording is valid for inputs of any size if the function names no size: `x.view(-1, 64)`, not
+`x.view(x.shape[0], 64)`. Branches on a tensor's values cannot be recorded. And no operator may be missing because
+the example was small: a column of one row is contiguous, so `contiguous()` calls no operator, and for several rows
+the recording would lack the copy. Such a recording is refused.
 
-Operators are called as they were recorded, on the same weights, so a pass has the same bits either way.
+A tape calls the same operators on the same weights, so a pass has the same bits either way.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ class Tape:
         self.recorded = recorded
 
     def __len__(self) -> int:
-        """Calls of operators."""
+        """Return the number of recorded calls."""
         return int(self.recorded.size())
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What the function would return for these inputs. RuntimeError: an operator's own."""
+        """Play the tape. Returns the function's results for these inputs. RuntimeError: an operator failed."""
         return tuple(self.recorded.play(list(inputs)))
 
 
 def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...]]:
-    """Call `function` on `inputs` and write down the operators it calls.
+    """Call `function` on `inputs` and record the operators it calls.
 
     Args:
-        function: takes tensors, returns some that operators made; names no size of theirs.
-        inputs: an example. All other tensors that it uses become part of the tape, to be read and written in place.
+        function: takes tensors and returns results of operators. It must not depend on the tensors' sizes.
+        inputs: an example. All other tensors that the function uses become part of the tape, and are read and
+            written in place.
 
     Returns:
-        The tape, and what the function returned.
+        The tape, and the function's results.
 
     Raises:
-        CannotRecordError: it read a number out of a tensor, a result is no operator's, or a call would have called
-            other operators for more rows.
+        CannotRecordError: the function read a number from a tensor, a result is not an operator's, or a call would
+            use other operators for more rows.
     """
     with torch.inference_mode(), _LayoutCheck(), _Recorder(inputs) as recorder:
         outputs = function(*inputs)
@@ -69,13 +70,13 @@ def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Sees every operator that torch is asked for, and tells the tape."""
+    """Adds every operator that torch calls to the tape."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.tape = torch.classes.infer.Tape(len(inputs))
         self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
-        self._alive = list(inputs)  # an id must not come again while the recording goes on
+        self._alive = list(inputs)  # kept alive, so that no id is reused during the recording
 
     def __torch_dispatch__(
         self,
@@ -101,9 +102,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return result
 
     def _add(self, value: Any, kind: str) -> None:
-        """One argument of the call that has begun."""
+        """Add one argument to the current call."""
         if isinstance(value, (int, float)) and kind == "Tensor":
-            value = torch.tensor(value)  # torch takes a number for a tensor, the tape does not
+            value = torch.tensor(value)  # torch accepts a number as a tensor, the tape does not
         if isinstance(value, Tensor) and id(value) in self._slots:
             self.tape.add_tensor(self._slots[id(value)])
         elif isinstance(value, (list, tuple)) and not value:
@@ -120,7 +121,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return self._slots[id(tensor)]
 
     def _result_slots(self, result: Any) -> list[int]:
-        """Slots for a tensor that a call returned, or for a list of them: new ones, unless it wrote in place."""
+        """Return the slots of a result, a tensor or a list: new slots, unless the call wrote in place."""
         tensors = [result] if isinstance(result, Tensor) else result
         made = [tensor for tensor in tensors if id(tensor) not in self._slots]
         self._alive += made
@@ -134,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return self.tape
 
 
-#: Functions that call one operator or another, or none, by how their first argument lies in memory.
+#: Functions whose operators depend on the memory layout of their first argument.
 _BY_LAYOUT = (
     *(
         Tensor.contiguous,
@@ -149,7 +150,7 @@ _BY_LAYOUT = (
 
 
 class _LayoutCheck(TorchFunctionMode):
-    """Refuses a call that copies a tensor of several rows, and does not copy this one because it has one row."""
+    """Refuses a call that does not copy its tensor because it has one row, and would copy one of several rows."""
 
     def __torch_function__(
         self,
@@ -164,7 +165,7 @@ class _LayoutCheck(TorchFunctionMode):
                 given, more = args[0], _with_more_rows(args[0])
                 try:
                     expected = func(more, *args[1:], **(kwargs or {}))
-                except RuntimeError:  # a shape that these rows do not fit: the dimension counts no rows
+                except RuntimeError:  # the shape does not fit more rows: the dimension is no number of rows
                     return result
             if _is_copy(more, expected) != _is_copy(given, result):
                 raise CannotRecordError(
@@ -175,7 +176,7 @@ class _LayoutCheck(TorchFunctionMode):
 
 
 def _with_more_rows(tensor: Tensor) -> Tensor:
-    """A stand-in without memory, of two where `tensor` has one and its stride says nothing about it."""
+    """Return a tensor on the meta device with size 2 in dimensions of size 1 whose stride is not the dense one."""
     dense = torch.empty(tensor.shape, device="meta").stride()
     sizes = [
         2 if size == 1 and stride != packed else size
@@ -185,7 +186,7 @@ def _with_more_rows(tensor: Tensor) -> Tensor:
 
 
 def _is_copy(given: Tensor, result: Any) -> bool:
-    """Whether a call has copied its argument, or would: `is_contiguous` says False."""
+    """Return whether a call copied its argument, or whether `is_contiguous` returned False."""
     if isinstance(result, Tensor):
         return bool(result.untyped_storage()._cdata != given.untyped_storage()._cdata)
     return not result

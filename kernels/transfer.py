@@ -1,4 +1,4 @@
-"""Bringing small tensors from the host to a GPU without making the host wait."""
+"""Copies small tensors from the host to a GPU without blocking the host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to `device` without blocking the host.
 
-    To a GPU it goes through pinned memory: a copy from pageable memory may wait until the device has done all work
-    before it, and so does `torch.tensor(..., device=...)`. torch gives the pinned memory out again when the copy is
-    done.
+    A copy to a GPU goes through pinned memory. A copy from pageable memory may wait until the device has done all
+    earlier work, and so does `torch.tensor(..., device=...)`. torch reuses the pinned memory when the copy is done.
     """
     pinned = host.pin_memory() if device.type == "cuda" else host
     return pinned.to(device, non_blocking=True)
