@@ -41,7 +41,7 @@ _GPU = re.compile(r"(\d+\.?\d*),(\d+\.?\d*)(?:,(\d*\.?\d+))?")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line. Returns the exit code."""
     options = parser().parse_args(arguments)
     console = Console()
     try:
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
-    """Simulate what the options ask for and print the table."""
+    """Simulate the workload for every column that the options name, and print the table."""
     setup = Setup(
         model=options.model,
         slots=options.slots,
@@ -131,7 +131,7 @@ def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
 
 
 def find_workload(options: argparse.Namespace) -> Workload:
-    """The workload asked for, with as many requests.
+    """Return the workload that the options name, with the number of requests that they name.
 
     Raises:
         ValueError: there is no such workload, or a number is out of its range.
@@ -157,7 +157,7 @@ def find_workload(options: argparse.Namespace) -> Workload:
 
 
 class Servers:
-    """One column: a phase's engines and what they cost.
+    """One column of the table: a phase's engines and their prices.
 
     Attributes:
         source: where the prices come from.
@@ -188,7 +188,7 @@ class Servers:
         return [simulate_engine(self.package, self.cost, **self.options) for _ in range(count)]
 
     def serve(self, workload: Workload, calibration: Calibration, seed: int) -> Run:
-        """A workload to its end."""
+        """Simulate a workload to its end."""
         engines, seen = self.engines(self.replicas), Summary()
         route = Routed(POLICIES[self.policy](seed))
         run(engines, arrivals_in(workload, seed, calibration.factor), seen, route=route)
@@ -218,10 +218,10 @@ def arrivals_in(workload: Workload, seed: int, factor: float) -> Iterator[Arriva
 
 
 def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace) -> Calibration:
-    """What the table's rate is multiplied by, found as `benchmarks.calibrate` finds it, in virtual time.
+    """Return the factor on the table's arrival rate, found as `benchmarks.calibrate` finds it, in virtual time.
 
     Raises:
-        ValueError: `--rate` is none.
+        ValueError: `--rate` is not a rate.
     """
     reference = reference_capacity(workload)
     if reference is None or options.poisson is not None:
@@ -245,10 +245,10 @@ def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace)
 
 
 def parse_gpu(text: str) -> Device:
-    """`3350,990` as a device: gigabytes a second, and teraflops.
+    """Parse a device such as `3350,990`: gigabytes a second, and teraflops.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the text does not have that form.
     """
     if (numbers := _GPU.fullmatch(text)) is None or not all(float(each) > 0 for each in numbers.groups("1")):
         raise ValueError(f"--gpu {text}: expected GB/S,TFLOP/S, such as 3350,990")

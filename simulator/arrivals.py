@@ -1,4 +1,4 @@
-"""Who comes when, and with what."""
+"""The requests of a simulation: when each arrives, with which prompt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from benchmarks.workloads import PlannedRequest
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request to come.
+    """A request that will arrive.
 
     Attributes:
-        index: its place among all; requests are told apart by it.
+        index: its place among all requests, which identifies it.
         at_s: when it is sent; with `after`, how long after that one's answer.
         prompt: token ids. Only which prompts begin alike matters, so any numbers do.
         new_tokens: how many it asks for, and gets.
@@ -31,7 +31,7 @@ class Arrival:
 
 
 class Unlike:
-    """Writes prompts of which no two have anything in common, where `benchmarks` writes English."""
+    """Makes prompts that share no tokens, in the place of the English texts of `benchmarks`."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -43,7 +43,7 @@ class Unlike:
 
 
 def arrivals_of(plan: Iterable[PlannedRequest], *, sequential: bool = False) -> Iterator[Arrival]:
-    """A benchmark's plan as a simulation takes it. `sequential`: each is sent when the one before is answered."""
+    """Yield the arrivals of a benchmark's plan. `sequential`: each is sent when the one before it is answered."""
     for planned in plan:
         yield Arrival(
             planned.index,

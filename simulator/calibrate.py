@@ -1,6 +1,6 @@
 """`python -m simulator.calibrate`: prices from measured runs, and how well they predict those runs.
 
-Every run is simulated from its clients' first request to their last answer, and compared with what was measured.
+Every run is simulated from its clients' first request to their last answer, and compared with the measurement.
 Two tables are left beside the runs: `simulator_costs` and `simulator_predictions`. Nothing is measured here: the
 same runs give the same tables on any machine.
 """
@@ -21,7 +21,7 @@ from simulator.prices import costs_table, fit_group, measured_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m simulator.calibrate", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of runs ({RESULTS})")
     options = parser.parse_args(arguments)

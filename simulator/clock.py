@@ -1,4 +1,4 @@
-"""Time that passes when the simulation says so."""
+"""The virtual clock: time passes only when the simulation advances it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class VirtualClock:
-    """What an engine reads instead of the machine's clock.
+    """The clock that a simulated engine reads.
 
     Attributes:
         now: seconds since the simulation began.
@@ -22,5 +22,5 @@ class VirtualClock:
         self.now += seconds
 
     def wait_until(self, time_s: float) -> None:
-        """Go on to a time; one that is over already changes nothing."""
+        """Advance to a time. A time in the past changes nothing."""
         self.now = max(self.now, time_s)

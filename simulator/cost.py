@@ -1,4 +1,4 @@
-"""How long things take: a forward pass from what it computes, and what the host does around it.
+"""The time of a forward pass, from the work in it, and the time of the host's work around it.
 
 ```text
             one pass of 3 sequences that decode and a chunk of a prompt
@@ -23,7 +23,7 @@ from common.runner import ForwardPass
 
 
 class Work(NamedTuple):
-    """What a forward pass computes, as far as its time depends on it.
+    """The amounts of work in a forward pass that its time depends on.
 
     Attributes:
         rows: sequences with one query: those that decode, and rows that go along idle.
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, forward_pass: ForwardPass, pool: KVPool) -> Work:
-        """The work of a pass that is about to be launched."""
+        """Return the work of a pass that is about to be launched."""
         rows = columns = tokens = pairs = logits = 0
         for _, (_, start, end, _), _, sample_at in forward_pass.shares:
             if end == start + 1:
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Cost(Protocol):
-    """What takes how long, in seconds.
+    """The times of a server's work, in seconds.
 
     Attributes:
         host_step_s: on the host for a step, whatever is in it.
@@ -88,13 +88,13 @@ class Cost(Protocol):
     def delivery_s(self) -> float: ...
 
     def pass_s(self, work: Work) -> float:
-        """One forward pass and the choice of its tokens, on the device."""
+        """Return the seconds of one forward pass and its sampling on the device."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """A price for each thing that a pass computes: what `simulator.calibrate` finds for a machine."""
+    """A price for each kind of work in a pass. `simulator.calibrate` finds them for a machine."""
 
     pass_base_s: float = 0.0
     row_s: float = 0.0
@@ -129,7 +129,7 @@ ONE_SECOND_A_PASS = LinearCost(pass_base_s=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device as its data sheet has it.
+    """A device, by its data sheet.
 
     Attributes:
         bytes_per_s: of its memory.
@@ -145,10 +145,11 @@ class Device:
 
 
 class RooflineCost:
-    """Time on a device that nobody has measured: to read the memory or to compute, whichever is longer.
+    """The times of a device that was not measured: reading memory or computing, whichever takes longer.
 
-    A pass reads every weight once, and the keys and values of what its rows see; it writes those of its own tokens.
-    A weight is multiplied and added once for each token. Sliding windows are not known here: every layer sees all.
+    A pass reads every weight once, and the keys and values that its rows attend to. It writes those of its own
+    tokens. Each weight is multiplied and added once for each token. Sliding windows are ignored: every layer
+    attends to all columns.
     """
 
     host_step_s, host_row_s = 2e-4, 1e-5  # as `benchmarks micro host_cost` finds them, about

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class NoStore(KVShape):
-    """Keys and values that take no memory: one number, seen wherever one looks."""
+    """A KV shape whose stores take no memory: views of a single number."""
 
     def allocate(
         self, blocks: int, block_size: int, device: torch.device
@@ -37,7 +37,7 @@ class NoStore(KVShape):
 
 @dataclass(frozen=True, slots=True)
 class NoModel:
-    """What engine and runner ask of a model beside its passes."""
+    """A model without weights: only the attributes that engine and runner read."""
 
     config: ModelConfig
     max_positions: int
@@ -55,7 +55,7 @@ def _opened(name: str) -> tuple[Checkpoint, Tokenizer]:
 def simulate_engine(
     phase: int | str | PhasePackage, cost: Cost, *, clock: VirtualClock | None = None, **options: Any
 ) -> Engine:
-    """An engine of a phase that takes the time that `cost` says.
+    """Return an engine of a phase whose steps take the times of `cost`.
 
     Args:
         phase: the package, or a name that `find_phase` knows.

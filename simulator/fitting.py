@@ -1,7 +1,7 @@
 """Prices from measured steps: `time = a × passes + b × columns + … `, with no price below zero.
 
-Steps differ a thousandfold in length, and long ones are off by more. So a step's error is weighed as that
-of a count is: by the inverse of what is expected (Poisson regression with an identity link). Weighed so,
+Steps differ a thousandfold in length, and the errors of long steps are larger. So a step's error is weighted like
+that of a count: by the inverse of the expected value (Poisson regression with an identity link). Weighed so,
 all steps together take as long as they were measured to, however wrong each of them is.
 """
 
@@ -19,7 +19,7 @@ SHORTEST_S = 1e-5  # a step is expected to take so long at least
 
 
 def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
-    """A price for each column of `amounts`, in seconds, none below zero.
+    """Fit a price for each column of `amounts`, in seconds, none below zero.
 
     Args:
         amounts: [steps, kinds] how much of each kind a step has.
@@ -41,10 +41,10 @@ def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
 
 
 def nonnegative_least_squares(amounts: Floats, seconds: Floats, weights: Floats) -> Floats:
-    """Prices that make the weighted sum of squares least. There are few kinds: every set of them is tried.
+    """Return the non-negative prices with the least weighted sum of squares.
 
-    The best prices are those of some set of kinds without a limit, and 0 for the others: of all sets whose prices
-    come out positive, the one that leaves the least error.
+    Every subset of the few kinds is tried: its prices without a limit, 0 for the other kinds. Of the subsets whose
+    prices are all positive, the one with the least error wins.
     """
     scale = np.sqrt((weights[:, None] * amounts**2).sum(0))
     kinds = np.flatnonzero(scale)

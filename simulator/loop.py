@@ -1,4 +1,4 @@
-"""Servers and their clients in virtual time: whatever happens next is what the clock goes on to.
+"""Servers and their clients in virtual time: the clock advances from one event to the next.
 
 ```text
    arrivals, in order ──> route ──> a server's door ──> add_request ──> step ──> outputs ──> observer
@@ -27,22 +27,22 @@ from simulator.runner import SimulatedRunner
 
 
 class Observer(Protocol):
-    """Who is told what happened, and when: seconds since the simulation began."""
+    """Receives the events of a simulation. Times are seconds since it began."""
 
     def on_sent(self, arrival: Arrival, prompt_tokens: int, time_s: float) -> None:
         """A client sends a request."""
 
     def on_outputs(self, outputs: Sequence[StepOutput], time_s: float) -> None:
-        """Clients get what a step had for them. Request ids are the arrivals' indices."""
+        """Clients receive the outputs of a step. Request ids are the arrivals' indices."""
 
     def on_step(self, server: Server, record: StepRecord) -> None:
         """An engine's step is over."""
 
 
 class Server:
-    """A simulated engine, and those who have not been let in yet.
+    """A simulated engine, and the requests that its queue had no room for.
 
-    Whoever finds the queue full waits at the door, as a client would who tries again at once.
+    A request that finds the queue full waits at the door, like a client that retries at once.
 
     Attributes:
         changes: how often anything has happened here.
@@ -62,7 +62,7 @@ class Server:
         self.changes += 1
 
     def next_s(self) -> float | None:
-        """When there is something to do; None: not before somebody comes."""
+        """Return when there is something to do; None: not before a request arrives."""
         wake = self.engine.next_wake()
         if self._door and self.engine.scheduler.queue_room() > 0:
             arrival = max(self.clock.now, self._door[0][0])
@@ -70,9 +70,9 @@ class Server:
         return wake
 
     def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
-        """Let in who has come by then, and compute a step if one is due: its outputs.
+        """Queue the requests that arrived by `time_s`, and run a step if one is due. Returns its outputs.
 
-        None: none was, or it had to wait for an earlier one, until a time when others may have come.
+        None: no step was due, or it had to wait for an earlier one, and other requests may have arrived meanwhile.
         """
         self.changes += 1
         self.clock.wait_until(time_s)
@@ -87,7 +87,7 @@ class Server:
         return self.engine.step() if self.engine.is_due else None
 
     def rest(self, tokens: int) -> None:
-        """What comes between a step that has handed out so many tokens and the next."""
+        """Advance the clock by the time between a step that delivered `tokens` tokens and the next step."""
         self.clock.advance(self.cost.between_s + self.cost.between_row_s * tokens)
 
     @property
@@ -96,7 +96,7 @@ class Server:
 
     @property
     def waiting(self) -> int:
-        """Requests that were sent here and have no seat yet."""
+        """Return the number of requests that were sent here and have no seat yet."""
         return len(self._door) + self.engine.scheduler.num_waiting
 
 
@@ -114,7 +114,7 @@ def run(
     *,
     route: Route = first_server,
 ) -> float:
-    """Serve all arrivals to their end; how many seconds that took.
+    """Serve all arrivals to their end. Returns how many seconds that took.
 
     Args:
         engines: of `simulate_engine`, at rest.
@@ -169,7 +169,7 @@ class _Simulation:
     # ------------------------------------------------------------------ clients
 
     def _read_on(self, now: float) -> None:
-        """The next arrival that has a time, and those before it that wait for others."""
+        """Read arrivals up to the next one that has a time; those before it wait for other requests."""
         self._is_reading = len(self._followers) < self._most_live
         if not self._is_reading:
             return
@@ -237,5 +237,5 @@ class _Simulation:
 
 @functools.cache
 def params(new_tokens: int) -> SamplingParams:
-    """So many tokens, whatever they are. With a seed, so that none is drawn."""
+    """Return params for exactly `new_tokens` tokens. They have a seed, so that the engine draws none."""
     return SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, seed=0)

@@ -1,4 +1,4 @@
-"""What is kept of a simulation: everything, or the numbers of a table, however many requests there are."""
+"""Records of a simulation: all timelines, or only the numbers of a table, whatever the number of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simulator.loop import Server
 
 @dataclass(slots=True)
 class Timelines:
-    """Everything: each request's timeline, as the load generator would have it, and each step.
+    """Keeps each request's timeline, as the load generator would record it, and each step.
 
     Attributes:
         requests: in the order they were sent.
@@ -56,7 +56,7 @@ class Timelines:
 
 
 class Distribution:
-    """Durations, counted by their logarithm: as many as come, in a few kilobytes.
+    """A histogram of durations over their logarithm: any number of them in a few kilobytes.
 
     Percentiles are good to 0.1 %; mean and maximum are exact.
     """
@@ -77,14 +77,14 @@ class Distribution:
         self._counts[math.floor(math.log(seconds) * self.FINE) if seconds > 0 else -(2**31)] += 1
 
     def percentile(self, share: float) -> float:
-        """As `benchmarks.metrics.percentile`: between two values, on the line that joins them."""
+        """Return a percentile, interpolated between two values as in `benchmarks.metrics.percentile`."""
         place = share * (self.count - 1)
         below = math.floor(place)
         low, high = self._at(below), self._at(min(below + 1, self.count - 1))
         return low + (place - below) * (high - low)
 
     def _at(self, rank: int) -> float:
-        """The value that so many others are not above."""
+        """Return the value at a rank."""
         reached = 0
         for key in sorted(self._counts):
             reached += self._counts[key]
@@ -93,7 +93,7 @@ class Distribution:
         raise IndexError(f"there are {self.count} values, and none with the rank {rank}")
 
     def percentiles(self) -> Percentiles | None:
-        """None where there is nothing."""
+        """Return mean, percentiles and maximum; None if there are no durations."""
         if not self.count:
             return None
         p50, p95, p99 = map(self.percentile, (0.50, 0.95, 0.99))
@@ -101,7 +101,7 @@ class Distribution:
 
 
 class _Open:
-    """A request that is not answered yet."""
+    """A request whose answer is not complete."""
 
     __slots__ = ("first_s", "last_s", "prompt_tokens", "sent_s", "slow")
 
@@ -113,7 +113,7 @@ class _Open:
 
 
 class Summary:
-    """The numbers of `benchmarks compare`, in memory that does not grow with the requests.
+    """Computes the numbers of `benchmarks compare` in memory that does not grow with the number of requests.
 
     Args:
         slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps.
@@ -169,7 +169,7 @@ class Summary:
     # ------------------------------------------------------------------ tables
 
     def metrics(self) -> Metrics:
-        """What the clients saw; after the last answer."""
+        """Return the clients' metrics. Called after the last answer."""
         duration_s = self.last_answer_s - self.first_sent_s if self.completed else 0.0
         per_s = 1 / duration_s if duration_s > 0 else 0.0
         sending_s = self.last_sent_s - self.first_sent_s
@@ -194,7 +194,7 @@ class Summary:
         )
 
     def server_metrics(self, engines: Iterable[Engine]) -> ServerMetrics:
-        """What all engines together did."""
+        """Return the metrics of all engines together."""
         count = dict(_sums([engine.telemetry.counters for engine in engines]))
         wasted = count["padded_tokens"] + count["idle_rows"]
         computed = count["decode_tokens"] + count["prefill_tokens"] + wasted

@@ -1,7 +1,7 @@
 """`python -m simulator.plan`: from one replica to a thousand, by routing policy, and what the router costs.
 
 Tenants send requests at random times; all prompts of one tenant begin with the same text. The more replicas, the
-more tenants: a replica could hold the texts of all that it is sent, if a tenant's were always sent to the same.
+more tenants: a replica can hold the texts of its tenants if each tenant is always sent to the same replica.
 
 In virtual time a router decides at once. What its decisions take is measured beside that: a policy is Python that
 runs on this machine, and its time for each decision says how many requests one router can send on.
@@ -50,7 +50,7 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who sends what.
+    """The requests of all tenants.
 
     Attributes:
         tenants: for each replica.
@@ -69,7 +69,7 @@ class Traffic:
     load: float = 1.0
 
     def arrivals(self, replicas: int, rate: float, seed: int) -> Iterator[Arrival]:
-        """A Poisson process of so many requests a second, each of any tenant."""
+        """Yield a Poisson process of `rate` requests a second, each from a random tenant."""
         rng, write = random.Random(f"plan:{replicas}:{seed}"), Unlike()
         texts = [write(rng, self.shared) for _ in range(self.tenants * replicas)]
         now = 0.0
@@ -79,7 +79,7 @@ class Traffic:
 
 
 def capacity(cost: Cost, traffic: Traffic) -> float:
-    """Requests a second that one replica serves when its seats are full and nothing is found in its cache."""
+    """Return the requests a second that one replica serves with full seats and no cache hits."""
     engine = simulate_engine(PHASE, cost, model=MODEL, **OPTIONS)
     count: int = 4 * OPTIONS["max_batch_size"]
     write = Unlike()
@@ -89,7 +89,7 @@ def capacity(cost: Cost, traffic: Traffic) -> float:
 
 
 def measure(replicas: int, policy: str, rate: float, cost: Cost, traffic: Traffic) -> list[Cell]:
-    """One row of the table. `rate`: requests a second that each replica is sent on average."""
+    """Simulate one row of the table. `rate`: requests a second for each replica on average."""
     engines = [simulate_engine(PHASE, cost, model=MODEL, **OPTIONS) for _ in range(replicas)]
     route, seen = Routed(POLICIES[policy](seed=0)), Summary()
     run(engines, traffic.arrivals(replicas, rate * replicas, seed=0), seen, route=route)
@@ -111,7 +111,7 @@ def measure(replicas: int, policy: str, rate: float, cost: Cost, traffic: Traffi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m simulator.plan", description=__doc__.partition("\n")[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS, help=f"({REPLICAS})")
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"for each replica ({REQUESTS})")

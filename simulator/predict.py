@@ -1,4 +1,4 @@
-"""Committed runs, simulated: what the clients would have seen, beside what they have seen."""
+"""Simulates committed runs, and compares the predicted metrics with the measured ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Prediction:
     """One workload on one server: medians over its repeats.
 
     Attributes:
-        group: whose prices were used.
+        group: the group whose prices were used.
         measured, predicted, held_out: output tokens a second, and TTFT p99 in seconds. Held out: by prices of other
             workloads; None where there are no others.
         spread: of the repeats' own, the largest by the smallest.
@@ -57,13 +57,13 @@ class Prediction:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """By how much of the measured the predicted is off."""
+        """The errors of the prediction, relative to the measured values."""
         (tokens, ttft), (measured_tokens, measured_ttft) = self.predicted, self.measured
         return tokens / measured_tokens - 1, ttft / measured_ttft - 1
 
 
 def arrivals_in(run: Run) -> Iterator[Arrival]:
-    """The arrivals of a measured run: its plan's, and where several come at once in the order in which they did."""
+    """Return the arrivals of a measured run: its plan's. Requests sent at once keep their measured order."""
     sequential = run.workload.arrivals == "sequential"
     planned = {each.index: each for each in arrivals_of(plan_of(run), sequential=sequential)}
     first = [record.index for record in order_of_arrival(run) if planned[record.index].after is None]
@@ -72,7 +72,7 @@ def arrivals_in(run: Run) -> Iterator[Arrival]:
 
 
 def simulate_run(run: Run, cost: Cost) -> Metrics:
-    """What the load generator would have measured."""
+    """Return the metrics that the load generator would have measured."""
     engine = simulate_engine(phase_of(run), cost, **schedule_options(run))
     seen = Timelines()
     simulate(engine, arrivals_in(run), seen)
@@ -85,14 +85,14 @@ def simulate_run(run: Run, cost: Cost) -> Metrics:
 
 
 def figures(metrics: Metrics | None) -> tuple[float, float]:
-    """Output tokens a second, and TTFT p99."""
+    """Return output tokens a second, and TTFT p99."""
     assert metrics is not None
     assert metrics.ttft_s is not None
     return metrics.output_tokens_per_s, metrics.ttft_s.p99
 
 
 def predictions(groups: Mapping[Group, Sequence[Measured]]) -> list[Prediction]:
-    """Every run simulated with its group's prices, and with those of the group's other workloads."""
+    """Simulate every run with its group's prices, and with the prices of the group's other workloads."""
     found = []
     for group, measured in track(list(groups.items()), "simulating", transient=True):
         cost, others = cost_of(measured), held_out(measured)
@@ -121,7 +121,7 @@ def predictions(groups: Mapping[Group, Sequence[Measured]]) -> list[Prediction]:
 
 
 def _reason(measured: Sequence[Measured], cost: LinearCost) -> str:
-    """What of a run explains best that it was not foreseen."""
+    """Name the property of a run that best explains the error of its prediction."""
     steps = [step for each in measured for step in each.replay.steps]
     wide = [step for step in steps if any(work.tokens > WIDE for work in step.works)]
     off = [step.duration_s / sum(map(cost.pass_s, step.works)) - 1 for step in wide]

@@ -1,7 +1,7 @@
-"""What a pass costs on the machines that runs were measured on: from runs to prices, and to a table of them.
+"""The prices of a pass on the measured machines: fitted to runs, and kept in a table.
 
-Runs of one machine, model and revision are replayed (`simulator.replay`), and a price is found for each thing that
-a pass computes (`simulator.fitting`).
+Runs of one machine, model and revision are replayed (`simulator.replay`), and a price is fitted to each kind of
+work in a pass (`simulator.fitting`).
 
 A price that was fitted to the run it is tried on flatters itself. So errors are those of prices *held out*: of each
 workload, by what the other workloads alone say.
@@ -46,7 +46,7 @@ class Group:
     """Runs whose steps cost the same.
 
     Attributes:
-        machine: the processor, or the GPU.
+        machine: the name of the processor or GPU.
         model: its name.
         revision: of the code that was measured.
         kernels: "native", "torch", or "triton".
@@ -76,7 +76,7 @@ def mode_of(run: Run) -> str:
 
 
 def mode_of_config(config: EngineConfig) -> str:
-    """How the steps of a phase with these options follow each other."""
+    """Return how the steps of a phase with these options follow each other."""
     depth = getattr(config, "pipeline_depth", None)
     return SYNCHRONOUS if depth is None else PIPELINED if depth else ONE_BY_ONE
 
@@ -105,15 +105,14 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run, replayed."""
+    """A measured run and its replay."""
 
     run: Run
     replay: Replay
 
     @property
     def times(self) -> tuple[Floats, Floats]:
-        """What each step computed [steps, kinds], and how long it took: until the next one's beginning, where steps
-        overlap."""
+        """Return the work of each step [steps, kinds], and its seconds: if steps overlap, up to the next one's start."""
         steps = self.replay.steps
         amounts: list[list[float]] = []
         seconds: list[float] = []
@@ -131,7 +130,7 @@ class Measured:
 
     @property
     def pauses(self) -> tuple[Floats, Floats]:
-        """Tokens handed out by each step [steps, 2], beside ones, and how long it was until the next."""
+        """Return each step's delivered tokens beside a column of ones [steps, 2], and the pause until the next."""
         pairs = zip(self.replay.steps, self.replay.steps[1:], strict=False)
         found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]
         if mode_of(self.run) == PIPELINED:
@@ -152,10 +151,10 @@ def _amounts(works: Iterable[Work]) -> list[float]:
 
 
 def cost_of(measured: Sequence[Measured]) -> LinearCost:
-    """The prices that runs of one group are best explained by.
+    """Fit prices to the runs of one group.
 
-    What always comes together in them cannot be told apart, and shares a price: columns seen and columns held,
-    where nobody shares any; rows and passes, where all passes have as many.
+    Kinds of work that always come together cannot be told apart and share a price: columns attended to and columns
+    held if no blocks are shared; rows and passes if all passes have equally many rows.
 
     Raises:
         ValueError: none of them has a step that could be used.
@@ -180,7 +179,7 @@ def _together(found: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
 
 
 def lone_arrivals(measured: Measured) -> list[float]:
-    """How long requests took to an idle engine, of those that came alone. Phase 4 waits for company."""
+    """Return how long requests that came alone took to reach an idle engine. Phase 4 waits for more requests."""
     run = measured.run
     sent = sorted(record.sent_s for record in run.requests if record.sent_s is not None)
     is_crowded = any(later - earlier < ALONE_S for earlier, later in itertools.pairwise(sent))
@@ -188,7 +187,7 @@ def lone_arrivals(measured: Measured) -> list[float]:
 
 
 def fit_group(group: Group, measured: Sequence[Measured]) -> Fit:
-    """A group's prices, and how far off they would be for a workload that had no part in them."""
+    """Return a group's prices, and their errors on each workload when they are fitted to the others."""
     cost = cost_of(measured)
     step_errors: list[float] = []
     total_errors: list[float] = []
@@ -215,7 +214,7 @@ def fit_group(group: Group, measured: Sequence[Measured]) -> Fit:
 
 
 def held_out(measured: Sequence[Measured]) -> Mapping[str, LinearCost | None]:
-    """For each workload, the prices that the others alone give; None where there is no other."""
+    """Return for each workload the prices fitted to the other workloads; None if there is no other."""
     found: dict[str, LinearCost | None] = {}
     for workload in sorted({each.run.workload.name for each in measured}):
         others = [each for each in measured if each.run.workload.name != workload]
@@ -227,7 +226,7 @@ def held_out(measured: Sequence[Measured]) -> Mapping[str, LinearCost | None]:
 
 
 def measured_runs(results: Path) -> dict[Group, list[Measured]]:
-    """All phases' runs below a folder that are complete, replayed, by what their steps cost alike."""
+    """Replay all complete runs of phases below a folder. Returns them by group."""
     runs = [run for each in load_comparisons(results) for run in each.runs]
     usable = [
         run for run in runs if run.status == "ok" and run.engine_steps and run.server.options is not None
@@ -244,7 +243,7 @@ _PER_SECOND = 1e6  # prices are kept in microseconds
 
 
 def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
-    """Fits as a file keeps them."""
+    """Return the table of fits, as it is kept in a file."""
     rows: list[list[Cell]] = []
     for fit in fits:
         found = (fit.newest, fit.runs, fit.steps, fit.same_share, fit.step_error, fit.total_error)
@@ -267,7 +266,7 @@ def _rounded(value: float) -> float:
 
 
 def load_fits(results: Path) -> list[Fit]:
-    """The fits in the newest table below a folder of results, newest runs first; none where there is no table."""
+    """Return the fits in the newest table below a folder of results, newest runs first; none without a table."""
     table = newest_table(COSTS, results)
     fits = [_read_fit(row) for row in table.rows] if table is not None else []
     return sorted(fits, key=lambda fit: fit.newest, reverse=True)
@@ -281,7 +280,7 @@ def _read_fit(row: list[Any]) -> Fit:
 
 
 def find_cost(fits: Sequence[Fit], model: str, mode: str, machine: str) -> Fit:
-    """The newest prices for a model and a mode; those of a machine, if its name begins so.
+    """Return the newest prices for a model and a mode, of a machine whose name begins with `machine`.
 
     Raises:
         ValueError: there are none.

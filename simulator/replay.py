@@ -1,4 +1,4 @@
-"""A measured run once more: the same engine steps, and what each of them computed.
+"""Replays a measured run: the same engine steps, and the work in each of them.
 
 A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests
 there were. It does not say what its forward passes had to look at. So the phase's own engine goes through
@@ -59,10 +59,10 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A run's steps, and what its clients had to do with them.
+    """A run's steps, and the delays of its arrivals.
 
     Attributes:
-        arrivals_s: from a client's sending to the step that let it in, where the engine had nothing else to do.
+        arrivals_s: seconds from a client's request to the step that queued it, while the engine was idle.
         deliveries_s: from a step's end to each of its tokens at the client.
     """
 
@@ -77,7 +77,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Noted:
-    """A cost of nothing, which notes what passes were launched."""
+    """A cost of zero that records the launched passes."""
 
     works: list[Work] = field(default_factory=list)
     host_step_s = host_row_s = between_s = between_row_s = arrival_s = delivery_s = 0.0
@@ -91,12 +91,12 @@ class _Noted:
 
 
 def phase_of(run: Run) -> PhasePackage:
-    """The phase that a run measured; its label begins with it."""
+    """Return the phase that a run measured. The server's label begins with its number."""
     return find_phase(int(run.server.order))
 
 
 def options_of(config: type[EngineConfig], options: Mapping[str, str]) -> dict[str, Any]:
-    """Command-line options as fields of a phase's `Config`: `no-x` is false, an empty value true, `none` None."""
+    """Return command-line options as fields of a phase's `Config`: `no-x` is False, an empty value True."""
     found: dict[str, Any] = {}
     for option, value in options.items():
         name = option.replace("-", "_")
@@ -108,14 +108,14 @@ def options_of(config: type[EngineConfig], options: Mapping[str, str]) -> dict[s
 
 
 def schedule_options(run: Run) -> dict[str, Any]:
-    """What a run's server was started with, as far as its schedule depends on it."""
+    """Return the options of a run's server that its schedule depends on."""
     given = run.server.options or {}
     config = phase_of(run).Config
     return options_of(config, {name: value for name, value in given.items() if name not in NO_SCHEDULE})
 
 
 def plan_of(run: Run) -> list[PlannedRequest]:
-    """The requests that a run has sent, in the order of their indices, with other texts."""
+    """Return the planned requests of a run in the order of their indices, with other texts."""
     info, calibration = run.workload, run.calibration
     factor = calibration.factor if calibration is not None else 1.0
     return list(
@@ -124,7 +124,7 @@ def plan_of(run: Run) -> list[PlannedRequest]:
 
 
 def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
-    """Whole prompts: those of a conversation begin with what was asked and answered before."""
+    """Return whole prompts: in a conversation, a prompt begins with the earlier questions and answers."""
     prompts: list[list[int]] = []
     for planned in plan:
         begin: list[int] = []
@@ -135,10 +135,9 @@ def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
 
 
 def order_of_arrival(run: Run) -> list[RequestRecord]:
-    """A run's requests as the engine got them.
+    """Return a run's requests in the order in which the engine got them.
 
-    Who of a burst comes first is decided by sockets. It shows in their first tokens: every phase begins
-    with who came first.
+    Sockets decide the order within a burst. The first tokens show it: every phase begins with the first request.
     """
 
     def key(record: RequestRecord) -> tuple[float, float]:
@@ -156,7 +155,7 @@ BURST_S = 0.02  # requests that are sent within this time of a run's start have 
 
 
 class _Replayer:
-    """Steps an engine through a run, and lets requests in when the records say so."""
+    """Steps an engine through a run, and queues requests when the records say so."""
 
     def __init__(self, run: Run) -> None:
         assert run.engine_steps is not None
@@ -217,10 +216,10 @@ class _Replayer:
 
 
 def replay(run: Run) -> Replay:
-    """Go through a run's engine steps again. Only for runs of phases that have kept them all.
+    """Replay the engine steps of a run of a phase.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the run has no engine steps, or is a peer's.
     """
     if run.engine_steps is None or run.server.options is None or not run.engine_steps:
         raise ValueError(f"{run.file_name} has no engine steps, or is no phase's")

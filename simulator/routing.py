@@ -1,4 +1,4 @@
-"""The policies of `cluster.policy` before simulated servers: what a router knows is read off the engines."""
+"""The policies of `cluster.policy` in front of simulated servers, whose loads are read off the engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["POLICIES", "Routed"]
 
 
 class Routed:
-    """Asks a policy for each prompt. Loads are as they are when it is asked, not as they were last reported.
+    """Asks a policy for each prompt, with the present loads instead of reported ones.
 
     Attributes:
-        decisions: how many there were.
+        decisions: the number of prompts that were routed.
         seconds: what they took, of the processor: the policy, and the keys that it is given.
     """
 
@@ -40,7 +40,7 @@ class Routed:
         return self._names[name]
 
     def _loads_of(self, servers: Sequence[Server]) -> Mapping[str, Load]:
-        """Brought up to date where something has happened."""
+        """Return the loads; those of replicas where something has changed are computed anew."""
         if not self._names:
             self._names = {f"replica {place:04}": place for place in range(len(servers))}
             self._seen = [-1] * len(servers)
@@ -52,7 +52,7 @@ class Routed:
 
 
 def load_of(server: Server) -> Load:
-    """What a replica would say of itself."""
+    """Return the load that a replica would report."""
     engine = server.engine
     return Load(
         seats=engine.config.max_batch_size,

@@ -1,7 +1,7 @@
-"""A phase's own runner, whose forward passes compute nothing: they take time, and every token asked for comes.
+"""A phase's own runner with simulated forward passes: they take virtual time and compute nothing.
 
-Plans become passes as they always do (`Runner.passes`), lengths advance, tokens end requests, full blocks are
-shared. What is left out is the model, and the index tensors that it would read.
+Plans become passes (`Runner.passes`), lengths advance, tokens end requests and full blocks are shared as always.
+Only the model is left out, and the index tensors that it would read.
 
 ```text
 synchronous   host    [plan][ pass ............ ][read][plan][ pass ……
@@ -33,16 +33,16 @@ from phase9_pipelined.slots import LaunchedPass
 from simulator.clock import VirtualClock
 from simulator.cost import Cost, Work
 
-TOKEN = 0  # what everybody gets, every time
+TOKEN = 0  # the token id of every output
 
-_NOTHING = torch.zeros(0, dtype=torch.int64)  # where a pass's tokens would be
+_NOTHING = torch.zeros(0, dtype=torch.int64)  # in the place of a pass's tokens
 
 
 class SimulatedRunner(Runner):
-    """Comes before a phase's runner in the order of its classes: see `simulated`.
+    """A base class that `simulated` puts before a phase's runner in the method resolution order.
 
     Attributes:
-        clock: the engine's.
+        clock: the engine's clock.
         cost: what takes how long.
     """
 
@@ -54,7 +54,7 @@ class SimulatedRunner(Runner):
         launched.sampled.append(SampledPass(self._count(forward_pass), Sampled(_NOTHING)))
 
     def _count(self, forward_pass: ForwardPass) -> tuple[Request, ...]:
-        """All that a pass changes beside the stores; whose tokens it brings."""
+        """Apply a pass's bookkeeping without computing it. Returns the requests that receive a token."""
         shares = forward_pass.shares
         self.telemetry.current.passes += 1
         self.pool.advance([share.span for share in shares])
@@ -75,7 +75,7 @@ class SimulatedRunner(Runner):
 
 
 class _Due(Pending):
-    """A pass that will be over at a certain time."""
+    """A pass that ends at a given time."""
 
     def __init__(self, clock: VirtualClock, time_s: float) -> None:
         self._clock = clock
@@ -90,9 +90,9 @@ class _Due(Pending):
 
 
 class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
-    """The device works through what it is handed, one pass after the other, while the host's time goes on."""
+    """A simulated device computes the submitted passes one after the other while the host's time goes on."""
 
-    _device_free_s = 0.0  # when all it was handed will be done
+    _device_free_s = 0.0  # when all submitted passes will be done
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
         begins_s = max(self.clock.now, self._device_free_s)
@@ -113,7 +113,7 @@ class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
 
 @functools.cache
 def simulated(runner: type[Runner]) -> type[Runner]:
-    """A phase's runner with simulated passes; all else is its own."""
+    """Return a subclass of a phase's runner with simulated passes."""
     stand_in = SimulatedPipelinedRunner if issubclass(runner, PipelinedRunner) else SimulatedRunner
     return type(f"Simulated{runner.__name__}", (stand_in, runner), {})
 
