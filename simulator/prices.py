@@ -112,7 +112,7 @@ class Measured:
 
     @property
     def times(self) -> tuple[Floats, Floats]:
-        """Return the work of each step [steps, kinds], and its seconds: if steps overlap, up to the next one's start."""
+        """The work of each step [steps, kinds], and its seconds: if steps overlap, up to the next one's start."""
         steps = self.replay.steps
         amounts: list[list[float]] = []
         seconds: list[float] = []
