@@ -249,7 +249,7 @@ TICKS = 10**DIGITS  # a second's: times are whole numbers of ticks
 
 
 def _columns(requests: Sequence[RequestRecord]) -> Packed:
-    """Return requests as one list a field, times in ticks: those of tokens each since the one before."""
+    """Return one list for each field of the requests. Times are in ticks; a token's since the one before."""
     found: Packed = {}
     for name in RequestRecord.model_fields:
         values = [getattr(record, name) for record in requests]

@@ -31,7 +31,9 @@ NAME = "infer"  # of the application
 REPORT_S = 0.5  # between a replica's reports to routers
 HEALTH_S = 2.0  # between two questions whether a replica is well
 WAIT_S = 60.0  # for a replica, before a client is told that there is none
-SPARE = 32  # requests beyond what an engine holds: those it refuses itself, and what only asks
+SPARE = (
+    32  # extra requests for each replica: those that its engine refuses, and those that only read its state
+)
 
 #: A resource that Ray gives to one node of each cluster. The front stands there, beside the proxy and Ray's own
 #: head: another node that dies takes no client's connection with it.

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BLOCK_BYTES = 64  # of a prompt, for one key: about a KV block of 16 tokens
-MAX_BLOCKS = 256  # of a prompt that have keys; those that part later go together
+MAX_BLOCKS = 256  # of a prompt that have keys; prompts that differ only after them get the same keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class HolderTable:
         """Add the keys that were sent to a replica."""
         for key in reversed(
             keys
-        ):  # the first key comes to be the latest used: it is no use without those before
+        ):  # the first key ends as the most recently used: a later key is useless without it
             holders = self._holders.setdefault(key, set())
             self._pairs += replica not in holders
             holders.add(replica)

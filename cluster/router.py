@@ -1,6 +1,6 @@
 """The request router of Ray Serve that asks our policies.
 
-A router lives where requests are sent from, in the front. Serve tells it which replicas there are and what each
+Routers run in the front, which sends the requests. Serve tells a router which replicas exist and what each
 reports of itself (`Replica.record_routing_stats`), and asks it for one at a time.
 """
 

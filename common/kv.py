@@ -119,6 +119,8 @@ class KVPool(ABC):
     def reserve(self, request: Request, tokens: int) -> bool:
         """Make sure that `request` owns columns for `tokens` tokens in all; give it a slot if it has none.
 
+        Blocks come from the pool's own allocator, which may evict kept ones first (`phase8_prefix.cache`).
+
         All or nothing: if it returns False, nothing has changed.
         """
 

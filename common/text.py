@@ -1,4 +1,4 @@
-"""Tokenizes prompts and detokenizes answers, token by token."""
+"""Tokenizes prompts, detokenizes answers token by token, and finds stop strings."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ```text
 event loop                                engine thread
-                                          build the engine: load, warm up
+                                          build the engine (in a thread that ends), warm up
   submit ──> inbox (under a lock) ──────> add_request ─┐
   cancel ──> inbox ─────────────────────> cancel       ├─> step ─> step ─> …
   streams <── one call_soon_threadsafe per step <──────┘
@@ -17,6 +17,14 @@ them to sleep between the hundreds of parallel regions of a pass, and a decode s
 thread of the process calls such operators. In phases 4 to 8 it is the engine's thread. In phase 9 it is the thread
 of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread that ends
 afterwards, and its pool of workers ends with it.
+
+| thread | what runs there | module |
+| --- | --- | --- |
+| event loop | HTTP, routes, events of answers | `common.server` |
+| engine | `Engine.step`: planning, commits, text; forward passes in phases 4 to 8 | here |
+| stream | forward passes and sampling in phase 9 | `common.streams` |
+| lanes | parsing and tokenizing large bodies, compiling grammars | `common.server.intake` |
+| masks | token masks of grammars | `common.mask_threads` |
 """
 
 from __future__ import annotations

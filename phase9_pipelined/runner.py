@@ -49,7 +49,7 @@ from phase7_chunked.runner import ChunkedRunner
 from phase9_pipelined.config import Config
 from phase9_pipelined.forward import Forwards
 from phase9_pipelined.slots import DecodeSlot, LaunchedPass
-from phase9_pipelined.state import SLOTS, PipelineState
+from phase9_pipelined.state import MAX_IN_FLIGHT, PipelineState
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +75,20 @@ class PipelinedRunner(ChunkedRunner):
         return bool(self.state.steps)
 
     def wait(self) -> None:
-        if not self.state.has_free_slot:
+        if not self.state.has_room:
             with self.telemetry.part("wait"):
                 self.state.steps[0].wait()
 
     def settle(self) -> list[StepOutput]:
-        """Commit the oldest step if two are in flight: the next one needs its slot."""
-        return [] if self.state.has_free_slot else self.commit_step()
+        """Commit the oldest step if two are in flight: no third one may be launched."""
+        return [] if self.state.has_room else self.commit_step()
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
         if not (plan.decode or plan.prefill):
             return self.commit_step() if self.in_flight else []
         outputs = self._attempt(self.launch_forward, plan)
         launched = self.state.launched  # None: its launch failed, and it was computed again
-        if launched and (self.config.pipeline_depth < SLOTS or launched.waits_for_tokens):
+        if launched and (self.config.pipeline_depth < MAX_IN_FLIGHT or launched.waits_for_tokens):
             while self.state.oldest:
                 outputs += self.commit_step()
         if self.state.launched:  # None: the step before failed, and both were computed again

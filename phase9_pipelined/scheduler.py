@@ -21,7 +21,8 @@ from phase9_pipelined.config import Config
 
 
 class PipelinedScheduler(PrefixScheduler):
-    """Plans nothing while steps in flight must be read first: before a preemption, or before a drained prefill."""
+    """Plans nothing while steps in flight must be committed first: before a preemption, and before a prefill if
+    `prefill_mode` is "drained"."""
 
     config: Config
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-SLOTS = 2
+MAX_IN_FLIGHT = 2
 
 
 class Member(Protocol):
@@ -54,9 +54,9 @@ class PipelineState(Generic[StepT]):
         self.launched: StepT | None = None
 
     @property
-    def has_free_slot(self) -> bool:
+    def has_room(self) -> bool:
         """Whether a step may be launched before one is committed."""
-        return len(self.steps) < SLOTS
+        return len(self.steps) < MAX_IN_FLIGHT
 
     @property
     def oldest(self) -> StepT | None:
@@ -67,8 +67,8 @@ class PipelineState(Generic[StepT]):
         """Add a step. Its forward passes are submitted next."""
         if self.launched is not None:
             raise PipelineError("the step before is not sampled")
-        if not self.has_free_slot:
-            raise PipelineError(f"{SLOTS} steps are in flight")
+        if not self.has_room:
+            raise PipelineError(f"{MAX_IN_FLIGHT} steps are in flight")
         if len({id(member) for member in step.members}) < len(step.members):
             raise PipelineError("a request is in the step twice")
         # First the record, then the counts, so that `drop_all` finds each count of an interrupted launch.

@@ -144,14 +144,14 @@ class _Simulation:
         self._route = route
         self._limit = min(server.engine.max_request_tokens for server in servers)
         configs = [server.engine.config for server in servers]
-        # Who comes when all seats and queues are taken is not made a request before somebody leaves.
+        # While all seats and queues are full, an arrival becomes a request only when another request ends.
         self._most_live = sum(config.max_batch_size + config.max_waiting_requests for config in configs)
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._places = itertools.count()  # what happens at the same time happens in the order it was found
         # When each server goes on: an event with another time is out of date.
         self._due: dict[Server, float] = {}
         self._live: dict[str, Request] = {}
-        # Each arrival that is not answered: who comes after it.
+        # Unanswered arrival -> arrivals that wait for its answer.
         self._followers: dict[int, list[Arrival]] = {}
         self._is_reading = True
 

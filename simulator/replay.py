@@ -169,7 +169,7 @@ class _Replayer:
         self.prompts = prompts_of(plan_of(run))
         self.tokens_read: dict[str, int] = dict.fromkeys(self.records, 0)
         self.result = Replay()
-        # Who has left is known when the scheduler has let go of them, and who comes must be there when it admits.
+        # After `retire`, the ended requests are known. New requests must be queued before `admit`.
         self._retire = self.engine.scheduler.retire
         self.engine.scheduler.retire = self._retire_and_let_in  # type: ignore[method-assign]
 

@@ -17,7 +17,7 @@ class Routed:
 
     Attributes:
         decisions: the number of prompts that were routed.
-        seconds: what they took, of the processor: the policy, and the keys that it is given.
+        seconds: processor time of these decisions, prefix keys included.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -36,7 +36,7 @@ PROMPT_TOKENS = 128
 LONG_PROMPT_TOKENS = 2048
 SEQUENCES = 16
 MAX_SEQ_LEN = LONG_PROMPT_TOKENS + 64
-SETTLE_S = 0.5  # threads of who computed last stop spinning before the next one's turn
+SETTLE_S = 0.5  # the previous contender's threads stop spinning before the next turn
 
 OWN_ENVIRONMENT = "transformers"  # the peer that lives in ours
 

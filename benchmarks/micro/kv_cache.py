@@ -60,7 +60,7 @@ class Text:
 
 
 def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list[list[Cell]]:
-    """Time both ways in turns, and return a row of medians for each length of the text."""
+    """Time a decode step with and without the KV cache, in turns. Returns a row of medians for each length."""
     rows: list[list[Cell]] = []
     for length in lengths:
         text = Text(model, length + 1)

@@ -55,7 +55,7 @@ class Leg(NamedTuple):
 #: In the order in which a request, and then each of its tokens, passes.
 LEGS = (
     Leg("called", "socket, uvicorn: bytes to a call of the app", once=True),
-    Leg("submitted", "routes.generation, schemas: the body, read and checked", once=True),
+    Leg("submitted", "routes, bodies: the body, read and checked", once=True),
     Leg("queued", "Intake: a place in the queue, token ids", once=True),
     Leg("taken", "EngineWorker: from the event loop to the engine's thread", once=True),
     Leg("planned", "Scheduler: retire, make_room, admit, plan"),

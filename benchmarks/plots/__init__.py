@@ -28,7 +28,7 @@ def draw_all(results: Path, out: Path) -> list[Path]:
     """Draw all figures and remove those that no result stands behind any more. Returns the files written.
 
     Raises:
-        ValueError: a file among the results is none, or `results` is no folder.
+        ValueError: a file in `results` is not a result, or `results` is not a folder.
     """
     if not results.is_dir():
         raise ValueError(f"--results {results}: no such folder; `python -m benchmarks compare` makes results")

@@ -1,6 +1,7 @@
 """The HTTP server. A request goes through these modules once, from top to bottom.
 
-No module of this way imports a later one, which an import contract in `pyproject.toml` checks.
+`connections` and `routes` put the others together. The others import each other in one direction only, which an
+import contract in `pyproject.toml` checks.
 
 ```text
 socket    connections   how many clients there are, and how long each may take
@@ -8,7 +9,7 @@ request   middleware    ids, keys, names that the server answers to
 parse     routes        one function for each route; `generate` for the routes that make text
           bodies        bytes to a checked body (`requests/`: its fields), or one error
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
-queue     common.worker the engine's thread takes the requests in (`EngineWorker`)
+inbox     common.worker the engine's thread takes the requests from it, into `Scheduler.waiting`
 step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
 event                   `formats`: an event of a stream, or the JSON answer (`shapes`: its objects)

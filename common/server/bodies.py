@@ -71,8 +71,8 @@ class BoundedParser(h11.Connection):
     """h11's parser of a server's connection, with bounds on events and pieces.
 
     Attributes:
-        turn_is_over: whether events may be left that the next turn has to parse.
-        refusal: the answer to a request that went beyond a bound; None if none did.
+        turn_is_over: whether the event loop's turn has parsed as many events as it may; the next turn goes on.
+        refusal: the error for a request in too many pieces; None if there is none.
     """
 
     def __init__(self, max_incomplete_event_size: int) -> None:

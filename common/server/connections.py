@@ -158,7 +158,7 @@ class TooMany:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, within limits."""
+    """uvicorn's connection, with limits on their number, on the time of a request or an answer, and on buffers."""
 
     def __init__(
         self,

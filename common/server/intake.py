@@ -72,7 +72,7 @@ class Intake:
         """Validate a request's body. A large body is validated in a thread, so that the event loop goes on.
 
         Raises:
-            ApiError: as `schemas.parsing.parse`; 413, it has too many values; 503, too many large bodies wait.
+            ApiError: as `bodies.parse`; 413, it has too many values; 503, too many large bodies wait.
         """
         if len(body) <= self._admission.LARGE_BODY_BYTES:
             return parse(body, form, self._limits)

@@ -175,7 +175,7 @@ class LiveView:
         """Return a new viewer. Call its `close` when its client has left.
 
         Raises:
-            ApiError: 503, as many as there may be look already, or the server takes nothing any more.
+            ApiError: 503, the largest number of viewers is reached, or the server is shutting down.
         """
         if self._is_over():
             raise from_exception(ShuttingDownError("the server is shutting down, or its engine is dead"))

@@ -111,7 +111,7 @@ class PaceRefusals:
     def __init__(self, app: ASGIApp, is_computing: Callable[[], bool]) -> None:
         self.app = app
         self._is_computing = is_computing
-        self._next_s = 0.0  # when the next refusal may leave, were there no burst
+        self._next_s = 0.0  # the earliest time of the next refusal, not counting the burst
         self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -315,7 +315,7 @@ class Server(uvicorn.Server):
         if not await self.service.worker.drain(self.shutdown_timeout_s):
             logger.warning("some requests were not done in time and have been failed")
         self._left_s = self.shutdown_timeout_s - (time.monotonic() - started)
-        self.service.bodies.give_up()  # nothing new begins: who is still sending is told so
+        self.service.bodies.give_up()  # no new request begins; clients that are still sending a body get an error
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

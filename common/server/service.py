@@ -95,6 +95,6 @@ def service_of(request: Request) -> Service:
 
 
 def served_model_name(model: str) -> str:
-    """Return a model's name for clients. Of a checkpoint's folder only the last part is told."""
+    """Return a model's name for clients. For a checkpoint folder this is only the last part of its path."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model

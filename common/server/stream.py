@@ -9,6 +9,9 @@ A client that reads more slowly than its answer is made leaves bytes behind. The
 them, the HTTP server's the next; a stream's others are in its backlog, a JSON answer is in the HTTP server whole.
 The engine does not wait for slow readers, so their memory needs a bound.
 
+**A client that leaves.** `while_connected` stops the work on its answer, and closing the answer cancels its requests.
+They leave the batch at the engine's next step (in phase 4 with the whole batch), and their memory is freed.
+
 **Streams that another process passes on.** A front of a cluster outlives the process that makes a stream. If that
 process is lost, the client still needs the last event of each choice. Only the app knows the stream's wire format,
 so it writes these events when the stream begins (`StreamEnds`).
@@ -148,7 +151,10 @@ class Stream(Response):
             backlog.put(self.ping)
 
     async def _send_backlog(self, send: Send, backlog: Backlog, ends: StreamEnds | None) -> None:
-        """Send bytes as they are made. With `ends`, send whole events, each with the ends made by then."""
+        """Send the backlog's bytes as they arrive.
+
+        If `ends` is given, each message holds whole events and lists the end events that were produced by then.
+        """
         while piece := await backlog.next_piece(PIECE_BYTES if ends is None else None):
             fields: dict[str, Any] = {} if ends is None else {"ended": ends.made(complete=backlog.ended)}
             await self._send(send, piece, **fields)
@@ -289,7 +295,7 @@ class Backlogs:
 
     Attributes:
         bytes: number of unread bytes.
-        unread: the clients.
+        unread: one `Unread` for each client that has unread bytes.
     """
 
     def __init__(

@@ -176,7 +176,7 @@ def sentence(text: str) -> str:
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about; a request for a story names parts of it."""
+    """The people and the tool of a story. A prompt that asks for the story names some of them."""
 
     hero: Person
     friend: Person
@@ -234,7 +234,7 @@ class Teller:
         return f"{person.name} the {person.kind.noun}"
 
     def go(self, person: Person, place: Place, opening: str = "") -> None:
-        """Somebody walks somewhere; what they hold goes with them."""
+        """Write that a person walks to a place. Tools that the person holds move along."""
         self.say(f"{opening}{person.name} {self.rng.choice(WALKS)} to the {place.noun}")
         self.place[person.name] = place
         self.facts[f"Where did {person.name} go last?"] = f"{person.name} went to the {place.noun}."

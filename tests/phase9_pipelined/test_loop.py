@@ -12,7 +12,7 @@ from common.errors import RequestTimeoutError
 from common.grammar import Grammar
 from common.request import Request, RequestState, StepOutput
 from common.scheduling import StepPlan
-from phase9_pipelined.state import SLOTS
+from phase9_pipelined.state import MAX_IN_FLIGHT
 from tests.engine_helpers import (
     EOS,
     Clock,
@@ -126,7 +126,7 @@ def test_an_empty_plan_reads_what_is_in_flight() -> None:
     request = add(engine, PROMPT, greedy(2))
     assert engine.step() == []
     assert engine.step() == []
-    assert len(runner_of(engine).state.steps) == SLOTS
+    assert len(runner_of(engine).state.steps) == MAX_IN_FLIGHT
     outputs = engine.step()
     assert len(tokens_of(outputs, request)) == 1
     assert not [line for line in stream.log if line == "submit forward 2"], "its end was foreseen"
@@ -265,7 +265,7 @@ def test_a_full_house_is_not_drained_for_a_prompt_that_has_no_place() -> None:
     engine.step()
     add(engine, [1, 2, 3], greedy(2))
     engine.step()
-    assert len(runner_of(engine).state.steps) == SLOTS
+    assert len(runner_of(engine).state.steps) == MAX_IN_FLIGHT
 
 
 def test_what_was_computed_is_shared_once_it_has_been_read() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phase9_pipelined.state import SLOTS
+from phase9_pipelined.state import MAX_IN_FLIGHT
 from tests.phase8_prefix.support import assert_shared_consistently, caching
 from tests.phase9_pipelined.support import ManualStream, runner_of
 from tests.traffic import Traffic, assert_everything_happened, random_traffic, state_machine
@@ -33,7 +33,7 @@ class PipelinedTraffic(Traffic):
         self.most_in_flight = max(self.most_in_flight, len(state.steps))
         members = [member for step in state.steps for member in step.members]
         for request in self.live.values():
-            assert request.inflight_refs == members.count(request) <= SLOTS
+            assert request.inflight_refs == members.count(request) <= MAX_IN_FLIGHT
             assert 0 <= request.pending_tokens <= request.inflight_refs
         assert state.launched is None
 
@@ -61,7 +61,7 @@ def test_random_operations_in_a_tight_pool(options: dict[str, Any]) -> None:
     traffic = random_traffic("phase9_pipelined", 2500, 1, PipelinedTraffic, **(TIGHT | options))
     assert_everything_happened(traffic)
     assert isinstance(traffic, PipelinedTraffic)
-    assert traffic.most_in_flight == options.get("pipeline_depth", SLOTS)
+    assert traffic.most_in_flight == options.get("pipeline_depth", MAX_IN_FLIGHT)
     assert traffic.engine.telemetry.counters.preemptions > 0
 
 

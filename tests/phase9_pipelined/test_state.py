@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phase9_pipelined.state import SLOTS, PipelineError, PipelineState
+from phase9_pipelined.state import MAX_IN_FLIGHT, PipelineError, PipelineState
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ def sample_twice(state: State) -> None:
 
 
 def launch_three(state: State) -> None:
-    for _ in range(SLOTS + 1):
+    for _ in range(MAX_IN_FLIGHT + 1):
         state.on_launch(Step())
         state.on_pending_commit()
 
@@ -157,7 +157,7 @@ def test_the_same_move_again_is_refused(situation: str, moves: Move, left: str) 
 def test_what_is_told_of_each(situation: str) -> None:
     state = reach(situation)
     assert len(state.steps) == len(situation)
-    assert state.has_free_slot == (len(situation) < SLOTS)
+    assert state.has_room == (len(situation) < MAX_IN_FLIGHT)
     assert (state.launched is None) == ("L" not in situation)
     assert state.oldest is (state.steps[0] if situation.startswith("S") else None)
 
@@ -178,7 +178,7 @@ def test_steps_are_committed_oldest_first() -> None:
     state = State()
     launched, committed = [], []
     for _ in range(10):
-        if not state.has_free_slot:
+        if not state.has_room:
             assert state.oldest is not None
             committed.append(state.oldest)
             state.on_step_completed(committed[-1])
@@ -206,7 +206,7 @@ class Membership(RuleBasedStateMachine):
         self.people = [Member() for _ in range(4)]
         self.order: list[Step] = []  # in the order of their launch
 
-    @precondition(lambda self: self.state.has_free_slot and self.state.launched is None)
+    @precondition(lambda self: self.state.has_room and self.state.launched is None)
     @rule(chosen=st.sets(st.integers(0, 3)))
     def launch(self, chosen: set[int]) -> None:
         self.order.append(Step([self.people[i] for i in chosen]))
@@ -234,7 +234,7 @@ class Membership(RuleBasedStateMachine):
         members = list(itertools.chain.from_iterable(step.members for step in self.order))
         assert [each.inflight_refs for each in self.people] == [members.count(p) for p in self.people]
         assert list(self.state.steps) == self.order
-        assert len(self.order) <= SLOTS
+        assert len(self.order) <= MAX_IN_FLIGHT
         assert situation_of(self.state) in SITUATIONS
 
 
