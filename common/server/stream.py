@@ -9,8 +9,9 @@ A client that reads more slowly than its answer is made leaves bytes behind. The
 them, the HTTP server's the next; a stream's others are in its backlog, a JSON answer is in the HTTP server whole.
 The engine does not wait for slow readers, so their memory needs a bound.
 
-**A client that leaves.** `while_connected` stops the work on its answer, and closing the answer cancels its requests.
-They leave the batch at the engine's next step (in phase 4 with the whole batch), and their memory is freed.
+**A client that leaves.** `while_connected` stops the work on its answer, and closing the answer cancels its
+requests. At its next step the engine takes them out of the batch (in phase 4 with the whole batch) and frees their
+memory.
 
 **Streams that another process passes on.** A front of a cluster outlives the process that makes a stream. If that
 process is lost, the client still needs the last event of each choice. Only the app knows the stream's wire format,
