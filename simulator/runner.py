@@ -114,8 +114,12 @@ class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
 @functools.cache
 def simulated(runner: type[Runner]) -> type[Runner]:
     """Return a subclass of a phase's runner with simulated passes."""
-    stand_in = SimulatedPipelinedRunner if issubclass(runner, PipelinedRunner) else SimulatedRunner
-    return type(f"Simulated{runner.__name__}", (stand_in, runner), {})
+    passes = SimulatedPipelinedRunner if issubclass(runner, PipelinedRunner) else SimulatedRunner
+
+    class Simulated(passes, runner):  # type: ignore[misc,valid-type]  # both classes are chosen at run time
+        """A phase's runner with simulated passes."""
+
+    return Simulated
 
 
 def make_runner(
