@@ -61,7 +61,7 @@ class Answer:
             return
         assert self._head is not None, "an answer begins with its head"
         self.begun = True
-        # Ray's proxy, too, says which request this was: the replica was given the same id.
+        # `RequestIds` in the front, or Serve's proxy, adds the id that the replica was given.
         headers = [(name, value) for name, value in self._head.headers if name != b"x-request-id"]
         await self._send({"type": "http.response.start", "status": self._head.status, "headers": headers})
 

@@ -31,12 +31,10 @@ NAME = "infer"  # of the application
 REPORT_S = 0.5  # between a replica's reports to routers
 HEALTH_S = 2.0  # between two questions whether a replica is well
 WAIT_S = 60.0  # for a replica, before a client is told that there is none
-SPARE = (
-    32  # extra requests for each replica: those that its engine refuses, and those that only read its state
-)
+SPARE = 32  # extra requests for each replica: refused by its engine, or only reading its state
 
-#: A resource that Ray gives to one node of each cluster. The front stands there, beside the proxy and Ray's own
-#: head: another node that dies takes no client's connection with it.
+#: A resource that Ray gives to one node of each cluster. The front stands there, beside Ray's own head:
+#: another node that dies takes no client's connection with it.
 HEAD_NODE = "node:__internal_head__"
 
 
@@ -52,8 +50,13 @@ def build(args: Mapping[str, Any]) -> Application:
         raise ValueError(str(error)) from None
 
 
-def application(plan: Plan) -> Application:
-    """Return the application of a plan: the front's deployment and the replicas'."""
+def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Application:
+    """Return the application of a plan: the front's deployment and the replicas'.
+
+    Args:
+        plan: the checked options.
+        listen_at: host and port that the front listens on. None: Serve's proxy listens.
+    """
     options = plan.options
     # An engine refuses requests that its queue cannot take, and the front asks another replica. Serve's own limit
     # is higher than that: requests above it would queue inside Serve, where no metric counts them.
@@ -106,6 +109,7 @@ def application(plan: Plan) -> Application:
         body_timeout_s=options.body_timeout,
         api_keys=options.api_key,
         cors_origins=options.cors_origin,
+        listen_at=listen_at,
     )
 
 

@@ -1,13 +1,17 @@
 """The front: the process between clients and replicas.
 
 ```text
-client ── HTTP ── Ray's proxy ── front ──┬── replica a
-                                         └── replica b
+client ── HTTP ── front ──┬── replica a
+                          └── replica b
 ```
 
-Ray's proxy could pass requests to replicas itself. But it routes before it has read the body, tries no request
-twice, and cuts the connection if a replica is lost. The front reads the body first. It holds the head of an answer
-back until the first byte of its body comes, so until then another replica can answer.
+The front listens with the HTTP server of a single server (`common.server.connections`), so the same limits hold for
+connections, heads and bodies. Ray's proxy could pass requests to replicas itself. But it has no such limits, routes
+before it has read the body, tries no request twice, and cuts the connection if a replica is lost. The front reads
+the body first. It holds the head of an answer back until the first byte of its body comes, so until then another
+replica can answer.
+
+An application of a Serve config file is different: Serve starts its proxy, and the front stands behind it.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
+import uvicorn
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -32,8 +37,10 @@ from cluster.forwarding import GENERATING, Forwarded, Whole, read_keys, replica_
 from cluster.merging import HEALTH, MERGES, health, merge
 from common.errors import ShuttingDownError
 from common.server.bodies import Bodies, says_json
+from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
 from common.server.errors import ApiError, from_exception, unavailable
-from common.server.middleware import ApiKeys, client_of, cors_settings
+from common.server.middleware import REQUEST_ID, ApiKeys, RequestIds, client_of, cors_settings
+from common.server.serve import bind
 from common.server.stream import while_connected
 
 logger = logging.getLogger(__name__)
@@ -46,6 +53,9 @@ DEAD = "engine_dead"
 
 #: Routes that are answered 503 while the cluster drains, as by a single server. Others still report its state.
 REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
+
+#: Connections of clients, at the most: an engine refuses what is too much for it, with an answer.
+MAX_CONNECTIONS = 8192
 
 #: The longest that `/health` waits for the replicas, in seconds.
 HEALTH_WAIT_S = 5.0
@@ -79,12 +89,13 @@ class Front:
         wait_s: how long a request waits for a replica, in seconds.
         body_timeout_s: seconds from the head of a request to the end of its body.
         api_keys, cors_origins: as for `create_app`. Keys are checked here, too, before a body is read.
+        listen_at: host and port to listen on. None: Serve's proxy listens, and hands requests over.
 
     Attributes:
         guarded: the ASGI app with the checks of keys and origins in front of it.
     """
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         replicas: DeploymentHandle,
         *,
@@ -93,6 +104,7 @@ class Front:
         body_timeout_s: float,
         api_keys: Sequence[str],
         cors_origins: Sequence[str],
+        listen_at: tuple[str, int] | None,
     ) -> None:
         self._replicas = replicas
         self._streams = replicas.options(stream=True, method_name="stream")
@@ -107,6 +119,10 @@ class Front:
             self.guarded = ApiKeys(self.guarded, api_keys)
         if cors_origins:
             self.guarded = CORSMiddleware(self.guarded, **cors_settings(cors_origins))
+        if listen_at is not None:
+            self._serving = await serve_http(
+                RequestIds(self.guarded), *listen_at, body_timeout_s=body_timeout_s
+            )
 
     # ------------------------------------------------------------------ the end (asked by the command)
 
@@ -154,7 +170,7 @@ class Front:
             method="GET" if request.method == "HEAD" and is_merged else request.method,
             path=path,
             query=request.scope["query_string"],
-            headers=tuple(request.scope["headers"]),
+            headers=_headers_of(request),
             body=body,
             client=client_of(request.scope),
             keys=read_keys(path, body),
@@ -234,6 +250,40 @@ class Front:
             self._known.clear()  # replicas that are not among these were replaced, or scaled away
         self._known.update(answers)
         return answers
+
+
+def _headers_of(request: Request) -> tuple[tuple[bytes, bytes], ...]:
+    """Return a request's headers, with the id that `RequestIds` gave it; Serve's proxy adds one itself."""
+    headers: list[tuple[bytes, bytes]] = request.scope["headers"]
+    request_id: str | None = request.scope.get("state", {}).get("request_id")
+    if request_id is None:
+        return tuple(headers)
+    name = REQUEST_ID.encode()
+    return (*((key, value) for key, value in headers if key != name), (name, request_id.encode()))
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server in an actor, whose signals are Ray's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_http(app: ASGIApp, host: str, port: int, *, body_timeout_s: float) -> asyncio.Task[None]:
+    """Serve an app at an address, with the limits of a single server. Returns the task, once it listens.
+
+    Raises:
+        StartupError: the address cannot be used.
+    """
+    listener = bind(host, port)
+    limits = ConnectionLimits(connections=allow_open_files(MAX_CONNECTIONS), receive_s=body_timeout_s)
+    find_lost_peers(listener, limits.send_s)
+    server = HttpServer(Config(app, limits, lifespan="off", ws="none", log_config=None, access_log=False))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    return serving
 
 
 @contextlib.asynccontextmanager

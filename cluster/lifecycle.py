@@ -68,7 +68,7 @@ def serve(plan: Plan) -> int:
 
 
 def where(plan: Plan) -> tuple[str, int]:
-    """Return the address for clients, and its port. Ray's proxy listens there once it is started.
+    """Return the address for clients, and its port. The front listens there once it is started.
 
     Raises:
         StartupError: the port is taken.
@@ -154,12 +154,9 @@ def deploy(plan: Plan, port: int, given_up: Callable[[], bool]) -> bool:
     """
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    ray_serve.start(
-        proxy_location="HeadOnly",
-        http_options={"host": plan.options.host, "port": port, "keep_alive_timeout_s": 75},
-        logging_config=quiet,
-    )
-    ray_serve._run(application(plan), _blocking=False, name=NAME, logging_config=quiet)
+    ray_serve.start(proxy_location="Disabled", logging_config=quiet)
+    app = application(plan, listen_at=(plan.options.host, port))
+    ray_serve._run(app, _blocking=False, name=NAME, logging_config=quiet)
     while True:
         status = ray_serve.status().applications[NAME]
         if status.status == "RUNNING":

@@ -122,7 +122,6 @@ AS_RAY_COMES = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "0", "RAY_SERVE_THROUGHPUT_OPTI
 PROCESSES = {
     "ServeReplica:infer:replica": "replica: engine and app",
     "ServeReplica:infer:front": "front",
-    "ProxyActor": "Ray's proxy",
 }
 OTHERS = "the rest of Ray"
 

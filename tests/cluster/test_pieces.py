@@ -87,7 +87,7 @@ def test_before_the_first_byte_the_client_gets_an_answer_like_any_other() -> Non
 def test_a_stream_ends_with_what_its_replica_wrote_for_that() -> None:
     client = cut("/v1/completions", [STREAM, TOKEN, TOKEN])
     assert client.head["status"] == 200
-    assert b"x-request-id" not in dict(client.head["headers"])  # Ray's proxy adds it
+    assert b"x-request-id" not in dict(client.head["headers"])  # `RequestIds` adds it, or Serve's proxy
     assert client.body == TOKEN + TOKEN + b"".join(ENDS) + LAST
     assert client.ended
 

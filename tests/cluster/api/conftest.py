@@ -11,7 +11,6 @@ HERE = Path(__file__).parent
 OTHERWISE = {
     "test_health_version_and_telemetry": "steps are under `replicas` in /telemetry, each engine's own",
     "test_telemetry_is_read_page_by_page_while_steps_go_on": "the same",
-    "test_wrong_methods_on_completions[BREW]": "Ray's proxy itself refuses a method that it does not know",
     "test_refusals_are_400": "reads the log, which replicas write to Ray's files",
 }
 #: A server whose tests break passes from inside its process. A cluster has no such fixture.
