@@ -156,6 +156,23 @@ def test_a_body_that_does_not_come_is_not_waited_for(small: ServerProcess) -> No
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
+def test_a_body_in_too_many_pieces_is_refused_by_the_front(small: ServerProcess) -> None:
+    """Ray's proxy would take each piece for a message of its own."""
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {KEY}",
+        "Content-Type: application/json",
+        "Transfer-Encoding: chunked",
+        "\r\n",
+    ]
+    with socket.create_connection(("127.0.0.1", small.port), timeout=HANG_S) as connection:
+        connection.sendall("\r\n".join(lines).encode() + b"1\r\n \r\n" * 50_000)
+        said = first_answer(connection)
+    assert said.startswith(b"HTTP/1.1 413 ")
+    assert small.complete()["usage"]["completion_tokens"] == 8
+
+
 def test_keys_are_looked_at_before_a_body(small: ServerProcess) -> None:
     with half_a_request(small) as connection:
         said = first_answer(connection)
