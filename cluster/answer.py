@@ -25,6 +25,8 @@ class Answer:
         self._head: Head | None = None
         self._refusal = b""  # the body of a 503, which another replica may not give
         self._ended: frozenset[int] = frozenset()  # indices into the head's `ends`
+        self._left: int | None = None  # bytes of the body to come; None: a stream, whose length is not known
+        self._complete = False
         self.begun = False
 
     async def add(self, part: Part) -> None:
@@ -44,7 +46,7 @@ class Answer:
             self._refusal += part
             return
         await self._begin()
-        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send_body(part, ends=self._left is not None and len(part) >= self._left)
 
     @property
     def refusal(self) -> str | None:
@@ -54,7 +56,18 @@ class Answer:
     async def finish(self) -> None:
         """Send what is held back, and end the answer."""
         await self._begin()
-        await self._send({"type": "http.response.body", "body": self._refusal, "more_body": False})
+        if not self._complete:
+            await self._send_body(self._refusal, ends=True)
+
+    async def _send_body(self, part: bytes, *, ends: bool) -> None:
+        """Send a part of the body.
+
+        The answer ends with its last byte, not later: a client that has read it may send its next request at once.
+        """
+        if self._left is not None:
+            self._left -= len(part)
+        self._complete = ends
+        await self._send({"type": "http.response.body", "body": part, "more_body": not ends})
 
     async def _begin(self) -> None:
         if self.begun:
@@ -63,6 +76,7 @@ class Answer:
         self.begun = True
         # `RequestIds` in the front, or Serve's proxy, adds the id that the replica was given.
         headers = [(name, value) for name, value in self._head.headers if name != b"x-request-id"]
+        self._left = next((int(value) for name, value in headers if name == b"content-length"), None)
         await self._send({"type": "http.response.start", "status": self._head.status, "headers": headers})
 
     async def fail(self, error: ApiError) -> None:
@@ -75,5 +89,5 @@ class Answer:
             assert self._head is not None, "an answer begins with its head"
             owed = b"".join(end for i, end in enumerate(self._head.ends) if i not in self._ended)
             if owed:
-                await self._send({"type": "http.response.body", "body": owed, "more_body": True})
+                await self._send_body(owed, ends=False)
         await self.finish()

@@ -73,6 +73,27 @@ LAST = b"data: [DONE]\n\n"
 STREAM = Head(200, HEADERS, (*ENDS, LAST))
 
 
+# ---------------------------------------------------------------------- an answer's end
+
+
+def test_an_answer_of_a_known_length_ends_with_its_last_byte() -> None:
+    """Its client may send the next request at once, on the same connection."""
+
+    async def run() -> None:
+        client = Client()
+        answer = Answer(client.send, "/v1/models")
+        await answer.add(Head(200, ((b"content-type", b"application/json"), (b"content-length", b"4"))))
+        await answer.add(b"[1")
+        assert not client.ended
+        await answer.add(b"2]")
+        assert client.ended
+        await answer.finish()
+        assert client.ended, "once"
+        assert client.body == b"[12]"
+
+    asyncio.run(run())
+
+
 # ---------------------------------------------------------------------- an answer that was cut off
 
 
