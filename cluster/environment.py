@@ -9,7 +9,13 @@ from common.errors import StartupError
 #: How Serve passes messages on: over gRPC from process to process instead of through Ray's object layer, and with
 #: no threads of their own for our code and for routers. `benchmarks micro cluster_profile` measures what it saves.
 #: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
-FAST = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+#: Ray starts workers with niceness 15. Our own threads with low priority (masks, grammars, large bodies) could not
+#: stand back behind an engine that has that niceness itself.
+FAST = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_worker_niceness": "0",
+}
 
 
 def settings() -> dict[str, str]:

@@ -128,6 +128,10 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
         return ()
 
 
+#: Parts of an answer that wait for the front. With more, the app waits: it bounds what slow readers leave unread.
+MOST_READY = 16
+
+
 class LocalCall:
     """One request to an ASGI app in this process."""
 
@@ -135,6 +139,7 @@ class LocalCall:
         self._app = app
         self._request = request
         self._sent: asyncio.Queue[Part | None] = asyncio.Queue()  # None: that was all
+        self._room = asyncio.Event()  # set when a part was taken, or the client has left
         self._left = asyncio.Event()
         self._body = [request.body]
         self._ended: frozenset[int] = frozenset()
@@ -148,6 +153,7 @@ class LocalCall:
         try:
             ready: list[Part] = []
             while (part := await self._sent.get()) is not None:
+                self._room.set()
                 ready.append(part)
                 if self._sent.empty():
                     yield ready
@@ -156,6 +162,7 @@ class LocalCall:
                 yield ready
         finally:
             self._left.set()
+            self._room.set()
             await asyncio.shield(asyncio.gather(running, return_exceptions=True))
 
     async def _run(self) -> None:
@@ -177,6 +184,9 @@ class LocalCall:
             headers = tuple((bytes(name), bytes(value)) for name, value in message["headers"])
             self._sent.put_nowait(Head(message["status"], headers, message.get("ends", ())))
         elif message.get("body"):
+            while self._sent.qsize() >= MOST_READY and not self._left.is_set():
+                self._room.clear()
+                await self._room.wait()
             self._sent.put_nowait(message["body"])
             ended = message.get("ended", self._ended)
             if ended != self._ended:
