@@ -126,7 +126,7 @@ class Front:
 
     # ------------------------------------------------------------------ the end (asked by the command)
 
-    def stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:  # on the event loop, where bodies are read
         """From now on, refuse new requests, and requests whose body is still coming: the cluster shuts down."""
         self._draining = True
         self._bodies.give_up()
