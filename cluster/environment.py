@@ -9,8 +9,8 @@ from common.errors import StartupError
 #: How Serve passes messages on: over gRPC from process to process instead of through Ray's object layer, and with
 #: no threads of their own for our code and for routers. `benchmarks micro cluster_profile` measures what it saves.
 #: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
-#: Ray starts workers with niceness 15. Our own threads with low priority (masks, grammars, large bodies) could not
-#: stand back behind an engine that has that niceness itself.
+#: Ray starts workers with niceness 15. The threads that should have less priority than the engine (masks, grammars,
+#: large bodies) would then have the same.
 FAST = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
