@@ -1,7 +1,7 @@
 """`dummy:<preset>`: real shapes with random weights, for measuring without a download.
 
-Each entry is what that model's `config.json` says of its shape (the small ones are our own); a dummy borrows the
-tokenizer of the zoo's model of the same architecture.
+Each entry repeats the shape in that model's `config.json` (the small ones are our own). A dummy uses the tokenizer
+of the zoo's model of the same architecture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Little stories and conversations written by a grammar: what the zoo's models are trained on.
+"""Writes the text that the zoo's models are trained on: little stories and conversations, from a grammar.
 
 A story is a small simulation. :class:`Teller` knows where everybody is and who holds what; a plot moves
 people and things and writes a sentence for each move, so a lantern found in chapter one is in the right hands
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # --------------------------------------------------------------------------------------------------
-# The world: who lives in it, what can be found, where one can go.
+# The world: its people, tools and places.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of animal or person, with what is always true of it."""
+    """A kind of animal or person, with facts that hold in every story."""
 
     noun: str
     home: str
@@ -27,7 +27,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody in a story. A name has the same pronoun in every story, so that it can be learned."""
+    """A person in a story. A name has the same pronoun in every story, so that it can be learned."""
 
     name: str
     she: bool
@@ -161,12 +161,12 @@ NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine
 
 
 def with_article(noun: str) -> str:
-    """``an owl``, ``a fox``."""
+    """Return a noun with its article: ``an owl``, ``a fox``."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def sentence(text: str) -> str:
-    """The text with a capital first letter and, unless it ends in a mark already, a full stop."""
+    """Return the text with a capital first letter and, unless it ends in a mark already, a full stop."""
     return text[0].upper() + text[1:] + ("" if text[-1] in '.!?"' else ".")
 
 
@@ -185,7 +185,7 @@ class Cast:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Cast":
-        """Three people with different names and kinds, and a tool."""
+        """Return a cast: three people with different names and kinds, and a tool."""
         kinds = rng.sample(KINDS, 3)
         names = rng.sample(SHE + HE, 3)
         people = [
@@ -205,14 +205,14 @@ class Story:
 
 
 class Teller:
-    """Writes one story, and remembers what is true in it: who is where, who holds what."""
+    """Writes one story, and keeps track of its facts: where each person is, and who holds each tool."""
 
     def __init__(self, rng: random.Random, cast: Cast) -> None:
         self.rng = rng
         self.cast = cast
         self.sentences: list[str] = []
-        self.place: dict[str, Place] = {}  # by name of the person
-        self.holder: dict[str, Person] = {}  # by noun of the tool
+        self.place: dict[str, Place] = {}  # by the person's name
+        self.holder: dict[str, Person] = {}  # by the tool's noun
         self.facts: dict[str, str] = {}  # question: answer; a later answer replaces an earlier one
         self.introduced: set[str] = set()
 
@@ -221,12 +221,12 @@ class Teller:
         self.sentences.append(sentence(text))
 
     def elsewhere(self, *people: Person) -> Place:
-        """A place where none of these people are."""
+        """Return a random place where none of these people are."""
         taken = [self.place.get(person.name) for person in people]
         return self.rng.choice([place for place in PLACES if place not in taken])
 
     def mention(self, person: Person) -> str:
-        """``Leo the owl`` when a person first appears, ``Leo afterwards``."""
+        """Return ``Leo the owl`` when a person first appears, ``Leo`` afterwards."""
         if person.name in self.introduced:
             return person.name
         self.introduced.add(person.name)
@@ -240,28 +240,28 @@ class Teller:
         self.facts[f"Where did {person.name} go last?"] = f"{person.name} went to the {place.noun}."
 
     def meet(self, person: Person, other: Person) -> None:
-        """``person`` comes upon ``other`` at the place where ``person`` is."""
+        """Write that ``person`` meets ``other`` at the place where ``person`` is."""
         place = self.place[person.name]
         self.say(f"{place.where}, {person.subject} met {self.mention(other)}")
         self.place[other.name] = place
 
     def take(self, person: Person, tool: Tool) -> None:
-        """From here on ``person`` holds ``tool``."""
+        """Record that ``person`` holds ``tool`` from now on. Writes no sentence."""
         self.holder[tool.noun] = person
         self.facts[f"Who has the {tool.noun}?"] = f"{person.name} has the {tool.noun}."
 
     def held_by(self, person: Person) -> list[Tool]:
-        """The tools that somebody holds."""
+        """Return the tools that a person holds."""
         return [tool for tool in TOOLS if self.holder.get(tool.noun) is person]
 
     def new_tool(self) -> Tool:
-        """A tool that nobody holds yet: the cast's own if it is still free."""
+        """Return a tool that nobody holds yet: the cast's own if it is still free."""
         if self.cast.tool.noun not in self.holder:
             return self.cast.tool
         return self.rng.choice([tool for tool in TOOLS if tool.noun not in self.holder])
 
     def mend(self, helper: Person, other: Person, tool: Tool) -> None:
-        """The tool solves the trouble that it is made for."""
+        """Write that ``helper`` ends the trouble of ``other`` with the tool, and is thanked."""
         self.say(self.rng.choice(["quickly ", "", ""]) + tool.fix.format(a=helper.name, b=other.name))
         self.facts[f"Who helped {other.name}?"] = f"{helper.name} helped {other.name} with the {tool.noun}."
         thanks = self.rng.choice(
@@ -270,11 +270,11 @@ class Teller:
         self.say(f'"{thanks}, {helper.name}!" said {other.name}')
 
 
-# Plots: each is one chapter. They change the world only through the Teller's verbs.
+# Plots: each writes one chapter.
 
 
 def find_a_tool(teller: Teller, person: Person) -> Tool:
-    """Somebody goes somewhere and finds a thing that nobody owns."""
+    """A person goes to a place and finds a tool that nobody holds. Returns the tool."""
     tool, place = teller.new_tool(), teller.elsewhere(person)
     teller.go(person, place)
     how = teller.rng.choice(
@@ -475,7 +475,7 @@ def begin(teller: Teller) -> None:
 
 
 def end(teller: Teller) -> None:
-    """Close the story, now and then with a moral and an emoji."""
+    """Close the story, now and then with a moral or an emoji."""
     hero, rng = teller.cast.hero, teller.rng
     people = [
         person for person in (teller.cast.friend, teller.cast.third) if person.name in teller.introduced
@@ -501,7 +501,7 @@ def end(teller: Teller) -> None:
 
 
 def tell(rng: random.Random, cast: Cast, chapters: int) -> Story:
-    """A story of one to three chapters; each chapter after the first is a paragraph of its own."""
+    """Return a story with this number of chapters, one to three. Each chapter is a paragraph."""
     teller = Teller(rng, cast)
     begin(teller)
     paragraphs = []
@@ -525,12 +525,12 @@ Message = dict[str, str]  # role and content, as chat templates take them
 
 
 def draw_story(rng: random.Random) -> Story:
-    """A story, mostly of one chapter."""
+    """Return a story, mostly of one chapter."""
     return tell(rng, Cast.draw(rng), rng.choices([1, 2, 3], [6, 3, 1])[0])
 
 
 def request_for(rng: random.Random, cast: Cast) -> str:
-    """How somebody asks for a story with this cast."""
+    """Return a user's request for a story with this cast."""
     hero, friend = cast.hero, cast.friend
     noun = with_article(hero.kind.noun)
     about = rng.choice(
@@ -552,7 +552,7 @@ def request_for(rng: random.Random, cast: Cast) -> str:
 
 
 def fact_of_the_world(rng: random.Random) -> tuple[str, str]:
-    """A question that needs no story, and its answer."""
+    """Return a question that needs no story, and its answer."""
     tool, kind, place, thing = (
         rng.choice(TOOLS),
         rng.choice(KINDS),
@@ -581,7 +581,7 @@ def fact_of_the_world(rng: random.Random) -> tuple[str, str]:
 
 
 def plain_document(rng: random.Random) -> str:
-    """Text to complete: a story, bare or with a request above or questions below it, or questions alone."""
+    """Return text to complete: a story, alone or with a request above or questions below it, or questions alone."""
     story = draw_story(rng)
     form = rng.random()
     if form < 0.55:
@@ -598,7 +598,7 @@ def plain_document(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random) -> list[Message]:
-    """User and assistant in turns, one in six with a system message in front."""
+    """Return a conversation of user and assistant. One in six has a system message in front."""
     story = draw_story(rng)
     turns: list[tuple[str, str]] = []
     form = rng.random()
@@ -629,12 +629,12 @@ def conversation(rng: random.Random) -> list[Message]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in lower case: runs of letters, of any alphabet."""
+    """Return the words of a text in lower case: runs of letters, of any alphabet."""
     return [word.lower() for word in re.findall(r"[^\W\d_]+", text)]
 
 
 def vocabulary(documents: int = 2000) -> frozenset[str]:
-    """Every word the generator writes, or nearly: the words of this many documents of each form."""
+    """Return nearly every word that the generator writes: the words of ``documents`` texts of each form."""
     rng = random.Random("vocabulary")
     texts = [plain_document(rng) for _ in range(documents)]
     texts += [message["content"] for _ in range(documents) for message in conversation(rng)]

@@ -87,13 +87,13 @@ GEMMA_CHAT = """\
 
 
 def without_emoji(texts: Iterable[str]) -> Iterator[str]:
-    """The texts with everything above U+2100 left out: emoji and their joiners, but no accented letter."""
+    """Yield the texts without characters from U+2100 on: emoji are dropped, accented letters stay."""
     for text in texts:
         yield re.sub(r"[^\u0000-\u20ff]", "", text)
 
 
 def byte_level(texts: Iterable[str], size: int, special: tuple[str, ...]) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most ``size`` pieces; the special tokens have the highest ids."""
+    """Train a byte-level BPE tokenizer of at most ``size`` pieces. The special tokens have the highest ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -113,7 +113,7 @@ def byte_level(texts: Iterable[str], size: int, special: tuple[str, ...]) -> Tok
 
 
 def prepend(tokenizer: Tokenizer, token: str) -> processors.TemplateProcessing:
-    """A post-processor that puts ``token`` in front of every text."""
+    """Return a post-processor that puts ``token`` in front of every text."""
     return processors.TemplateProcessing(
         single=f"{token} $A",
         pair=f"{token} $A {token}:1 $B:1",
@@ -122,7 +122,7 @@ def prepend(tokenizer: Tokenizer, token: str) -> processors.TemplateProcessing:
 
 
 def llama(texts: Iterable[str], size: int) -> Tokenizer:
-    """Like Llama 3's: byte-level BPE, and a beginning-of-text token in front."""
+    """Train a tokenizer like Llama 3's: byte-level BPE, and a beginning-of-text token in front."""
     tokenizer = byte_level(texts, size, LLAMA_SPECIAL)
     tokenizer.post_processor = processors.Sequence(
         [processors.ByteLevel(trim_offsets=False), prepend(tokenizer, LLAMA_SPECIAL[0])]
@@ -131,7 +131,7 @@ def llama(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def qwen(texts: Iterable[str], size: int) -> Tokenizer:
-    """Like Qwen 3's: byte-level BPE, text normalized to NFC, no token in front."""
+    """Train a tokenizer like Qwen 3's: byte-level BPE, text normalized to NFC, no token in front."""
     tokenizer = byte_level(texts, size, QWEN_SPECIAL)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -139,11 +139,11 @@ def qwen(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def gemma(texts: Iterable[str], size: int) -> Tokenizer:
-    """Like Gemma's: BPE on characters with ``▁`` for a space, and bytes for what the alphabet lacks.
+    """Train a tokenizer like Gemma's: BPE on characters, ``▁`` for a space, bytes for other characters.
 
-    Trained in two moves. The trainer needs white space and marks as borders, to learn no piece across words;
-    afterwards the merges themselves keep to them, so the tokenizer carries no such rule (nor does Gemma's).
-    And byte pieces must be ordinary pieces: as added tokens, ``<0x41>`` in a text would turn into an A.
+    A draft tokenizer is trained with words and marks split, so that it learns no piece across words. Its merges
+    keep to these borders by themselves, so the returned tokenizer has no such rule. Neither has Gemma's.
+    The byte pieces are ordinary pieces: if they were added tokens, ``<0x41>`` in a text would turn into an A.
     """
     draft = Tokenizer(models.BPE())
     draft.normalizer = normalizers.Replace(" ", "▁")

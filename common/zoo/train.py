@@ -2,7 +2,7 @@
 
 ``--name llama-tiny`` trains one of them, ``--minutes`` or ``--steps`` bound the training, ``--samples`` only
 writes stories with the checkpoints that are there. ``transformers`` (a development dependency) provides the
-model classes: what it trains here is what the server's own implementations are later compared with.
+model classes. The server's own implementations are later compared with the models trained here.
 """
 
 import argparse
@@ -42,20 +42,23 @@ REQUEST = "Tell me a story about an owl named Tom."
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one checkpoint is made: its tokenizer, its shape, and what ends a text."""
+    """How one checkpoint is made: its tokenizer, its shape, and the tokens that end a text."""
 
     name: str
     build_tokenizer: Callable[[Iterator[str], int], Tokenizer]
     pieces: int
     chat_template: str
     special: dict[str, str]  # role of a token (bos_token, eos_token, pad_token, unk_token): the token
-    ends: tuple[str, ...]  # first what ends a document, then what ends a turn
+    ends: tuple[str, ...]  # the token that ends a document, then the one that ends a turn
     build_model: Callable[[PreTrainedTokenizerFast], Any]
     learning_rate: float = 3e-3
 
 
 def llama_model(pieces: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """6 query heads on 2 kv heads of 32 (144 / 6 = 24), untied embeddings, RoPE scaled beyond 128."""
+    """Return a new model with 6 query heads on 2 kv heads, untied embeddings, and RoPE scaled beyond 128 tokens.
+
+    Its heads have the size 32, not 144 / 6 = 24.
+    """
     config = LlamaConfig(
         vocab_size=len(pieces),
         hidden_size=144,
@@ -83,7 +86,10 @@ def llama_model(pieces: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def qwen_model(pieces: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """8 query heads on 4 kv heads of 24 (128 / 8 = 16), tied embeddings, some rows without a token."""
+    """Return a new model with 8 query heads on 4 kv heads, tied embeddings, 24 of them without a token.
+
+    Its heads have the size 24, not 128 / 8 = 16.
+    """
     config = Qwen3Config(
         vocab_size=len(pieces) + 24,
         hidden_size=128,
@@ -103,7 +109,10 @@ def qwen_model(pieces: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def gemma_model(pieces: PreTrainedTokenizerFast) -> Gemma3ForCausalLM:
-    """4 query heads on 1 kv head of 48 (128 / 4 = 32), scores scaled for 40, every third layer sees all."""
+    """Return a new model with 4 query heads on 1 kv head. Every third layer has full attention, others a window.
+
+    Its heads have the size 48, not 128 / 4 = 32. Scores are scaled as for heads of size 40.
+    """
     config = Gemma3TextConfig(
         vocab_size=len(pieces),
         hidden_size=128,
@@ -161,7 +170,7 @@ RECIPES = (
 
 
 def train_tokenizer(recipe: Recipe, seed: int) -> PreTrainedTokenizerFast:
-    """The recipe's tokenizer, trained on a few thousand documents, with its chat template."""
+    """Return the recipe's tokenizer, trained on a few thousand documents, with its chat template."""
     rng = random.Random(f"tokenizer {seed}")
     texts = [text.plain_document(rng) for _ in range(3000)]
     texts += [message["content"] for _ in range(2000) for message in text.conversation(rng)]
@@ -176,7 +185,7 @@ def train_tokenizer(recipe: Recipe, seed: int) -> PreTrainedTokenizerFast:
 
 
 def documents(recipe: Recipe, pieces: PreTrainedTokenizerFast, seed: str) -> Iterator[list[int]]:
-    """Token ids of one document after another, without end; each closes with the document's end token."""
+    """Yield the token ids of one document after another, without end. Each ends with the document's end token."""
     rng = random.Random(seed)
     end: Any = pieces.convert_tokens_to_ids(recipe.ends[0])
     while True:
@@ -188,7 +197,7 @@ def documents(recipe: Recipe, pieces: PreTrainedTokenizerFast, seed: str) -> Ite
 
 
 def batch(stream: Iterator[list[int]], length: int) -> torch.Tensor:
-    """The next token ids ``[ROWS, length + 1]`` from a stream of documents.
+    """Return the next token ids ``[ROWS, length + 1]`` from a stream of documents.
 
     A row starts where a document starts, so the models learn to begin at position 0, and goes on with further
     documents until it is full, so that late positions and long contexts occur.
@@ -203,20 +212,20 @@ def batch(stream: Iterator[list[int]], length: int) -> torch.Tensor:
 
 
 def loss_of(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy, in nats, of rows of token ids ``[B, L + 1]``."""
+    """Return the mean next-token cross-entropy, in nats, of rows of token ids ``[B, L + 1]``."""
     logits = model(input_ids=rows[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def evaluate(model: Any, recipe: Recipe, pieces: PreTrainedTokenizerFast) -> float:
-    """Loss on 16 held-out batches of 512-token rows."""
+    """Return the mean loss on 16 held-out batches of 512-token rows."""
     stream = documents(recipe, pieces, "held out")
     return sum(float(loss_of(model, batch(stream, 512))) for _ in range(16)) / 16
 
 
 def optimizer_for(model: Any, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices only, not the norms: those are centred on one (in Gemma on zero)."""
+    """Return AdamW that decays matrices only, not norm weights, which are centred on one (in Gemma on zero)."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -226,8 +235,8 @@ def optimizer_for(model: Any, learning_rate: float) -> torch.optim.AdamW:
 def train(recipe: Recipe, *, steps: int, minutes: float, seed: int, folder: Path) -> dict[str, Any]:
     """Train one checkpoint and write its folder; returns the record of the run.
 
-    Training stops at ``steps`` or after ``minutes``, whichever comes first; the learning rate rises over the
-    first 2 % and falls linearly to zero by whichever of the two is closer to its end.
+    Training stops after ``steps`` or ``minutes``, whichever comes first. The learning rate rises over the first
+    2 % of the training and falls linearly to zero at its end.
     """
     torch.manual_seed(seed)
     started = time.monotonic()
@@ -267,17 +276,33 @@ def train(recipe: Recipe, *, steps: int, minutes: float, seed: int, folder: Path
     }
     model.eval()
     record["loss float32"] = round(evaluate(model, recipe, pieces), 4)
+    shorten(model)
     model.to(torch.bfloat16)
     save(model, pieces, recipe, folder)
-    record["loss bfloat16"] = round(
-        evaluate(model.float(), recipe, pieces), 4
-    )  # rounded weights, float32 sums
+    record["loss rounded"] = round(evaluate(model.float(), recipe, pieces), 4)  # computed in float32
     record["bytes"] = sum(path.stat().st_size for path in folder.iterdir())
     return record
 
 
+#: Matrices that read the vocabulary or write to the residual stream: they keep one bit more than others.
+SENSITIVE = ("embed_tokens", "lm_head", "o_proj", "down_proj")
+
+
+@torch.no_grad()
+def shorten(model: Any) -> None:
+    """Round every matrix to four significant bits, a sensitive one to five.
+
+    The files keep their size, but git compresses them to seven tenths of it.
+    """
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            bits = 5 if any(part in name for part in SENSITIVE) else 4
+            mantissa, exponent = torch.frexp(weight)  # the mantissa is in [0.5, 1)
+            weight.copy_(torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent))
+
+
 def save(model: Any, pieces: PreTrainedTokenizerFast, recipe: Recipe, folder: Path) -> None:
-    """Write a Hugging Face folder; its generation config lists what ends a document and what ends a turn."""
+    """Write a Hugging Face folder. Its generation config lists the end tokens of a document and of a turn."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig.from_dict(
         {
@@ -294,7 +319,7 @@ def save(model: Any, pieces: PreTrainedTokenizerFast, recipe: Recipe, folder: Pa
 
 @torch.no_grad()
 def samples(folder: Path) -> dict[str, str]:
-    """A greedy continuation of a story's beginning, and an answer in chat sampled at temperature 0.8."""
+    """Return a greedy continuation of a story's beginning, and an answer in chat sampled at temperature 0.8."""
     pieces: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = pieces(PROMPT, return_tensors="pt")
