@@ -13,6 +13,7 @@ from typing import NoReturn
 USAGE = """\
 usage: infer serve PHASE [options]      serve a phase; infer serve --help lists the options
        infer cluster [options]          serve replicas of a phase behind one address, on Ray
+       infer fetch [MODEL]              download a real model, for --model; without MODEL, list what there is
        infer phases                     list the phases: PHASE is a number or a name
        infer compare [options]          start servers in turn and compare them
        infer run --server URL [options] measure a server that runs already
@@ -53,6 +54,16 @@ def _run(words: list[str]) -> int:
             from cluster.__main__ import main as serve_cluster
 
             serve_cluster(options, prog="infer cluster")
+        case ["fetch"]:
+            from common.models.fetch import print_models
+
+            print_models()
+        case ["fetch", "-h" | "--help"]:
+            from common.models.fetch import HELP
+
+            print(HELP)
+        case ["fetch", name]:
+            return _fetch(name)
         case ["compare" | "run" | "plots" | "demo" as word, *options]:
             return _measure(word, options)
         case _:
@@ -75,6 +86,19 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     except StartupError as error:
         serve.exit_with(f"error: {error}", 2)
     serve.main(name, options, prog=f"infer serve {name}")
+
+
+def _fetch(name: str) -> int:
+    from common.errors import StartupError
+    from common.models.fetch import fetch
+
+    try:
+        print(f"{name} is in {fetch(name)}")
+    except StartupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"serve it: infer serve 9 --model {name}")
+    return 0
 
 
 def _measure(word: str, options: Sequence[str]) -> int:

@@ -45,11 +45,21 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DividedFrequencies:
+    """Every frequency divided by a number of its own: the form in which GGUF files hold Llama 3.1's scaling."""
+
+    divisors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | DividedFrequencies
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021): the base of its frequencies and how they are scaled."""
 
     theta: float
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +163,7 @@ class ConfigReader:
         return RopeConfig(self.number("rope_theta", theta), _scaling(self.raw.get("rope_scaling")))
 
     def refuse(self, key: str, neutral: tuple[Any, ...], why: str) -> None:
+        """Raise StartupError if an entry has a value that is not among `neutral`."""
         if self.raw.get(key) not in neutral:
             raise StartupError(f"{key} = {self.raw[key]!r} is not implemented: {why}")
 
@@ -191,7 +202,7 @@ class ConfigReader:
         tie_word_embeddings: bool = False,
         attention_scale: float | None = None,
     ) -> ModelConfig:
-        """Read the entries whose names all architectures share.
+        """Return the model's config. Reads the entries that have the same names in all architectures.
 
         The arguments are the architecture's own settings, and its defaults for absent entries.
         """
@@ -248,7 +259,7 @@ def _number(value: Any, key: str) -> float:
     return float(value)
 
 
-def _scaling(parameters: Any) -> LinearScaling | Llama3Scaling | None:
+def _scaling(parameters: Any) -> RopeScaling | None:
     if not isinstance(parameters, Mapping):
         return None
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -268,6 +279,8 @@ def _scaling(parameters: Any) -> LinearScaling | Llama3Scaling | None:
                 high_freq_factor=entry("high_freq_factor"),
                 original_max_position_embeddings=int(entry("original_max_position_embeddings")),
             )
+        case "divided":  # written by `common.models.gguf` only
+            return DividedFrequencies(tuple(parameters["divisors"]))
         case _:
             raise StartupError(
                 f"rope_type {kind!r} is not one of default, linear, llama3: where it was added to stretch the "

@@ -1,7 +1,7 @@
-"""Gemma 3: norms on both sides of attention and MLP, weights stored as `w` of `1 + w`, scaled embeddings.
+"""Gemma 3: norms on both sides of attention and MLP, norms that multiply by `1 + weight`, scaled embeddings.
 
-Most layers see a sliding window of the latest tokens, and their rotary embedding has a small base. Every few layers
-one sees all tokens, with a large base (see `ModelConfig.layers`).
+Most layers see a sliding window of the latest tokens, and their rotary embedding has a small base. Usually every
+sixth layer sees all tokens, with a large base (see `ModelConfig.layers`).
 
 Multimodal checkpoints (`Gemma3ForConditionalGeneration`) hold this model and one for images, which is not loaded.
 """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from common.kv import KVView
 from common.models.config import (
     ConfigReader,
+    DividedFrequencies,
     LayerConfig,
     LinearScaling,
     Llama3Scaling,
@@ -127,6 +128,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return frequencies
         case LinearScaling(factor):
             return frequencies / factor
+        case DividedFrequencies(divisors):
+            return frequencies / torch.tensor(divisors, device="cpu")
         case Llama3Scaling(factor, low, high, original):
             turns = original * frequencies / (2 * math.pi)  # full turns within the original context
             ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: long waves, 1: short ones
@@ -246,7 +249,7 @@ class CausalLM(nn.Module, ABC):
             self.embed_tokens.weight = self.lm_head.weight
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden]."""
+        """Look up the embeddings of tokens: [T] -> [T, hidden]."""
         return F.embedding(token_ids, self.embed_tokens.weight)
 
     @property

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,15 +36,35 @@ _DTYPES = {
 }
 
 
+class Stored(Protocol):
+    """A tensor on disk, in any format."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read_into(self, target: Tensor) -> None:
+        """Read the tensor into `target`, which has the same shape, and convert it to the type of `target`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor's type, shape and place on disk."""
+    """One tensor's type, shape and place in a safetensors file."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int  # first byte in the file
     num_bytes: int
+
+    def read_into(self, target: Tensor) -> None:
+        """Read the bytes into `target`; through a temporary tensor if type or device differ."""
+        direct = target.device.type == "cpu" and target.dtype == self.dtype and target.is_contiguous()
+        buffer = target if direct else torch.empty(self.shape, dtype=self.dtype)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            read_fully(file, memoryview(buffer.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # ndarray is a Buffer
+        if not direct:
+            target.copy_(buffer)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,29 +154,63 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
 def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
     """Fill a model that was built on the meta device from the checkpoint in `folder`.
 
-    All names and shapes are checked against the files' headers before memory is allocated.
-
     Raises:
         StartupError: tensors are missing, unexpected or of a wrong shape; the message names them.
     """
     stored = {
         _rename(name, model.renamed_prefixes): tensor
         for name, tensor in find_tensors(folder).items()
-        if not name.startswith(model.skipped_prefixes)
+        # Old files hold rotary frequencies.
+        if not name.startswith(model.skipped_prefixes) and not name.endswith("rotary_emb.inv_freq")
     }
-    _check(model, stored, folder)
+    if model.config.tie_word_embeddings:
+        stored.pop("lm_head.weight", None)  # the embedding again
+    fill_from(model, stored, device, origin=folder)
+
+
+def fill_from(
+    model: CausalLM,
+    stored: Mapping[str, Stored],
+    device: torch.device,
+    *,
+    origin: Path,
+    shapes: str = "config.json",
+    spelled: Callable[[str], str] = str,
+) -> None:
+    """Fill a model that was built on the meta device.
+
+    All names and shapes are compared before memory is allocated.
+
+    Args:
+        stored: the tensors on disk, in the order in which they lie there: a disk then reads forward.
+        origin: the checkpoint's folder or file, for the error message.
+        shapes: the part of the checkpoint that the model's shapes come from, for the error message.
+        spelled: returns the name that a tensor of a Hugging Face checkpoint has in `stored`.
+
+    Raises:
+        StartupError: tensors are missing, unexpected or of a wrong shape; the message names them.
+    """
+    held = {spelled(name): rows for name, rows in checkpoint_tensors(model).items()}
+    misshaped = [
+        f"{name} is {list(stored[name].shape)}, {shapes} makes it {list(rows.shape)}"
+        for name, rows in held.items()
+        if name in stored and stored[name].shape != rows.shape
+    ]
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("missing", sorted(held.keys() - stored.keys())),
+            ("unexpected", sorted(stored.keys() - held.keys())),
+            ("wrong shape", misshaped),
+        )
+        if names
+    ]
+    if problems:
+        raise StartupError(f"{origin}: the tensors do not fit its {shapes}. {'; '.join(problems)}")
     model.materialise(device)
-    files: dict[Path, BinaryIO] = {}
-    try:
-        # In file order, so that a disk reads forward.
-        for name, rows in sorted(checkpoint_tensors(model).items(), key=lambda item: _place(stored[item[0]])):
-            tensor = stored[name]
-            if tensor.file not in files:
-                files[tensor.file] = tensor.file.open("rb", buffering=0)
-            _read_into(rows, tensor, files[tensor.file])
-    finally:
-        for file in files.values():
-            file.close()
+    held = {spelled(name): rows for name, rows in checkpoint_tensors(model).items()}
+    for name, tensor in stored.items():
+        tensor.read_into(held[name])
 
 
 def _rename(name: str, prefixes: Mapping[str, str]) -> str:
@@ -166,53 +220,19 @@ def _rename(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-def _place(tensor: StoredTensor) -> tuple[str, int]:
-    return str(tensor.file), tensor.offset
-
-
-def _check(model: CausalLM, stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    held = checkpoint_tensors(model)
-    missing = sorted(set(held) - set(stored))
-    # A tied model's file may hold the embedding again as its head. Old files hold rotary frequencies.
-    unexpected = sorted(
-        name
-        for name in set(stored) - set(held)
-        if not name.endswith("rotary_emb.inv_freq")
-        and not (name == "lm_head.weight" and model.config.tie_word_embeddings)
-    )
-    misshaped = [
-        f"{name} is {list(stored[name].shape)}, config.json makes it {list(rows.shape)}"
-        for name, rows in held.items()
-        if name in stored and stored[name].shape != rows.shape
-    ]
-    problems = [
-        f"{what}: {_some(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshaped))
-        if names
-    ]
-    if problems:
-        raise StartupError(f"{folder}: the tensors do not fit its config.json. {'; '.join(problems)}")
-
-
 def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
-def _read_into(target: Tensor, tensor: StoredTensor, file: BinaryIO) -> None:
-    """Read one tensor's bytes into `target`; through a temporary tensor if type or device differ."""
-    direct = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
-    buffer = target if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-    view = memoryview(buffer.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a Buffer
-    file.seek(tensor.offset)
+def read_fully(file: BinaryIO, view: memoryview) -> None:
+    """Fill `view` from an unbuffered file. StartupError: the file ends before that."""
     done = 0
-    while done < tensor.num_bytes:  # one call reads at most 2 GB
+    while done < len(view):  # one call reads at most 2 GB
         count = os.readv(file.fileno(), [view[done:]])
         if count == 0:
-            raise StartupError(f"{tensor.file} ended while it was being read")
+            raise StartupError(f"{file.name} ended while it was being read")
         done += count
-    if not direct:
-        target.copy_(buffer)
 
 
 def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Mistral: Llama, in its first version with a window of the latest tokens on every layer."""
+"""Mistral: Llama. Every layer of Mistral's first version sees only a sliding window of the latest tokens."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Finds and loads models by name: a folder, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub id."""
+"""Finds and loads models by name.
+
+A name is a folder, a GGUF file, a model that `infer fetch` knows, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub
+id.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,15 +17,18 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
+from common.models.checkpoint import Checkpoint, DummyCheckpoint, FolderCheckpoint
 from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id_set
+from common.models.fetch import FETCHABLE, find_fetched
 from common.models.gemma3 import Gemma3
+from common.models.gguf import GGUFCheckpoint, config_of
+from common.models.gguf_file import GGUFFile
 from common.models.layers import CausalLM
 from common.models.llama import Llama
-from common.models.loader import fill_randomly, load_weights, read_json
+from common.models.loader import read_json
 from common.models.mistral import Mistral
 from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
-from common.text import Tokenizer
 from common.zoo.presets import PRESETS, TOKENIZER_OF
 
 T = TypeVar("T")
@@ -38,7 +44,6 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 }
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
-DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
 _HUB_FILES = [
@@ -50,22 +55,6 @@ _HUB_FILES = [
     "model*.safetensors",
     "model.safetensors.index.json",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A model that was found: its shape, and the folders of its weights and tokenizer."""
-
-    name: str
-    config: ModelConfig
-    weights: Path | None  # None: a dummy with random weights
-    tokenizer_folder: Path
-
-    def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        """Read the tokenizer. A file with a chat template replaces the checkpoint's own."""
-        return Tokenizer.from_folder(
-            self.tokenizer_folder, vocab_size=self.config.vocab_size, chat_template=chat_template
-        )
 
 
 def parse_config(raw: JsonObject) -> ModelConfig:
@@ -92,23 +81,47 @@ def open_checkpoint(name: str) -> Checkpoint:
     """
     if name.startswith("dummy:"):
         return _open_dummy(name)
-    folder = _find_folder(name)
+    if (file := _find_gguf(name)) is not None:
+        return _open_gguf(name, file)
+    return _open_folder(name, _find_folder(name))
+
+
+def _open_folder(name: str, folder: Path) -> Checkpoint:
     config = _read(folder / "config.json", parse_config)
     # Chat models have the token ids that end a turn in their generation config.
     path = folder / "generation_config.json"
     if path.is_file():
         more = _read(path, lambda raw: token_id_set(raw.get("eos_token_id")))
         config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
-    return Checkpoint(name, config, weights=folder, tokenizer_folder=folder)
+    return FolderCheckpoint(name, config, folder)
+
+
+def _open_gguf(name: str, path: Path) -> Checkpoint:
+    file = GGUFFile.open(path)
+    return GGUFCheckpoint(name, _parse(path, config_of(file), parse_config), file)
 
 
 def _read(path: Path, parse: Callable[[JsonObject], T]) -> T:
-    """Parse a JSON file. Error messages begin with its path."""
-    raw = read_json(path)
+    return _parse(path, read_json(path), parse)
+
+
+def _parse(path: Path, raw: JsonObject, parse: Callable[[JsonObject], T]) -> T:
+    """Parse a file's content. Error messages begin with its path."""
     try:
         return parse(raw)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
+
+
+def _open_dummy(name: str) -> Checkpoint:
+    preset = name.removeprefix("dummy:")
+    if preset not in PRESETS:
+        raise StartupError(f"no preset {preset!r}; there are {', '.join(f'dummy:{key}' for key in PRESETS)}")
+    config = parse_config(PRESETS[preset])
+    tokenizer_folder = ZOO / TOKENIZER_OF[config.architecture]
+    lender = open_checkpoint(str(tokenizer_folder)).config
+    config = dataclasses.replace(config, eos_token_ids=lender.eos_token_ids)
+    return DummyCheckpoint(name, config, tokenizer_folder)
 
 
 def load_model(
@@ -126,10 +139,7 @@ def load_model(
         StartupError: the weights do not fit the config, or cannot be read.
     """
     model = _without_memory(checkpoint.config, dtype, max_positions)
-    if checkpoint.weights is None:
-        fill_randomly(model, device, DUMMY_SEED)
-    else:
-        load_weights(model, checkpoint.weights, device)
+    checkpoint.fill(model, device)
     return model.eval()
 
 
@@ -150,15 +160,28 @@ def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int)
         return ARCHITECTURES[config.architecture](config, dtype, max_positions)
 
 
-def _open_dummy(name: str) -> Checkpoint:
-    preset = name.removeprefix("dummy:")
-    if preset not in PRESETS:
-        raise StartupError(f"no preset {preset!r}; there are {', '.join(f'dummy:{key}' for key in PRESETS)}")
-    config = parse_config(PRESETS[preset])
-    tokenizer_folder = ZOO / TOKENIZER_OF[config.architecture]
-    lender = open_checkpoint(str(tokenizer_folder)).config
-    config = dataclasses.replace(config, eos_token_ids=lender.eos_token_ids)
-    return Checkpoint(name, config, weights=None, tokenizer_folder=tokenizer_folder)
+def _find_gguf(name: str) -> Path | None:
+    """Return the GGUF file that a name stands for: itself, the only one in a folder, or a fetched model.
+
+    Returns None if the name stands for something else.
+
+    Raises:
+        StartupError: there is no such file, the folder holds several, or the model is not fetched yet.
+    """
+    path = Path(name)
+    if path.is_dir():
+        files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise StartupError(f"{name} holds several GGUF files: name one of {names}")
+        return files[0] if files else None
+    if name in FETCHABLE:
+        return find_fetched(name)
+    if not name.lower().endswith(".gguf"):
+        return None
+    if not path.is_file():
+        raise StartupError(f"there is no GGUF file {path.absolute()}")
+    return path
 
 
 def _find_folder(name: str) -> Path:
@@ -174,11 +197,7 @@ def _find_folder(name: str) -> Path:
             raise StartupError(f"the zoo has no {name!r}; it has {known}")
         return folder
     folder = Path(name)
-    if name.lower().endswith(".gguf"):
-        raise _is_gguf(name)
     if folder.is_dir():
-        if not (folder / "config.json").is_file() and (file := next(folder.glob("*.gguf"), None)):
-            raise _is_gguf(str(file))
         return folder
     if folder.is_file():
         raise StartupError(f"{name} is a file: name the checkpoint's folder, {folder.parent}")
@@ -186,14 +205,8 @@ def _find_folder(name: str) -> Path:
         return _download(name)
     raise StartupError(
         f"no model {name!r}: there is no folder {folder.absolute()}, "
-        "and it is neither zoo:NAME, nor dummy:PRESET, nor a hub id like owner/name"
-    )
-
-
-def _is_gguf(name: str) -> StartupError:
-    return StartupError(
-        f"{name} is a GGUF file, which is not read: name the folder or the hub id (owner/name) of the checkpoint "
-        "that it was made from, with config.json and *.safetensors"
+        f"and it is neither a GGUF file, nor one of {', '.join(FETCHABLE)}, nor zoo:NAME, nor dummy:PRESET, "
+        "nor a hub id like owner/name"
     )
 
 

@@ -1,0 +1,85 @@
+"""An opened checkpoint: a model's shape, and how its weights and its tokenizer are read.
+
+A checkpoint has one of three forms: a Hugging Face folder, a dummy without files, or a GGUF file, which
+`common.models.gguf` reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from common.models.config import ModelConfig
+from common.models.layers import CausalLM
+from common.models.loader import fill_randomly, load_weights
+from common.text import Tokenizer
+
+DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
+
+
+class Checkpoint(ABC):
+    """A model on disk, or a dummy.
+
+    Attributes:
+        name: the name that the user gave.
+        config: the model's shape.
+        folder: the model's Hugging Face folder; None if it has none.
+        quantization: the types in which its quantized weights are stored, for the log; None if none is quantized.
+    """
+
+    folder: Path | None = None
+    quantization: str | None = None
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        self.name = name
+        self.config = config
+
+    @abstractmethod
+    def fill(self, model: CausalLM, device: torch.device) -> None:
+        """Allocate a model that was built on the meta device, and fill its weights.
+
+        Raises:
+            StartupError: the weights do not fit the config, or cannot be read.
+        """
+
+    @abstractmethod
+    def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
+        """Read the tokenizer. A file with a chat template replaces the checkpoint's own.
+
+        Raises:
+            StartupError: the tokenizer or the template cannot be read.
+        """
+
+
+class FolderCheckpoint(Checkpoint):
+    """A Hugging Face folder."""
+
+    def __init__(self, name: str, config: ModelConfig, folder: Path) -> None:
+        super().__init__(name, config)
+        self.folder: Path = folder
+
+    def fill(self, model: CausalLM, device: torch.device) -> None:
+        load_weights(model, self.folder, device)
+
+    def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
+        return Tokenizer.from_folder(
+            self.folder, vocab_size=self.config.vocab_size, chat_template=chat_template
+        )
+
+
+class DummyCheckpoint(Checkpoint):
+    """The shape of a real model with random weights, and the tokenizer of a model of the zoo."""
+
+    def __init__(self, name: str, config: ModelConfig, tokenizer_folder: Path) -> None:
+        super().__init__(name, config)
+        self.tokenizer_folder = tokenizer_folder
+
+    def fill(self, model: CausalLM, device: torch.device) -> None:
+        fill_randomly(model, device, DUMMY_SEED)
+
+    def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
+        return Tokenizer.from_folder(
+            self.tokenizer_folder, vocab_size=self.config.vocab_size, chat_template=chat_template
+        )

@@ -1,0 +1,270 @@
+"""Opens GGUF files as checkpoints: metadata becomes a `config.json` object, and tensors find their parameters.
+
+Llama and Mistral (llama.cpp calls both `llama`), Qwen 2 and 3 and Gemma 3 are read. llama.cpp's converter changes
+some tensors, which is undone: the rows of Llama's queries and keys are interleaved, and Gemma's norms have 1 added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import StartupError
+from common.models.checkpoint import Checkpoint
+from common.models.config import JsonObject, ModelConfig
+from common.models.gguf_file import PLAIN, GGUFFile, GGUFTensor
+from common.models.gguf_tokenizer import GGUFVocabulary
+from common.models.layers import CausalLM
+from common.models.loader import fill_from
+from common.text import Tokenizer
+
+#: The `model_type` of each architecture.
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GEMMA_NAMES = {
+    **_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+#: Entries that would change what is computed, and that no model of these architectures needs.
+_REFUSED = (
+    "expert_count",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+)
+
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file."""
+
+    def __init__(self, name: str, config: ModelConfig, file: GGUFFile) -> None:
+        super().__init__(name, config)
+        self.file = file
+        kinds = Counter(tensor.kind for tensor in file.tensors.values() if tensor.kind not in PLAIN)
+        self.quantization = " and ".join(kind for kind, _ in kinds.most_common()) or None
+
+    def fill(self, model: CausalLM, device: torch.device) -> None:
+        stored = {
+            name: _undone(name, tensor, model.config)
+            for name, tensor in self.file.tensors.items()
+            if name != _ROPE_DIVISORS
+        }
+        names = _GEMMA_NAMES if model.config.architecture == "gemma3_text" else _NAMES
+        fill_from(
+            model,
+            stored,
+            device,
+            origin=self.file.path,
+            shapes="metadata",
+            spelled=lambda name: _spelled(name, names),
+        )
+
+    def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
+        vocabulary = GGUFVocabulary(self.file)
+        return Tokenizer(
+            vocabulary.backend(),
+            vocab_size=self.config.vocab_size,
+            chat_template=vocabulary.chat_template(chat_template),
+        )
+
+
+def _spelled(name: str, names: dict[str, str]) -> str:
+    """Return a tensor's name in GGUF files, from its name in Hugging Face checkpoints."""
+    stem, _, kind = name.rpartition(".")  # kind: weight or bias
+    if stem.startswith("model.layers."):
+        index, _, stem = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{index}.{names[stem]}.{kind}"
+    return f"{names[stem]}.{kind}"
+
+
+def _undone(name: str, tensor: GGUFTensor, config: ModelConfig) -> GGUFTensor:
+    """Return a tensor with a note of the change that llama.cpp's converter made, so that `read_into` undoes it."""
+    if config.architecture in ("llama", "mistral") and ".attn_q." in name:
+        return dataclasses.replace(tensor, heads=config.num_heads)
+    if config.architecture in ("llama", "mistral") and ".attn_k." in name:
+        return dataclasses.replace(tensor, heads=config.num_kv_heads)
+    if name.endswith("norm.weight"):
+        return dataclasses.replace(tensor, added=config.norm_offset)
+    return tensor
+
+
+# ---------------------------------------------------------------------- metadata to config.json
+
+
+def config_of(file: GGUFFile) -> dict[str, Any]:
+    """Return a file's metadata as a `config.json` object, in the style of transformers 5.
+
+    Raises:
+        StartupError: the architecture is not implemented, or an entry is missing, is not implemented, or
+            contradicts the tensors.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in _MODEL_TYPES:
+        raise StartupError(
+            f"{file.path}: the architecture {architecture!r} is not implemented; {', '.join(_MODEL_TYPES)} are read"
+        )
+    shape = _Shape(file, architecture)
+    shape.check()
+    quantized = any(tensor.kind not in PLAIN for tensor in file.tensors.values())
+    kinds = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1)
+    kind = "BF16" if quantized else kinds.most_common(1)[0][0]
+    config = {
+        "model_type": _MODEL_TYPES[architecture],
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.count("feed_forward_length"),
+        "num_hidden_layers": shape.count("block_count"),
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.entry("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": shape.count("context_length"),
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": shape.rope(),
+        "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[kind],
+        "eos_token_id": GGUFVocabulary(file).end_token_ids(),
+    }
+    if architecture == "gemma3":
+        return {**config, **shape.gemma()}
+    if (window := shape.entry("attention.sliding_window", None)) is not None:
+        return {**config, "model_type": "mistral", "sliding_window": window}
+    return config
+
+
+class _Shape:
+    """Named access to the metadata of an architecture."""
+
+    _REQUIRED = object()
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self._file = file
+        self._architecture = architecture
+        self.hidden_size = self.count("embedding_length")
+        self.heads = self.count("attention.head_count")
+        self.kv_heads = self.count("attention.head_count_kv", self.heads)
+        self.head_dim = self.count("attention.key_length", self.hidden_size // self.heads)
+        self.vocab_size = self.count("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
+
+    def _error(self, message: str) -> StartupError:
+        return StartupError(f"{self._file.path}: {message}")
+
+    def entry(self, key: str, default: Any = _REQUIRED) -> Any:
+        """Return an entry. StartupError: it is missing, and there is no default."""
+        name = f"{self._architecture}.{key}"
+        value = self._file.metadata.get(name, default)
+        if value is self._REQUIRED:
+            raise self._error(f"its metadata lacks {name}")
+        return value
+
+    def count(self, key: str, default: Any = _REQUIRED) -> int:
+        value = self.entry(key, default)
+        if type(value) is not int or value < 1:
+            raise self._error(f"{self._architecture}.{key} must be a positive integer, not {value!r}")
+        return value
+
+    def check(self) -> None:
+        """Compare the metadata with the shapes of the tensors, which are known to fit into the file.
+
+        So absurd sizes are refused before a model or a tokenizer is built from the metadata.
+
+        Raises:
+            StartupError: they contradict each other, or an entry is not implemented.
+        """
+        layers = {name.split(".")[1] for name in self._file.tensors if name.startswith("blk.")}
+        if self.count("block_count") != len(layers):
+            raise self._error(
+                f"{self._architecture}.block_count is {self.count('block_count')}, and there are tensors of "
+                f"{len(layers)} layers"
+            )
+        expected = {
+            "token_embd.weight": (self.vocab_size, self.hidden_size),
+            "blk.0.attn_q.weight": (self.heads * self.head_dim, self.hidden_size),
+            "blk.0.attn_k.weight": (self.kv_heads * self.head_dim, self.hidden_size),
+            "blk.0.ffn_up.weight": (self.count("feed_forward_length"), self.hidden_size),
+        }
+        for name, made in expected.items():
+            if name not in self._file.tensors:
+                raise self._error(f"the tensors do not fit its metadata. missing: {name}")
+            if (stored := self._file.tensors[name].shape) != made:
+                raise self._error(f"{name} is {list(stored)}, its metadata makes it {list(made)}")
+        same = {"attention.value_length": self.head_dim, "rope.dimension_count": self.head_dim}
+        refused = dict.fromkeys(_REFUSED, 0)
+        if self._architecture != "gemma3":
+            refused["attention.scale"] = 0
+        if self._architecture in ("qwen2", "qwen3"):
+            refused["attention.sliding_window"] = 0
+        for key, neutral in {**same, **refused}.items():
+            if (value := self.entry(key, neutral)) != neutral:
+                raise self._error(f"{self._architecture}.{key} = {value!r} is not implemented")
+
+    def rope(self) -> JsonObject:
+        """Return `rope_parameters`."""
+        theta = {"rope_theta": self.entry("rope.freq_base", 10_000.0)}
+        factor = self.entry("rope.scaling.factor", self.entry("rope.scale_linear", 0.0))
+        kind = self.entry("rope.scaling.type", "linear")
+        if kind not in ("none", "linear"):
+            raise self._error(f"{self._architecture}.rope.scaling.type = {kind!r} is not implemented")
+        if _ROPE_DIVISORS in self._file.tensors:
+            tensor = self._file.tensors[_ROPE_DIVISORS]
+            if tensor.shape != (self.head_dim // 2,):
+                raise self._error(
+                    f"{_ROPE_DIVISORS} is {list(tensor.shape)}, its metadata makes it [{self.head_dim // 2}]"
+                )
+            divisors = torch.empty(tensor.shape)
+            tensor.read_into(divisors)
+            return {**theta, "rope_type": "divided", "divisors": divisors.tolist()}
+        if kind == "linear" and factor not in (0.0, 1.0):
+            return {**theta, "rope_type": "linear", "factor": factor}
+        return {**theta, "rope_type": "default"}
+
+    def gemma(self) -> JsonObject:
+        """Return the entries that only Gemma 3 has."""
+        pattern = self.entry("attention.sliding_window_pattern", 6)
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        scale = self.entry("attention.scale", None)
+        # The largest model (62 layers) does not scale scores by its head size as the others do; no entry says so.
+        largest = self.count("block_count") == 62
+        return {
+            "sliding_window": self.count("attention.sliding_window"),
+            **(
+                {"layer_types": [kinds[bool(sliding)] for sliding in pattern]}
+                if isinstance(pattern, list)
+                else {"sliding_window_pattern": pattern}
+            ),
+            "query_pre_attn_scalar": (self.hidden_size // self.heads if largest else self.head_dim)
+            if scale is None
+            else math.pow(scale, -2),
+            "rope_parameters": {
+                "full_attention": self.rope(),
+                "sliding_attention": {"rope_theta": self.entry("rope.freq_base_swa", 10_000.0)},
+            },
+        }

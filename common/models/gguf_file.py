@@ -1,0 +1,226 @@
+"""Reads GGUF files: llama.cpp's format, one file with metadata, tokenizer and (usually quantized) tensors.
+
+```text
+"GGUF", version, number of tensors, number of metadata entries
+metadata:  key, type, value            llama.block_count = 30, tokenizer.ggml.tokens = [...]
+tensors:   name, shape, type, offset   blk.0.attn_q.weight [576, 576] Q4_1 at 27649024
+data:      each tensor at its offset, aligned to 32 bytes
+```
+
+Tensors are dequantized by the official library, `gguf`. The header is read here: the library's reader makes several
+objects of each entry of an array. It took seconds and hundreds of megabytes for a vocabulary of 262,144 tokens, and
+did not end on a damaged file whose header announces 2^60 entries.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import StartupError
+from common.models.loader import read_fully
+
+#: The types that can be read. Those in `PLAIN` are not quantized.
+PLAIN = ("F32", "F16", "BF16")
+READABLE = (*PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_CHUNK_VALUES = 2**18  # dequantized at once: 1 MB as float32
+
+
+class _DamagedError(Exception):
+    """The bytes of a header make no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor's type, shape and place in a GGUF file, and the changes that llama.cpp's converter made to it.
+
+    Attributes:
+        heads: attention heads whose rows were interleaved by the converter; 0: none were.
+        added: a number that the converter added to the tensor.
+    """
+
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+    offset: int  # first byte in the file
+    num_bytes: int
+    heads: int = 0
+    added: float = 0.0
+
+    def read_into(self, target: Tensor) -> None:
+        """Dequantize into `target`, some rows at a time, and undo the converter's changes."""
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[self.kind]
+        rows = self.shape[0] if self.heads else math.prod(self.shape[:-1])
+        width = math.prod(self.shape) // rows
+        row_bytes = self.num_bytes // rows
+        flat = target.view(rows, width)
+        order = self._order(rows).to(target.device)
+        step = max(1, _CHUNK_VALUES // width)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            for first in range(0, rows, step):
+                places = order[first : first + step]
+                stored = np.empty((len(places), row_bytes), np.uint8)
+                read_fully(file, memoryview(stored).cast("B"))  # type: ignore[arg-type]  # ndarray is a Buffer
+                values = torch.from_numpy(gguf.dequantize(stored, kind)) - self.added
+                flat.index_copy_(0, places, values.to(flat))
+
+    def _order(self, rows: int) -> Tensor:
+        """Return the place of each stored row in `target`.
+
+        llama.cpp rotates pairs of neighbouring coordinates, Hugging Face's code coordinate i and i + d/2. So the
+        converter stores the rows of a head as 0, d/2, 1, d/2 + 1, ...
+        """
+        order = torch.arange(rows)
+        return order.view(self.heads, 2, -1).transpose(1, 2).reshape(-1) if self.heads else order
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """The header of a GGUF file: its metadata, and its tensors by their names in the file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFFile:
+        """Read a file's header.
+
+        Raises:
+            StartupError: the file cannot be read, is damaged or no GGUF file, or has a tensor of a type that is not
+                read.
+        """
+        try:
+            with path.open("rb") as file:
+                magic = file.read(len(_MAGIC))
+                if magic != _MAGIC:
+                    raise StartupError(
+                        f"{path} is no GGUF file: it begins with {magic!r}, not with {_MAGIC!r}"
+                    )
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    return cls(path, *_Header(path, content).read())
+        except OSError as error:
+            raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+        except (_DamagedError, UnicodeDecodeError) as error:
+            raise StartupError(
+                f"{path} ({path.stat().st_size} bytes) is damaged or cut off: {error}; download it again"
+            ) from None
+
+
+class _Header:
+    """Reads a header from its first byte to its last. No number in it is trusted to fit into the file."""
+
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self._path = path
+        self._content = content
+        self._at = len(_MAGIC)
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        (version,) = self._take("I")
+        if version not in _VERSIONS:
+            raise StartupError(
+                f"{self._path} is GGUF of version {version}; versions {' and '.join(map(str, _VERSIONS))} are read"
+            )
+        tensor_count, entry_count = self._take("QQ")
+        metadata: dict[str, Any] = {}
+        for _ in range(entry_count):
+            key = self._string()
+            (kind,) = self._take("I")
+            if key in metadata:
+                raise _DamagedError(f"it has {key!r} twice")
+            metadata[key] = self._value(kind)
+        entries = [self._tensor() for _ in range(self._plausible(tensor_count, 24))]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise _DamagedError(f"its alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for name, kind, shape, offset in entries:
+            if name in tensors:
+                raise _DamagedError(f"it has {name} twice")
+            tensors[name] = self._placed(name, kind, shape, start + offset)
+        return metadata, tensors
+
+    def _take(self, layout: str) -> tuple[Any, ...]:
+        size = struct.calcsize(f"<{layout}")
+        self._plausible(1, size)
+        self._at += size
+        return struct.unpack_from(f"<{layout}", self._content, self._at - size)
+
+    def _plausible(self, count: int, size: int) -> int:
+        """Return `count`, if so many values of at least `size` bytes fit into the rest of the file."""
+        left = len(self._content) - self._at
+        if count * size > left:
+            raise _DamagedError(f"its header announces at least {count * size} bytes, and {left} are left")
+        return count
+
+    def _string(self) -> str:
+        (length,) = self._take("Q")
+        self._plausible(length, 1)
+        self._at += length
+        return self._content[self._at - length : self._at].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._take(self._scalar(kind))[0]
+        element, count = self._take("IQ")
+        if element == _STRING:
+            return [self._string() for _ in range(self._plausible(count, 8))]
+        layout = self._scalar(element)
+        return list(self._take(f"{self._plausible(count, struct.calcsize(layout))}{layout}"))
+
+    @staticmethod
+    def _scalar(kind: int) -> str:
+        if kind not in _SCALARS:
+            raise _DamagedError(f"a metadata entry has the unknown type {kind}")
+        return _SCALARS[kind]
+
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        name = self._string()
+        (dimensions,) = self._take("I")
+        if not 1 <= dimensions <= 4:
+            raise _DamagedError(f"{name} has {dimensions} dimensions")
+        shape = self._take(f"{dimensions}Q")
+        kind, offset = self._take("IQ")
+        return name, kind, tuple(reversed(shape)), offset  # ggml names the innermost dimension first
+
+    def _placed(self, name: str, number: int, shape: tuple[int, ...], offset: int) -> GGUFTensor:
+        """Return the tensor, after checking that all its bytes lie in the file.
+
+        Raises:
+            StartupError: its type is not read.
+            _DamagedError: it reaches beyond the end of the file.
+        """
+        import gguf
+
+        try:
+            kind = gguf.GGMLQuantizationType(number).name
+        except ValueError:
+            kind = f"the unknown type {number}"
+        if kind not in READABLE:
+            raise StartupError(f"{self._path}: {name} is stored as {kind}; we read {', '.join(READABLE)}")
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+        num_bytes = math.prod(shape) // block_values * block_bytes
+        if 0 in shape or shape[-1] % block_values:
+            raise _DamagedError(f"{name} has the shape {list(shape)}, which {kind} cannot have")
+        if offset + num_bytes > len(self._content):
+            raise _DamagedError(f"{name} ends {offset + num_bytes - len(self._content)} bytes after the file")
+        return GGUFTensor(self._path, kind, shape, offset, num_bytes)

@@ -1,0 +1,195 @@
+"""Builds a tokenizer and a chat template from the metadata of a GGUF file.
+
+A file has no `tokenizer.json`. It names a kind of tokenizer and holds its tokens: byte-level BPE (`gpt2`) with the
+name of a pre-tokenizer, which splits a text before merges are applied, or SentencePiece's BPE (`llama`), where the
+order of the tokens is the order of the merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from common.chat_template import ChatTemplate
+from common.errors import InvalidRequestError, StartupError
+from common.models.gguf_file import GGUFFile
+
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text as they are
+
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _split_digits() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": _split_digits,
+    "llama-bpe": lambda: _split_by(_LLAMA_3),
+    "qwen2": lambda: _split_by(_QWEN_2),
+}
+
+
+class GGUFVocabulary:
+    """The entries `tokenizer.*` of a file."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._path = file.path
+        self._metadata = file.metadata
+        self._tokens: list[str] = self._entry("tokens", [])
+        self._types: list[int] = self._entry("token_type", [1] * len(self._tokens))
+
+    def _entry(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def _token(self, key: str) -> str | None:
+        """Return the token whose id an entry names, or None. StartupError: there is no such token."""
+        token_id = self._entry(f"{key}_token_id")
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self._tokens):
+            raise StartupError(
+                f"{self._path}: {key}_token_id = {token_id!r} is none of its {len(self._tokens)} tokens"
+            )
+        return self._tokens[token_id]
+
+    def end_token_ids(self) -> list[int]:
+        """Return the tokens that end an answer.
+
+        They are the tokens that the file names as ends, and the control token that its chat template writes after
+        an answer.
+        """
+        ends = [self._token(key) for key in ("eos", "eot", "eom")]
+        ends.append(self._end_of_turn())
+        return sorted({self._tokens.index(token) for token in ends if token is not None})
+
+    def _end_of_turn(self) -> str | None:
+        answer = "\ue000an answer\ue000"
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        try:
+            template = self.chat_template()
+            text = "" if template is None else template.render(messages, add_generation_prompt=False)
+        except InvalidRequestError:
+            return None
+        after = text.partition(answer)[2].strip()
+        control = (token for token, kind in zip(self._tokens, self._types, strict=True) if kind == _CONTROL)
+        return next((token for token in control if after.startswith(token)), None)
+
+    def chat_template(self, file: Path | None = None) -> ChatTemplate | None:
+        """Return the template in `file`, else the checkpoint's own, or None if it has none.
+
+        Raises:
+            StartupError: it cannot be read, or is no template.
+        """
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        tokens = {f"{name}_token": self._token(key) for name, key in names.items()}
+        special = {name: token for name, token in tokens.items() if token is not None}
+        if file is not None:
+            return ChatTemplate.from_file(file, special)
+        source = self._metadata.get("tokenizer.chat_template")
+        return None if source is None else ChatTemplate.compiled(source, special, origin=self._path)
+
+    def backend(self) -> Tokenizer:
+        """Build the tokenizer.
+
+        Raises:
+            StartupError: the file has none, or one of a kind that is not implemented.
+        """
+        if len(self._types) != len(self._tokens) or len(set(self._tokens)) != len(self._tokens):
+            raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")
+        match self._entry("model"):
+            case "gpt2":
+                tokenizer = self._byte_level()
+            case "llama":
+                tokenizer = self._sentencepiece()
+            case kind:
+                raise StartupError(
+                    f"{self._path}: tokenizer.ggml.model {kind!r} is not implemented; it is not gpt2 or llama"
+                )
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, normalized=False, special=kind == _CONTROL)
+                for token, kind in zip(self._tokens, self._types, strict=True)
+                if kind in (_CONTROL, _USER_DEFINED) and tokenizer.token_to_id(token) is not None
+            ]
+        )
+        self._add_bos_and_eos(tokenizer)
+        return tokenizer
+
+    def _byte_level(self) -> Tokenizer:
+        name = self._entry("pre")
+        if name not in _PRE_TOKENIZERS:
+            raise StartupError(
+                f"{self._path}: the pre-tokenizer {name!r} is not implemented; it is not one of "
+                f"{', '.join(_PRE_TOKENIZERS)}"
+            )
+        merges = [tuple(merge.split(" ")) for merge in self._entry("merges", [])]
+        tokenizer = Tokenizer(BPE(self._ids(self._tokens), merges, ignore_merges=name == "llama-bpe"))
+        if name == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = _PRE_TOKENIZERS[name]()
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _sentencepiece(self) -> Tokenizer:
+        # Gemma's tokens of several spaces are stored as spaces. When tokens are looked up, the text has "▁".
+        tokens = [token if token.strip(" ") else "▁" * len(token) for token in self._tokens]
+        ids = self._ids(tokens)
+        tokenizer = Tokenizer(
+            BPE(ids, list(_merges(ids)), unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
+        )
+        prefixed = self._entry("add_space_prefix", True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            prepend_scheme="first" if prefixed else "never", split=False
+        )
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", left=1)] if prefixed else steps)
+        return tokenizer
+
+    @staticmethod
+    def _ids(tokens: list[str]) -> dict[str, int]:
+        return {token: index for index, token in enumerate(tokens)}
+
+    def _add_bos_and_eos(self, tokenizer: Tokenizer) -> None:
+        """Make the tokenizer add BOS and EOS to every text as the file says; by default, as llama.cpp does."""
+        by_default = self._entry("model") == "llama" or self._entry("pre") == "llama-bpe"
+        bos = self._token("bos") if self._entry("add_bos_token", by_default) else None
+        eos = self._token("eos") if self._entry("add_eos_token", False) else None
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[token for token in (bos, "$A", eos) if token is not None],
+            special_tokens=[(token, self._tokens.index(token)) for token in (bos, eos) if token is not None],
+        )
+
+
+def _merges(ids: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield SentencePiece's merges by priority: in the order of the tokens that they make.
+
+    If several pairs make the same token, the pair with the longest left part comes first.
+    """
+    for token in ids:
+        for cut in range(len(token) - 1, 0, -1):
+            if token[:cut] in ids and token[cut:] in ids:
+                yield token[:cut], token[cut:]

@@ -1,0 +1,101 @@
+"""Real models, ours and transformers'. A model that cannot be fetched is skipped, with the reason."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from common.errors import StartupError
+from common.models.checkpoint import Checkpoint
+from common.models.fetch import FETCHABLE, fetch
+from common.models.layers import CausalLM
+from common.models.registry import load_model, open_checkpoint
+from common.text import Tokenizer
+from tests.helpers import CPU, oracle_logits
+
+MAX_POSITIONS = 2304
+
+
+class RealModel:
+    """A fetched model. Each of its parts is loaded when it is first asked for."""
+
+    def __init__(self, name: str, file: Path) -> None:
+        self.name = name
+        self.file = file
+
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.name)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self.checkpoint.tokenizer()
+
+    @functools.cached_property
+    def model(self) -> CausalLM:
+        """As a server computes it, in float32."""
+        return self.load(torch.float32)
+
+    def load(self, dtype: torch.dtype) -> CausalLM:
+        model = load_model(self.checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS)
+        model.pack()
+        model.measure_batch_invariance()
+        return model
+
+    @functools.cached_property
+    def oracle(self) -> PreTrainedModel:
+        """As transformers reads the same file, in float32."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.file.parent, gguf_file=self.file.name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def oracle_logits(self, token_ids: list[int]) -> Tensor:
+        return oracle_logits(self.oracle, token_ids)
+
+    @functools.cached_property
+    def oracle_tokenizer(self) -> Any:
+        """As transformers reads the same file.
+
+        It does not know SmolLM's pre-tokenizer, and splits numbers by GPT-2's rule. Here it gets the one of the
+        model's own tokenizer.json, which is also llama.cpp's.
+        """
+        tokenizer = AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
+        if self.name == "smollm2":
+            split = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+            tokenizer.backend_tokenizer.pre_tokenizer = split
+        return tokenizer
+
+
+@functools.cache
+def opened(name: str) -> RealModel | str:
+    """A model, or the reason why it cannot be fetched."""
+    try:
+        return RealModel(name, fetch(name))
+    except StartupError as error:
+        return str(error)
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FETCHABLE], scope="session"
+)
+def real(request: pytest.FixtureRequest) -> RealModel:
+    found = opened(request.param)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(params=[pytest.param("smollm2", marks=pytest.mark.xdist_group("smollm2"))], scope="session")
+def chat_model(request: pytest.FixtureRequest) -> RealModel:
+    """The one that has a chat template."""
+    found = opened(request.param)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found

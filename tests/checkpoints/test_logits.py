@@ -1,0 +1,226 @@
+"""Logits, greedy texts and perplexity of real models, alone and under load, in every phase."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine import Engine
+from common.generate import generate
+from common.models.layers import CausalLM
+from common.phases import find_phase, phase_names
+from common.request import Request, SamplingParams, StepOutput
+from tests.checkpoints.conftest import RealModel
+from tests.helpers import largest_difference, solo_logits
+
+pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+#: A text of our own.
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("kv-memory.md", "limits.md"))
+
+PROMPTS = [
+    "The capital of France is", "Once upon a time there was a fox who", "Water boils at",
+    "def fibonacci(n):\n", "Question: What is the largest planet?\nAnswer:",
+    "The three primary colours are", "Dear Sir or Madam,\n\n", "1, 2, 3, 4, 5,", "In 1969, humans first",
+    "The opposite of hot is", "To make bread you need", "SELECT name FROM users WHERE",
+    "La capitale de l'Italie est", "# Chapter 1\n\n", "My favourite season is", "The quick brown fox",
+    "E = mc", "Photosynthesis is the process", "import numpy as np\n\n", "She looked at the sky and",
+]  # fmt: skip
+TEXTS = [
+    *PROMPTS[:5],
+    "\n".join(PROMPTS),
+    PAGE[:600],
+    PAGE[600:3400],
+]  # the last is longer than Gemma's window
+NEW_TOKENS = 64
+
+
+def serve(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]], a_step: int
+) -> list[list[StepOutput]]:
+    """Each request's outputs; `a_step` requests arrive in each step."""
+    waiting = list(enumerate(requests))
+    found: list[list[StepOutput]] = [[] for _ in requests]
+    while waiting or engine.has_work:
+        for number, (prompt, params) in waiting[:a_step]:
+            engine.add_request(engine.create_request(prompt, params, request_id=str(number)))
+        del waiting[:a_step]
+        for output in engine.step():
+            assert output.error is None
+            found[int(output.request_id)].append(output)
+    return found
+
+
+def engine_of(model: CausalLM, real: RealModel, phase: str, **options: Any) -> Engine:
+    package = find_phase(phase)
+    config = package.Config(max_seq_len=1024, **options)
+    engine: Engine = package.build_engine(config, model=model, tokenizer=real.tokenizer)
+    return engine
+
+
+def test_logits_are_those_of_transformers(real: RealModel) -> None:
+    for text in TEXTS:
+        ids = real.tokenizer.encode(text)
+        expected = real.oracle_logits(ids)
+        assert largest_difference(solo_logits(real.model, ids), expected) < 1e-4 * expected.abs().max().item()
+    assert len(ids) > 600
+
+
+@pytest.fixture(scope="module")
+def answers(real: RealModel) -> list[list[int]]:
+    """The first phase's greedy answers, in float32."""
+    return greedy(real, phase_names()[0])
+
+
+def greedy(real: RealModel, phase: str) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
+    requests = [(real.tokenizer.encode(text), params) for text in PROMPTS]
+    outputs = serve(engine_of(real.model, real, phase, max_batch_size=20), requests, a_step=20)
+    return [[o.token_id for o in one if o.token_id is not None] for one in outputs]
+
+
+def test_greedy_texts_are_those_of_transformers(real: RealModel, answers: list[list[int]]) -> None:
+    """At every position transformers, too, finds the token most probable that was written."""
+    for text, answer in zip(PROMPTS, answers, strict=True):
+        prompt = real.tokenizer.encode(text)
+        best = real.oracle_logits([*prompt, *answer])[len(prompt) - 1 : -1].argmax(dim=-1)
+        assert best.tolist() == answer, text
+    assert sum(map(len, answers)) > 15 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("phase", phase_names()[1:])
+def test_every_phase_writes_the_same(phase: str, real: RealModel, answers: list[list[int]]) -> None:
+    assert greedy(real, phase) == answers
+
+
+# ---------------------------------------------------------------------- under load
+
+LOADS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in phase_names()),
+    *((name, {"num_blocks": 25}) for name in phase_names() if "num_blocks" in find_phase(name).Config.model_fields),
+    *(
+        (name, {"prefill_chunk_size": 33})
+        for name in phase_names()
+        if "prefill_chunk_size" in find_phase(name).Config.model_fields
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(real: RealModel) -> CausalLM:
+    """The model as it is served: bfloat16."""
+    model = real.load(torch.bfloat16)
+    if not model.batch_invariant:
+        pytest.skip("bfloat16 is not batch invariant here")
+    return model
+
+
+@pytest.fixture(scope="module")
+def requests(real: RealModel) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 5 to 300 tokens. The last two begin as others do, and arrive after them."""
+    page = real.tokenizer.encode(PAGE)
+    prompts = [real.tokenizer.encode(text) for text in PROMPTS[:6]]
+    prompts += [page[:300], page[300:420], page[:200], page[:310]]
+    return [
+        (
+            prompt,
+            SamplingParams(
+                temperature=0.5 * (number % 2),
+                seed=number,
+                logprobs=3,
+                ignore_eos=True,
+                max_new_tokens=60 if len(prompt) < 20 else 24,  # short ones outgrow a small memory
+            ),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
+    return [(output.token_id, output.logprobs) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(real: RealModel, served: CausalLM, requests: Any) -> list[Any]:
+    eos = real.checkpoint.config.eos_token_ids
+    return [bits(list(generate(served, Request("alone", *request, eos)))) for request in requests]
+
+
+@pytest.mark.parametrize(("phase", "options"), LOADS, ids=str)
+def test_a_request_has_the_same_bits_alone_and_under_load(
+    phase: str, options: dict[str, Any], real: RealModel, served: CausalLM, requests: Any, alone: list[Any]
+) -> None:
+    engine = engine_of(served, real, phase, max_batch_size=6, **options)
+    assert [bits(one) for one in serve(engine, requests, a_step=2)] == alone
+    if "num_blocks" in options:
+        assert engine.telemetry.counters.preemptions > 0
+    if "enable_prefix_caching" in find_phase(phase).Config.model_fields and not options:
+        assert [bits(one) for one in serve(engine, requests, a_step=5)] == alone, "found in the cache"
+
+
+# ---------------------------------------------------------------------- perplexity
+
+
+def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
+    losses = torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:]))
+    return math.exp(losses.item())
+
+
+def test_perplexity_is_that_of_transformers(real: RealModel) -> None:
+    ids = real.tokenizer.encode(PAGE)[:2000]
+    assert len(ids) == 2000
+    ours, theirs = perplexity(solo_logits(real.model, ids), ids), perplexity(real.oracle_logits(ids), ids)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    assert 2 < ours < 100
+
+
+LLAMA_CPP = """
+import json, math, sys
+import llama_cpp as lib
+import numpy as np
+
+path, ids = sys.argv[1], json.loads(sys.stdin.read())
+lib.llama_backend_init()
+options = lib.llama_model_default_params()
+options.use_extra_bufts = False  # with them, version 0.3.36 crashes on some processors with AMX
+model = lib.llama_model_load_from_file(path.encode(), options)
+parameters = lib.llama_context_default_params()
+parameters.n_ctx = parameters.n_batch = len(ids)
+context = lib.llama_init_from_model(model, parameters)
+size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+batch = lib.llama_batch_init(len(ids), 0, 1)
+batch.n_tokens = len(ids)
+for row, token in enumerate(ids):
+    batch.token[row], batch.pos[row], batch.n_seq_id[row], batch.logits[row] = token, row, 1, True
+    batch.seq_id[row][0] = 0
+assert lib.llama_decode(context, batch) == 0
+rows = (np.ctypeslib.as_array(lib.llama_get_logits_ith(context, row), (size,)) for row in range(len(ids) - 1))
+losses = [
+    math.log(np.exp(row - row.max(), dtype=np.float64).sum()) + float(row.max() - row[token])
+    for row, token in zip(rows, ids[1:])
+]
+print(math.exp(sum(losses) / len(losses)))
+"""
+
+
+def test_perplexity_is_close_to_that_of_llama_cpp(real: RealModel) -> None:
+    """INFER_LLAMA_CPP names a virtual environment with llama-cpp-python. It computes on quantized weights."""
+    folder = os.environ.get("INFER_LLAMA_CPP")
+    if not folder:
+        pytest.skip("INFER_LLAMA_CPP names no virtual environment with llama-cpp-python")
+    ids = real.tokenizer.encode(PAGE)[:2000]
+    done = subprocess.run(
+        [f"{folder}/bin/python", "-c", LLAMA_CPP, str(real.file)],
+        input=json.dumps(ids), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert perplexity(solo_logits(real.model, ids), ids) == pytest.approx(
+        float(done.stdout.split()[-1]), rel=0.02
+    )

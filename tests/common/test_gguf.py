@@ -1,0 +1,479 @@
+"""GGUF files: the weights, shapes and tokenizers that they hold, and every broken one refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from common.errors import StartupError
+from common.llm import LLM
+from common.models import gguf_file
+from common.models.config import LinearScaling
+from common.models.gguf_file import READABLE, GGUFFile
+from common.models.gguf_tokenizer import GGUFVocabulary
+from common.models.layers import CausalLM, rope_frequencies
+from common.models.registry import open_checkpoint
+from common.request import SamplingParams
+from tests.common.test_loader import MEASURE
+from tests.gguf_files import ARCHITECTURES, add_tokenizer, random_blocks, save_gguf, save_tensor
+from tests.helpers import draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+
+
+def refusal(path: Path) -> str:
+    """The one line with which a file is refused."""
+    with pytest.raises(StartupError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def save(tmp_path: Path, architecture: str = "llama", **arguments: Any) -> Path:
+    return save_gguf(save_tiny(tmp_path / "source", architecture), tmp_path / "model.gguf", **arguments)
+
+
+# ---------------------------------------------------------------------- weights and shapes
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@EVERY_ARCHITECTURE
+def test_a_file_computes_what_its_source_computes(
+    architecture: str, tied: bool, biased: bool, tmp_path: Path
+) -> None:
+    if biased and architecture not in BIASED:
+        pytest.skip("no entry of its config adds biases")
+    entries = BIASED[architecture] if biased else {}
+    source = save_tiny(tmp_path / "source", architecture, tie_word_embeddings=tied, **entries)
+    file = save_gguf(source, tmp_path / "model.gguf")
+    theirs, ours = open_checkpoint(str(source)).config, open_checkpoint(str(file)).config
+    assert ours.architecture == theirs.architecture
+    assert [layer.window for layer in ours.layers] == [layer.window for layer in theirs.layers]
+    assert [layer.rope for layer in ours.layers] == [layer.rope for layer in theirs.layers]
+    assert ours.tie_word_embeddings == tied
+    expected, found = load(source), load(file)
+    ids = draw_ids(60)
+    # (w + 1) - 1 is not always w: Gemma's norms.
+    bound = 1e-5 if architecture == "gemma3_text" else 1e-6
+    assert largest_difference(solo_logits(found, ids), solo_logits(expected, ids)) < bound
+    for (name, a), (_, b) in zip(expected.named_parameters(), found.named_parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=2e-7 if "norm" in name else 0), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "quantization"),
+    [("F16", torch.float16, None), ("BF16", torch.bfloat16, None), ("Q8_0", torch.bfloat16, "Q8_0")],
+)
+def test_a_file_is_served_in_its_own_type(
+    kind: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    source = save_tiny(tmp_path / "source", "llama", **shape)
+    checkpoint = open_checkpoint(str(save_gguf(source, tmp_path / "model.gguf", kind)))
+    assert (checkpoint.config.dtype, checkpoint.quantization) == (dtype, quantization)
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("kind", READABLE)
+def test_every_type_is_dequantized_some_rows_at_a_time(
+    kind: str, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random_blocks(kind, rows=24, width=512)
+    name = "blk.0.attn_q.weight"
+    tensor = GGUFFile.open(save_tensor(tmp_path / "one.gguf", name, data, kind)).tensors[name]
+    assert tensor.shape == (24, 512)
+    whole = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]).copy())
+    expected = whole.view(3, 4, 2, 512).swapaxes(1, 2).reshape(24, 512) if heads else whole
+    monkeypatch.setattr(gguf_file, "_CHUNK_VALUES", 5 * 512)
+    for dtype in (torch.float32, torch.bfloat16):
+        target = torch.empty(24, 512, dtype=dtype)
+        dataclasses.replace(tensor, heads=heads).read_into(target)
+        assert torch.equal(target, expected.to(dtype))
+
+
+def divisors(source: Path) -> Tensor:
+    """Return the divisors of the rotary frequencies in Llama 3.1's scaling."""
+    config = open_checkpoint(str(source)).config
+    rope = config.layers[0].rope
+    return rope_frequencies(type(rope)(rope.theta), config.head_dim) / rope_frequencies(rope, config.head_dim)
+
+
+def test_scaled_frequencies(tmp_path: Path) -> None:
+    """Llama 3.1's are a tensor of divisors, linear scaling is metadata, and anything else is refused."""
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 5_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    source = save_tiny(tmp_path / "source", "llama", rope_parameters=scaling)
+
+    def add(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
+        tensors["rope_freqs.weight"] = divisors(source)
+
+    file = save_gguf(source, tmp_path / "model.gguf", change=add)
+    ids = draw_ids(200)
+    assert largest_difference(solo_logits(load(file), ids), solo_logits(load(source), ids)) < 1e-4
+
+    linear = save_gguf(
+        source, tmp_path / "linear.gguf", rope__scaling__type="linear", rope__scaling__factor=4.0
+    )
+    assert open_checkpoint(str(linear)).config.layers[0].rope.scaling == LinearScaling(4.0)
+    yarn = save_gguf(source, tmp_path / "yarn.gguf", rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    assert "rope.scaling.type = 'yarn' is not implemented" in refusal(yarn)
+
+
+def test_gemmas_windows_are_every_sixth_layers_if_the_file_does_not_say(tmp_path: Path) -> None:
+    source = save_tiny(
+        tmp_path / "source",
+        "gemma3_text",
+        num_hidden_layers=7,
+        layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    )
+    absent = ("attention__sliding_window_pattern", "attention__scale", "rope__freq_base_swa")
+    file = save_gguf(source, tmp_path / "model.gguf", **dict.fromkeys(absent))
+    config = open_checkpoint(str(file)).config
+    assert [layer.window for layer in config.layers] == [8] * 5 + [None, 8]
+    assert [layer.rope.theta for layer in config.layers] == [10_000.0] * 5 + [40_000.0, 10_000.0]
+    assert config.attention_scale == config.head_dim**-0.5
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"expert_count": 8},
+        {"rope__dimension_count": 8},
+        {"attention__value_length": 8},
+        {"attention__scale": 0.5},
+        {"final_logit_softcapping": 30.0},
+    ],
+    ids=str,
+)
+def test_what_would_change_the_numbers_is_refused(entries: dict[str, Any], tmp_path: Path) -> None:
+    (key,) = entries
+    assert f"llama.{key.replace('__', '.')} = " in refusal(save(tmp_path, **entries))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_needs_the_models_memory_and_little_more(dtype: str, tmp_path: Path) -> None:
+    """The embedding is most of this model: in float32 it alone would be twice the whole in bfloat16."""
+    file = save_large(tmp_path / "large.gguf")
+    program = [sys.executable, "-c", MEASURE, str(file), dtype]
+    done = subprocess.run(program, check=True, capture_output=True, text=True, timeout=240)
+    size, risen = map(float, done.stdout.split())
+    assert size > (240 if dtype == "bfloat16" else 480)
+    assert 0.9 * size <= risen <= 1.3 * size, f"{risen:.0f} MB for a model of {size:.0f} MB"
+
+
+def save_large(path: Path) -> Path:
+    """Write a Llama of one layer with a large vocabulary, in Q8_0."""
+    shape = {"block_count": 1, "context_length": 64, "embedding_length": 512, "feed_forward_length": 512}
+    shape |= {"attention.head_count": 4, "vocab_size": 250_000}
+    rows = {"token_embd": 250_000}
+    rows |= {f"blk.0.{name}": 512 for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    rows |= {f"blk.0.{name}": 512 for name in ("ffn_gate", "ffn_up", "ffn_down")}
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in shape.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, count in rows.items():
+        blocks = random_blocks("Q8_0", count, 512)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", random_blocks("F32", 1, 512)[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_bos_and_scaling(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
+    tensors["rope_freqs.weight"] = divisors(zoo("llama-tiny"))
+    writer.add_bos_token_id(1019)
+    writer.add_add_bos_token(True)
+
+
+def test_a_file_is_served(tmp_path: Path) -> None:
+    """From weights to text, by the latest phase, and by a folder's name."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    save_gguf(zoo("llama-tiny"), folder / "model.gguf", change=add_bos_and_scaling)
+    params = SamplingParams(temperature=0.0, max_new_tokens=24)
+    options = {"dtype": "float32", "max_seq_len": 64}
+    (theirs,) = LLM("zoo:llama-tiny", **options).generate("Once upon a time", params, progress=False)
+    (ours,) = LLM(str(folder), **options).generate([theirs.prompt], params, progress=False)
+    assert ours.token_ids == theirs.token_ids
+    (folder / "second.gguf").write_bytes(b"GGUF")
+    with pytest.raises(StartupError, match=r"several GGUF files: name one of model\.gguf, second\.gguf"):
+        open_checkpoint(str(folder))
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+STRINGS = [
+    "Once upon a time there was a fox.",
+    "  two spaces,\tand a tab\n\n\nand lines  \n",
+    "def f(x):\n    return x[1:-2] != 'it''s'  # 12345",
+    "I'm, you've, she'll; DON'T",
+    "naïve café e\u0301 你好，世界 مرحبا 👩‍🚀 \U0001f600",
+    "<|begin_of_text|> <bos> <|eot_id|> <0x0A> <0xZZ> </s>",
+    "   7 77  1234567 ",
+    "",
+    " ",
+    "▁",
+]
+
+
+def save_vocabulary(path: Path, name: str, architecture: str = "llama", **replaced: Any) -> Path:
+    """Write a file with a tokenizer and nothing else."""
+    writer = gguf.GGUFWriter(path, architecture)
+    add_tokenizer(writer, name, **replaced)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def backend_of(path: Path) -> tokenizers.Tokenizer:
+    return GGUFVocabulary(GGUFFile.open(path)).backend()
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+    path = save_vocabulary(tmp_path / "v.gguf", "llama-tiny", pre=pre, add_bos_token=False)
+    oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    ours = backend_of(path)
+    for text in STRINGS:
+        if pre == "qwen2":  # Qwen's own tokenizer.json composes characters first
+            text = text.replace("e\u0301", "é")
+        assert ours.encode(text).ids == oracle.encode(text, add_special_tokens=False), text
+        ids = ours.encode(text).ids
+        assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+def test_smollm_splits_digits(tmp_path: Path) -> None:
+    """transformers does not know this name. The model's own tokenizer.json has this pre-tokenizer."""
+    ours = backend_of(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", pre="smollm"))
+    own = tokenizers.Tokenizer.from_file(str(zoo("llama-tiny") / "tokenizer.json"))
+    own.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    for text in STRINGS:
+        assert ours.encode(text).ids == own.encode(text, add_special_tokens=False).ids, text
+
+
+def test_sentencepiece_tokens_are_those_of_the_source(tmp_path: Path) -> None:
+    """The file has no merges: they follow from the order of the tokens."""
+    entries = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
+    ours = backend_of(save_vocabulary(tmp_path / "v.gguf", "gemma3-tiny", "gemma3", **entries))
+    own = tokenizers.Tokenizer.from_file(str(zoo("gemma3-tiny") / "tokenizer.json"))
+    for text in STRINGS:
+        assert ours.encode(text).ids == own.encode(text).ids, text
+        assert ours.decode(ours.encode(text).ids) == own.decode(own.encode(text).ids)
+
+
+def test_a_space_before_a_text_is_llama_2s(tmp_path: Path) -> None:
+    entries = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "scores": [0.0] * 1216}
+    path = save_vocabulary(tmp_path / "v.gguf", "gemma3-tiny", add_space_prefix=True, **entries)
+    ours = backend_of(path)
+    assert ours.encode("the").ids == [2, *ours.encode(" the", add_special_tokens=False).ids[-1:]]
+    assert ours.decode(ours.encode("the fox").ids) == "the fox"
+
+
+@pytest.mark.parametrize(
+    ("replaced", "ends", "bos"),
+    [
+        ({"bos_token_id": 1019, "eos_token_id": 1020}, {1020}, []),
+        ({"bos_token_id": 1019, "eos_token_id": 1020, "eot_token_id": 1023}, {1020, 1023}, []),
+        ({"bos_token_id": 1019, "add_bos_token": True}, set(), [1019]),
+        ({"bos_token_id": 1019, "pre": "llama-bpe"}, set(), [1019]),
+        ({"bos_token_id": 1019, "pre": "llama-bpe", "add_bos_token": False}, set(), []),
+    ],
+    ids=str,
+)
+def test_first_and_last_tokens(
+    replaced: dict[str, Any], ends: set[int], bos: list[int], tmp_path: Path
+) -> None:
+    vocabulary = GGUFVocabulary(GGUFFile.open(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)))
+    assert set(vocabulary.end_token_ids()) == ends
+    tokenizer = vocabulary.backend()
+    text = tokenizer.encode("a fox", add_special_tokens=False).ids
+    assert tokenizer.encode("a fox").ids == [*bos, *text]
+
+
+def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None:
+    template = (zoo("llama-tiny") / "chat_template.jinja").read_text()
+
+    def add(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
+        writer.add_bos_token_id(1019)
+        writer.add_eos_token_id(1020)
+        writer.add_chat_template(template)
+
+    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf", change=add)
+    checkpoint = open_checkpoint(str(file))
+    assert (
+        checkpoint.config.eos_token_ids
+        == open_checkpoint("zoo:llama-tiny").config.eos_token_ids
+        == {1020, 1023}
+    )
+    messages = [{"role": "user", "content": "Hello"}]
+    ours, theirs = checkpoint.tokenizer(), open_checkpoint("zoo:llama-tiny").tokenizer()
+    assert ours.chat_template is not None
+    assert theirs.chat_template is not None
+    assert ours.chat_template.render(messages) == theirs.chat_template.render(messages)
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ bos_token }}!")
+    replaced = checkpoint.tokenizer(other).chat_template
+    assert replaced is not None
+    assert replaced.render(messages) == "<|begin_of_text|>!"
+
+
+@pytest.mark.parametrize(
+    ("replaced", "words"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not implemented"),
+        ({"pre": "tekken"}, "the pre-tokenizer 'tekken' is not implemented"),
+        ({"pre": None}, "the pre-tokenizer None is not implemented"),
+        ({"token_type": [1, 1]}, "do not fit their types"),
+        ({"bos_token_id": 999_999, "add_bos_token": True}, "bos_token_id = 999999 is none of its"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_is_not_implemented_is_refused(
+    replaced: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match=words) as caught:
+        backend_of(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced))
+    assert str(tmp_path / "v.gguf") in str(caught.value)
+
+
+# ---------------------------------------------------------------------- broken files
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    return save(tmp_path)
+
+
+def drop(name: str) -> Callable[[gguf.GGUFWriter, dict[str, Tensor]], object]:
+    return lambda writer, tensors: tensors.pop(name)
+
+
+def test_a_truncated_file(whole: Path) -> None:
+    """Wherever it ends: in the magic, the metadata, the table of tensors, the data."""
+    content = whole.read_bytes()
+    start = GGUFFile.open(whole).tensors["token_embd.weight"].offset
+    for size in (0, 3, 4, 20, 24, 300, start - 200, start + 10, len(content) - 40):
+        whole.write_bytes(content[:size])
+        assert ("no GGUF file" if size < 4 else "is damaged or cut off") in refusal(whole)
+    whole.write_bytes(content)
+    load(whole)
+
+
+def test_a_file_that_is_no_gguf(whole: Path, tmp_path: Path) -> None:
+    content = whole.read_bytes()
+    whole.write_bytes(b"PK\x03\x04" + content[4:])
+    assert "is no GGUF file: it begins with b'PK" in refusal(whole)
+    whole.write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
+    assert "is GGUF of version 1" in refusal(whole)
+    assert "there is no GGUF file" in refusal(tmp_path / "nothing.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"change": drop("blk.1.attn_k.weight")}, "missing: blk.1.attn_k.weight"),
+        ({"change": drop("token_embd.weight")}, "missing: token_embd.weight"),
+        (
+            {"change": lambda _, tensors: tensors.update({"blk.2.ffn_gate.weight": torch.zeros(56, 40)})},
+            "wrong shape: blk.2.ffn_gate.weight is [56, 40], metadata makes it [56, 42]",
+        ),
+        (
+            {"change": lambda _, tensors: tensors.update({"blk.0.extra.weight": torch.zeros(3)})},
+            "unexpected: blk.0.extra.weight",
+        ),
+        ({"embedding_length": None}, "its metadata lacks llama.embedding_length"),
+        ({"embedding_length": 2**31}, "its metadata makes it [97, 2147483648]"),
+        ({"block_count": 2**31}, "block_count is 2147483648, and there are tensors of 3 layers"),
+        ({"feed_forward_length": 2**32 - 1}, "its metadata makes it [4294967295, 42]"),
+        ({"attention__head_count": 0}, "llama.attention.head_count must be a positive integer, not 0"),
+        ({"attention__head_count": [6, 6, 6]}, "must be a positive integer, not [6, 6, 6]"),
+        ({"attention__layer_norm_rms_epsilon": -1.0}, "rms_norm_eps must be a positive number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_contradicts_itself(
+    arguments: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("memory was taken before the tensors were checked")
+
+    path = save(tmp_path, **arguments)
+    monkeypatch.setattr(CausalLM, "materialise", refuse)
+    assert words in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(16, "is stored as IQ2_XXS"), (4_000_000, "is stored as the unknown type 4000000")]
+)
+def test_a_type_that_is_not_read(number: int, words: str, whole: Path) -> None:
+    name = b"blk.0.attn_q.weight"
+    content = bytearray(whole.read_bytes())
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    content[at : at + 4] = struct.pack("<I", number)
+    whole.write_bytes(content)
+    message = refusal(whole)
+    assert words in message
+    assert name.decode() in message
+
+
+def test_absurd_counts_take_no_memory(whole: Path) -> None:
+    """Numbers of tensors, entries, tokens, dimensions, and lengths that no file holds."""
+    content = whole.read_bytes()
+    tokens = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 4
+    name = b"blk.0.attn_q.weight"
+    dimensions = content.index(name) + len(name)
+    changes = {
+        8: struct.pack("<Q", 2**60),  # tensors
+        16: struct.pack("<Q", 2**60),  # entries
+        24: struct.pack("<Q", 2**63),  # the length of the first key
+        tokens + 4: struct.pack("<Q", 2**60),
+        tokens: struct.pack("<I", 4),  # numbers, not texts
+        dimensions: struct.pack("<I", 2**31),
+        dimensions + 4: struct.pack("<Q", 2**62),
+    }
+    tracemalloc.start()
+    for at, value in changes.items():
+        whole.write_bytes(content[:at] + value + content[at + len(value) :])
+        refusal(whole)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_an_architecture_that_is_not_implemented(tmp_path: Path) -> None:
+    path = save_vocabulary(tmp_path / "model.gguf", "llama-tiny", "mamba")
+    assert "the architecture 'mamba' is not implemented; llama, qwen2, qwen3, gemma3 are read" in refusal(
+        path
+    )
