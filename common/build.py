@@ -17,8 +17,9 @@ from common.engine import Engine, Phase
 from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.memory import check_memory
+from common.models.checkpoint import Checkpoint
 from common.models.layers import CausalLM, TokenBatch
-from common.models.registry import Checkpoint, load_model, open_checkpoint, weight_bytes
+from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.sampling import sample
@@ -26,6 +27,7 @@ from common.scheduling import Clock, Scheduler
 from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
+from common.warm_up import warm_up
 from kernels.dispatch import kernels_on
 from kernels.native import load_native_kernels
 from kernels.paged_attention import MIN_SPLIT_COLUMNS
@@ -69,7 +71,7 @@ class EngineBuilder(Generic[ConfigT]):
             StartupError: the model cannot be loaded, an option exceeds the model's limits, or memory is short.
         """
         engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
-        engine.runner.warm_up()
+        warm_up(engine.runner)
         return engine
 
     def _build(
@@ -120,14 +122,17 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     if native:
         model.pack()
         model.measure_batch_invariance()
-    _warm_up(model)
+    _run_every_kind_of_pass(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)
+    held = str(dtype)
+    if checkpoint.quantization is not None:
+        held = f"{checkpoint.quantization}, dequantized to {held.removeprefix('torch.')}"
     invariant = "" if model.batch_invariant else "not "
     logger.info(
         "loaded %s (%s, %s, %s kernels, %sbatch invariant) in %.1f s",
         config.model,
         device,
-        dtype,
+        held,
         kernels,
         invariant,
         seconds,
@@ -135,7 +140,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     return model, tokenizer
 
 
-def _warm_up(model: CausalLM) -> None:
+def _run_every_kind_of_pass(model: CausalLM) -> None:
     """Run a pass of each kind, so that no request waits for kernels to be compiled or probed on first use.
 
     On a GPU a kernel is compiled when it is first launched. The kernels of a pass depend on whether its sequences

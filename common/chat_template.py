@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-#: Marks the end of a message that the model continues. If the space is missing, the template strips its messages.
+#: Appended to the message that the model continues. A template that strips messages removes the space at its end.
 _END = "\ue000the end of the last message\ue000 "
 
 
@@ -48,8 +48,8 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
         """Return the template of a checkpoint, or None if it has none.
 
-        It is the one in `file` if that is given, else in the checkpoint's `chat_template.jinja`, else in its
-        `tokenizer_config.json` (of several, the one called `default`).
+        The template is read from `file` if that is given, else from the checkpoint's `chat_template.jinja`, else
+        from its `tokenizer_config.json` (of several templates, the one named `default`).
 
         Raises:
             StartupError: a file cannot be read, or is no template.
@@ -60,19 +60,29 @@ class ChatTemplate:
             config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
         except ValueError as error:
             raise StartupError(f"{config_path} is no JSON: {error}") from None
-        own = file is not None or own_file.is_file()
+        special_tokens = _special_tokens(config)
+        if file is not None or own_file.is_file():
+            return cls.from_file(own_file, special_tokens)
+        source = _default_of(config.get("chat_template"))
+        return None if source is None else cls.compiled(source, special_tokens, origin=config_path)
+
+    @classmethod
+    def from_file(cls, file: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """Read a Jinja file. StartupError: it cannot be read, or is no template."""
         try:
-            source = own_file.read_text("utf-8") if own else _default_of(config.get("chat_template"))
+            source = file.read_text("utf-8")
         except (OSError, UnicodeError) as error:
-            raise StartupError(f"the chat template {own_file} cannot be read: {error}") from None
-        if source is None:
-            return None
+            raise StartupError(f"the chat template {file} cannot be read: {error}") from None
+        return cls.compiled(source, special_tokens, origin=file)
+
+    @classmethod
+    def compiled(cls, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> ChatTemplate:
+        """Compile the template that a checkpoint's file holds. StartupError: it is no template."""
         try:
-            return cls(source, _special_tokens(config))
+            return cls(source, special_tokens)
         except jinja2.TemplateSyntaxError as error:
             raise StartupError(
-                f"{own_file if own else config_path}: "
-                f"the chat template cannot be read: line {error.lineno}: {error}"
+                f"{origin}: the chat template cannot be read: line {error.lineno}: {error}"
             ) from None
 
     def render(
@@ -118,7 +128,11 @@ class ChatTemplate:
 
 
 def _cut(text: str, last: str) -> str:
-    """Cut a rendered conversation at the end of its last message. InvalidRequestError: the end is not found."""
+    """Cut a rendered conversation at the end of its last message.
+
+    Raises:
+        InvalidRequestError: the template has left out or changed the last message.
+    """
     end = text.rfind(_END.strip())
     if end < 0 or last.strip() not in text:
         raise InvalidRequestError(

@@ -24,6 +24,8 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
         request.finish(reason)
     elif request.matcher is not None:
         request.matcher.begin_mask()  # computed while other rows are committed and the next pass runs
+    generated = request.num_generated_tokens
+    reports_prompt = request.params.prompt_logprobs is not None and generated == 1
     return StepOutput(
         request_id=request.request_id,
         token_id=token_id,
@@ -32,17 +34,11 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
         finish_reason=reason,
         error=None,
         prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=request.num_generated_tokens,
+        completion_tokens=generated,
         cached_tokens=request.cached_tokens,
         logprobs=logprobs,
-        prompt_logprobs=_prompt_logprobs(request),
+        prompt_logprobs=tuple(request.prompt_logprobs) if reports_prompt else None,
     )
-
-
-def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
-    if request.params.prompt_logprobs is None or request.num_generated_tokens > 1:
-        return None
-    return tuple(request.prompt_logprobs)
 
 
 def _decode_and_check(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
@@ -72,7 +68,7 @@ def fail(request: Request, error: Exception) -> StepOutput:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Remove the tracebacks of an error and of its causes, and return it. Log the error before.
+    """Remove the tracebacks of an error and of its causes, and return the error. Log it before.
 
     Requests, outputs and completions keep their error, and a traceback's frames would keep a pass's tensors alive.
     """

@@ -25,7 +25,7 @@ class EngineConfig(BaseModel):
 
     model: str = Field(
         default="zoo:llama-tiny",
-        description="checkpoint folder, zoo:NAME, dummy:PRESET, or a Hugging Face hub id",
+        description="checkpoint folder, GGUF file, zoo:NAME, dummy:PRESET, a model of infer fetch, or a hub id",
     )
     chat_template: Path | None = Field(
         default=None, description="Jinja file with a chat template; default: the checkpoint's own"

@@ -119,7 +119,7 @@ class Engine:
             params: how to sample and when to end.
             request_id: unique among the live requests; generated if None.
             cache_salt: only requests with the same salt share cached prefixes.
-            group: requests of one group, such as the choices of one answer, are seated together like one request.
+            group: requests of one group, such as the choices of one answer, get one fair share of the seats.
             arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
                 then.
             matcher: the matcher of `params.grammar`, if it was made before.
@@ -173,12 +173,13 @@ class Engine:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens of one request, prompt and new ones, that the KV memory allows."""
+        """The most tokens of one request, prompt and new ones, that `max_seq_len` and the KV memory allow."""
         pool_limit = self.runner.pool.max_request_tokens()
         return self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
 
     def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
-        """Raise InvalidRequestError if a request is too long. `exact`: False if the prompt may be longer."""
+        """Raise InvalidRequestError if a request is too long. `exact`: False if the prompt has `prompt_tokens` or
+        more."""
         limit = self.max_request_tokens
         at_least = "" if exact else "at least "
         if prompt_tokens >= limit:
@@ -210,7 +211,7 @@ class Engine:
             raise self.dead
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        # Before it is queued, so that an interrupt in between does not lose it.
+        # Recorded before it is queued, so that an interrupt in between does not lose the request.
         self._requests[request.request_id] = request
         if not self.scheduler.add_request(request):
             del self._requests[request.request_id]
@@ -265,7 +266,7 @@ class Engine:
                 self._undelivered.append(output)
 
     def _restore(self) -> None:
-        """Abandon the steps in flight and free all KV memory, shared prefixes included. For a step that raised.
+        """Abandon the steps in flight and free all KV memory, shared prefixes included. Called after a step raised.
 
         That step's bookkeeping may be half done. If this method is interrupted, it may be called again.
         """
@@ -321,7 +322,7 @@ class Engine:
         return wake is not None and wake <= self.clock()
 
     def wait(self) -> None:
-        """Begin a step: block until the results of the previous step can be read.
+        """Begin a step: block until the tokens that it reads first have been computed (phase 9).
 
         `step` would block as well. Requests that are added between `wait` and `step` are still part of its plan.
         """
@@ -353,7 +354,7 @@ class Engine:
             self._undelivered += settled
             with telemetry.part("plan"):
                 plan = self._plan(record)
-            if plan.decode or plan.prefill or not settled:  # settled outputs do not wait for another step
+            if plan.decode or plan.prefill or not settled:  # else return them now
                 self._undelivered += runner.execute(plan)
         except EngineDeadError as error:
             self.dead = error

@@ -16,7 +16,7 @@ from common.sampling import TokenMasks, read_logprobs, sample
 
 
 class ContiguousCache(KVPool):
-    """KV memory of one sequence or a few. Each has one block of the greatest length."""
+    """KV memory of one sequence or a few. Each sequence has one block, of `tokens` columns."""
 
     def __init__(self, shape: KVShape, device: torch.device, tokens: int, sequences: int = 1) -> None:
         super().__init__(shape, device)
@@ -88,7 +88,7 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
     try:
         while not request.is_terminal:
             start = cache.get_seq_len(0)
-            token_ids = request.token_ids[start:]  # what the cache does not hold yet
+            token_ids = request.token_ids[start:]  # those that the cache does not hold yet
             span = Span.exact(0, start, start + len(token_ids))
             view = cache.view([span])
             batch = TokenBatch(

@@ -56,29 +56,30 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """JSON that matches a JSON Schema, given as an object or as JSON text."""
+        """Return the grammar of JSON that matches a JSON Schema, given as an object or as JSON text."""
         return cls(
             "json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
         )
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Texts that a regular expression matches as a whole, in the syntax of Rust's `regex` (no look-around)."""
+        """Return the grammar of texts that a regular expression matches as a whole. The syntax is that of Rust's
+        `regex`, without look-around."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """One of these texts."""
+        """Return the grammar of these texts: the answer is one of them."""
         return cls("choice", json.dumps(list(texts), ensure_ascii=False))
 
     @classmethod
     def context_free(cls, text: str) -> Grammar:
-        """A grammar with rules, in the notation of Lark or of llama.cpp (GBNF)."""
+        """Return a grammar with rules, written in the notation of Lark or of llama.cpp (GBNF)."""
         return cls("grammar", text)
 
 
@@ -176,8 +177,9 @@ class Matcher:
 class GrammarCompiler:
     """Makes matchers for one tokenizer. Any thread may call it; each matcher is used by one thread.
 
-    A grammar is tried once, and the verdict is cached. It is then compiled again for each matcher: copies of a
-    compiled grammar share the lexer, its lock and its limits, so one answer could block or fail others.
+    A grammar is tried once (`common.grammar_trial`), and the verdict is cached. It is then compiled again for each
+    matcher: copies of a compiled grammar share the lexer, its lock and its limits, so one answer could block or
+    fail others.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -235,7 +237,7 @@ class GrammarCompiler:
         """Try a grammar, unless its verdict is known.
 
         Raises:
-            InvalidGrammarError: it is refused.
+            InvalidGrammarError: the grammar is refused.
             ShuttingDownError: see `new_matcher`.
         """
         verdict = self._verdicts.get(grammar)
@@ -317,11 +319,11 @@ class _Trial:
         """Try a grammar. Used by one thread at a time.
 
         Args:
-            grammar: what to try.
+            grammar: the grammar to try.
             options: the arguments of llguidance's tokenizer; always the same.
 
         Raises:
-            InvalidGrammarError: the process was ended by something else than the grammar.
+            InvalidGrammarError: the process was killed from outside, so the grammar may be valid.
             ShuttingDownError: `close` has been called.
         """
         with self._lock:

@@ -34,17 +34,17 @@ TIME_LIMIT_S = 1.0
 #: The process's niceness (`nice(1)`), so that the server's threads have priority.
 NICENESS = 15
 
-#: Stack of the compiling thread, in bytes: less than the server's threads have, so what fits here fits there.
+#: Stack of the compiling thread, in bytes. The server's threads have more, so a grammar that fits here fits there.
 STACK_SIZE = 2**20
 
 #: Allowed white space between the parts of a JSON text: a space, or a new line and its indentation. If more were
 #: allowed, small models would generate nothing else. (llama.cpp's JSON grammar has the same rule.)
 WHITESPACE = r" |\n[ \t]{0,20}"
 
-#: Number of random answers that are begun to measure masks, and tokens of each.
+#: Number of random answers whose masks are timed, and number of tokens of each.
 WALKS, WALK_TOKENS = 2, 32
 
-#: Tokens drawn for each step of such an answer. The longest is taken, since it leads furthest into the grammar.
+#: Tokens drawn at each step of a random answer. The longest is taken, since it leads furthest into the grammar.
 WALK_DRAWS = 8
 
 
@@ -95,28 +95,29 @@ class MaskBudget:
             )
 
 
-#: Default 2,000. An object of 200 optional properties has a row of 800.
+#: Most items in a row of the parser; the library's default is 2,000. 200 optional properties make a row of 800.
 MAX_ITEMS_IN_ROW = 1_000
 
-#: For each mask, plus half an item for each token of the vocabulary; the library's default is 50,000. 200 optional
+#: Most parser items for one mask, plus half an item for each token of the vocabulary; default 50,000. 200 optional
 #: properties take 3,000. Palindromes, with a rule for each letter, take 12,000 in 1 ms.
 STEP_MAX_ITEMS = 20_000
 
-#: For each mask; default 200,000, which takes 14 ms. `\p{L}{1,200}` takes 12,500.
+#: Most lexer work ("fuel") for one mask; default 200,000, which takes 14 ms. `\p{L}{1,200}` takes 12,500.
 STEP_LEXER_FUEL = 100_000
 
-#: For all masks of an answer, at 1 to 2 kB each; default 250,000. 4,000 characters of any kind take 2,000.
+#: Most lexer states for all masks of an answer, at 1 to 2 kB each; default 250,000. 4,000 characters of any kind
+#: take 2,000.
 MAX_LEXER_STATES = 50_000
 
-#: Default 500,000. 500 optional properties have 8,000.
+#: Largest size of a compiled grammar; default 500,000. 500 optional properties have 8,000.
 MAX_GRAMMAR_SIZE = 50_000
 
 
 def limits(vocab_size: int) -> llguidance.LLParserLimits:
     """Return the library's limits on a grammar and on its parser's states.
 
-    They bound memory, and end the slowest masks early. They do not bound time, part of which grows with the cube of
-    a row's items: `MaskBudget` does.
+    The limits bound memory, and end the slowest masks early. They do not bound time, part of which grows with the
+    cube of the items in a row. `MaskBudget` bounds time.
     """
     return llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
@@ -189,7 +190,7 @@ def _reason(message: str) -> str:
 
 
 def _try(tokenizer: llguidance.LLTokenizer, kind: str, text: str, verdicts: list[str | None]) -> None:
-    """Append why a grammar is refused, or None. Nothing is appended if something else goes wrong."""
+    """Try a grammar, and append to `verdicts` why it is refused, or None. Appends nothing on any other error."""
     try:
         matcher = compile_grammar(tokenizer, kind, text)
         for seed in range(WALKS):

@@ -2,7 +2,7 @@
 
 A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_dim]`. A sequence owns a *slot*
 (an integer handle) with a block table, a capacity and a length. Bookkeeping computes with integers only, so
-schedulers are tested without a model; a `KVView` turns it into the index tensors of one forward pass.
+schedulers are tested without a model. A `KVView` turns the integers into the index tensors of one forward pass.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SchedulerPool(Protocol):
 
 
 class KVPool(ABC):
-    """KV memory: who holds which blocks, and the stores that a pass writes. Every phase has its own kind.
+    """KV memory: which sequence holds which blocks, and the stores that a pass writes. Phases use different kinds.
 
     The stores are written by the pass that uses a view, and by nothing else. (A pool that shares blocks reads
     them between two steps.) Keys and values of a sequence that has left stay until the next owner of its columns
@@ -117,11 +117,10 @@ class KVPool(ABC):
 
     @abstractmethod
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Make sure that `request` owns columns for `tokens` tokens in all; give it a slot if it has none.
+        """Reserve columns for `tokens` tokens of `request` in all, and a slot if it has none.
 
-        Blocks come from the pool's own allocator, which may evict kept ones first (`phase8_prefix.cache`).
-
-        All or nothing: if it returns False, nothing has changed.
+        Returns False, and changes nothing, if too little memory is free. A pool with a prefix cache evicts unused
+        blocks first (`phase8_prefix.cache`).
         """
 
     def cost(self, request: Request, tokens: int) -> int:  # noqa: ARG002 - alike for all if nothing is shared
@@ -133,7 +132,7 @@ class KVPool(ABC):
         return None
 
     def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
-        """Let a request that was not computed yet begin after the longest prefix that is in memory."""
+        """Find the longest prefix in memory of a request that has not begun, and let it begin after that prefix."""
 
     # ------------------------------------------------------------------ for the runner
 
@@ -147,8 +146,8 @@ class KVPool(ABC):
     def block_tables(self) -> Tensor:
         """[seats, N] int64, on the host: the physical blocks of every seat's sequence, in column order.
 
-        Written as blocks are taken, so that no pass has to put a table together. Past a sequence's own blocks its
-        row holds ids of any blocks there are.
+        Written when blocks are allocated, so that no pass has to build a table. Entries past a sequence's own
+        blocks are ids of any existing blocks.
         """
 
     def seat(self, slot: int) -> int:
@@ -166,19 +165,38 @@ class KVPool(ABC):
             KVCapacityError: a span lies outside its slot's capacity, leaves a gap after the columns already
                 held, or a slot appears twice. In a flat store an overflow would write into a neighbour.
         """
-        return KVView.of_spans(self, spans)
+        _check(self, spans)
+        layout = AttentionLayout(
+            block_tables=self.block_tables,
+            rows=torch.tensor([self.seat(span.slot) for span in spans]),
+            block_size=self.block_size,
+            query_lengths=tuple([span.end - span.start for span in spans]),
+            kv_lengths=tuple([span.end for span in spans]),
+            heads_kv=self.shape.num_kv_heads,
+            device=self.device,
+            workspace=self.workspace,
+        )
+        return KVView(self, layout, spans)
 
-    def decode_view(self, tables: Tensor, lengths: Tensor) -> KVView:
-        """Return the addresses of a pass over one token of each sequence, from tensors whose values may change.
+    def decode_addresses(self, view: KVView) -> Tensor:
+        """Return the input of `decode_view` for a pass over one token of each sequence: [B, 2 + N] int64, on the
+        host.
 
-        Nothing is checked: `view` has checked the same pass.
-
-        Args:
-            tables: [B, N] int64, on the pool's device: rows of the block tables.
-            lengths: [B] int64, likewise: each sequence's columns once this pass has written its own.
+        A row has the sequence's seat, its number of columns after this pass, and its block table.
         """
+        rows, lengths = view.layout.rows, view.layout.host.kv_lengths
+        tables = self.block_tables.index_select(0, rows)
+        return torch.cat([rows.unsqueeze(1), lengths.unsqueeze(1), tables], dim=1)
+
+    def decode_view(self, addresses: Tensor) -> tuple[Tensor, KVView]:
+        """Return the seats and the view of a pass, from the result of `decode_addresses`, copied to the device.
+
+        A captured pass may be replayed after the values of `addresses` have changed. Nothing is checked: `view` has
+        checked the same pass.
+        """
+        seats, lengths, tables = addresses[:, 0], addresses[:, 1].contiguous(), addresses[:, 2:]
         heads_kv = self.shape.num_kv_heads
-        return KVView(self, AttentionLayout.of_decode(tables, lengths, self.block_size, heads_kv))
+        return seats, KVView(self, AttentionLayout.of_decode(tables, lengths, self.block_size, heads_kv))
 
     def advance(self, spans: Iterable[Span]) -> None:
         """Set the lengths of the spans' sequences."""
@@ -186,7 +204,7 @@ class KVPool(ABC):
             self._lengths[span.slot] = span.length
 
     def register_prefix(self, request: Request, columns: int) -> None:  # noqa: B027 - as `match_prefix`
-        """Let other requests share the first `columns` columns of a request: they are computed."""
+        """Let other requests share the first `columns` columns of a request, which have been computed."""
 
     def release(self, request: Request) -> None:
         """Free all memory of `request`; a request that holds none is left alone."""
@@ -205,11 +223,11 @@ class KVPool(ABC):
         """Return how many tokens one request can ever hold here; None: the pool sets no limit of its own."""
 
     def reset_prefix_cache(self) -> int:
-        """Forget the blocks that are kept for later requests and not in use. Returns how many."""
+        """Free the blocks that are kept for later requests and not in use. Returns their number."""
         return 0
 
     def audit(self, holders: Iterable[Request]) -> int:
-        """Free the memory that no request of `holders` holds. Returns how many slots or blocks: 0 in health."""
+        """Free leaked memory: slots, or blocks, that no request of `holders` holds. Returns their number."""
         leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
         for slot in leaked:
             self._free(slot)
@@ -260,7 +278,7 @@ class KVPool(ABC):
 
 
 class KVView:
-    """One pass's window on a pool: index tensors, computed once and read by every layer.
+    """The addresses of one pass in a pool: index tensors, computed once and read by every layer.
 
     Attributes:
         layout: the addresses of every query's keys and of every new key.
@@ -271,22 +289,6 @@ class KVView:
         self._pool = pool
         self._spans = tuple(spans)
 
-    @classmethod
-    def of_spans(cls, pool: KVPool, spans: Sequence[Span]) -> KVView:
-        """See `KVPool.view`."""
-        _check(pool, spans)
-        layout = AttentionLayout(
-            block_tables=pool.block_tables,
-            rows=torch.tensor([pool.seat(span.slot) for span in spans]),
-            block_size=pool.block_size,
-            query_lengths=tuple(span.end - span.start for span in spans),
-            kv_lengths=tuple(span.end for span in spans),
-            heads_kv=pool.shape.num_kv_heads,
-            device=pool.device,
-            workspace=pool.workspace,
-        )
-        return cls(pool, layout, spans)
-
     @property
     def positions(self) -> Tensor:
         """[T] int64: each token's column in its own sequence."""
@@ -295,7 +297,7 @@ class KVView:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        """Store this pass's keys and values, then attend: a query sees what the position rule shows.
+        """Write this pass's keys and values, then compute attention by the position rule.
 
         Args:
             layer: index of the layer.
@@ -313,8 +315,8 @@ class KVView:
     def advance(self) -> None:
         """Set the sequences' new lengths. Called once the whole pass has succeeded.
 
-        Until then the pass has written beyond every length, so a failed pass leaves the pool as it was. (Phase 4's
-        idle rows write over their own last column, and their results are dropped.)
+        Until then the pass has written only beyond the lengths, so a failed pass leaves the pool as it was. (Phase
+        4's idle rows write over their own last column, and their results are dropped.)
         """
         self._pool.advance(self._spans)
 

@@ -27,7 +27,7 @@ class Completion:
     """The answer to one prompt, or the error that ended it.
 
     Attributes:
-        token_ids: the generated tokens, including a token that ended them.
+        token_ids: the generated tokens, including an EOS or stop token that ended the answer.
         logprobs: one entry for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
         prompt_logprobs: one entry for each token of the prompt but the first; None unless
             `SamplingParams.prompt_logprobs` asked for them.
@@ -114,7 +114,7 @@ class LLM:
         ]
         requests = [self.engine.create_request(prompt, each) for prompt, each in pairs]
         with self._turn:
-            self._clear()  # a second Ctrl-C may have interrupted the `_clear` below
+            self._clear()  # a second Ctrl-C may have interrupted the last call's `_clear` below
             try:
                 self._run(requests, completions, progress=progress)
             finally:

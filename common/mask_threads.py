@@ -23,7 +23,7 @@ from collections.abc import Callable
 #: Number of threads: masks that are computed at the same time.
 MASK_THREADS = min(4, os.cpu_count() or 1)
 
-#: Seconds between two looks at the processor time of a mask that is waited for.
+#: While a thread waits for a mask: seconds from one check of the mask's processor time to the next.
 LOOK_EVERY_S = 0.01
 
 

@@ -81,8 +81,9 @@ def estimate_memory(
 def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes that a pass holds at once for each of its tokens, in the widest part of a layer.
 
-    Of hidden size: the residual stream and its sum, before and after a norm. Beside them either the MLP's gate, up
-    and their product, or queries, keys and values as they are projected, normalised and rotated.
+    Four tensors of hidden size are held around a norm: the residual stream, a layer's output, their sum, the normed
+    sum. With them either the MLP's gate, up and their product are held, or queries, keys and values: as they are
+    projected, normalised and rotated.
     """
     attention_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 4 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)
@@ -171,7 +172,7 @@ def control_group_room(root: Path = Path("/")) -> int | None:
 
 
 def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
-    """Return a group's limit minus its usage, file pages that the kernel can reclaim excluded. None: no limit."""
+    """Return a group's limit minus its usage. Reclaimable file pages do not count as used. None: no limit."""
     try:
         limit = (group / files.limit).read_text().strip()
         usage = int((group / files.usage).read_text())

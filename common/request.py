@@ -23,7 +23,7 @@ from common.token_counts import TokenBiases, TokenCounts
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
-#: Random numbers that are drawn in one call, which is faster. The numbers are the same as one by one.
+#: Random numbers drawn in one call, which is faster than one call each. The numbers are the same.
 UNIFORMS_AT_A_TIME = 64
 
 
@@ -127,16 +127,18 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
-    matcher: Matcher | None = None  # of `params.grammar`; has advanced by the generated tokens
-    group: str = ""  # requests of one group are seated together like one request; "": a group of its own
+    matcher: Matcher | None = None  # `params.grammar` after the generated tokens
+    group: str = ""  # choices of one answer: one fair share of the seats together; "": its own share
     arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated; after preemption all are computed anew
-    ending_token_ids: frozenset[int] = field(init=False)  # not sampled before `min_tokens`
+    ending_token_ids: frozenset[int] = field(init=False)  # EOS and stop tokens: they end it
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
+    max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
     takes_best: bool = field(init=False)  # greedy, and no penalties, biases or logprobs
+    waits_for_its_tokens: bool = field(init=False)  # grammar, penalties: read a token, then sample the next
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
     prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit
@@ -157,6 +159,7 @@ class Request:
             raise ValueError("prompt_token_ids is empty: a request needs at least one token")
         self.token_ids = list(self.prompt_token_ids)
         params = self.params
+        self.max_total_tokens = len(self.prompt_token_ids) + params.max_new_tokens
         # Under a grammar, ignoring EOS means not to sample it while any other token is allowed.
         ignored = params.ignore_eos and self.matcher is None
         self.ending_token_ids = frozenset(params.stop_token_ids).union(() if ignored else self.eos_token_ids)
@@ -167,6 +170,7 @@ class Request:
             )
         if params.logit_bias:
             self.token_biases = TokenBiases(params.logit_bias)
+        self.waits_for_its_tokens = self.matcher is not None or self.token_counts is not None
         self.takes_best = (
             params.greedy
             and self.token_counts is None
@@ -212,11 +216,6 @@ class Request:
         return len(self.token_ids) + self.pending_tokens
 
     @property
-    def max_total_tokens(self) -> int:
-        """The most prompt and generated tokens together: its KV memory grows no further."""
-        return len(self.prompt_token_ids) + self.params.max_new_tokens
-
-    @property
     def has_begun(self) -> bool:
         """Whether any of its tokens have been computed since it was admitted."""
         return self.prefill_progress > self.prefill_start
@@ -227,11 +226,6 @@ class Request:
         if self.num_generated_tokens + self.pending_tokens < self.params.min_tokens:
             return self.ending_token_ids
         return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
-
-    @property
-    def waits_for_its_tokens(self) -> bool:
-        """True if the host must read each token before the next can be sampled: a grammar or penalties need it."""
-        return self.matcher is not None or self.token_counts is not None
 
     @property
     def wants_token(self) -> bool:
@@ -245,7 +239,7 @@ class Request:
     @property
     def is_done(self) -> bool:
         """True once the request is finished and in no step still in flight; its memory may be freed."""
-        return self.is_terminal and self.inflight_refs == 0
+        return self.inflight_refs == 0 and self.is_terminal
 
     # ------------------------------------------------------------------ transitions
 
@@ -262,7 +256,7 @@ class Request:
             self.cached_tokens = tokens
 
     def preempt(self) -> None:
-        """Return to WAITING and keep the generated tokens. The caller frees its memory afterwards."""
+        """Return to WAITING and keep the generated tokens. The engine frees the request's memory next."""
         self._move_to(RequestState.WAITING)
         self.preempted = True
         self.prefill_progress = self.prefill_start = 0

@@ -7,9 +7,10 @@ passes a plan becomes (`passes`).
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput
 from common.sampling import Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import PrefillChunk, StepPlan
-from common.telemetry import Part, Telemetry
+from common.streams import Stream
+from common.telemetry import Telemetry
+from kernels.transfer import indices_on
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ class PassShare(NamedTuple):
         span: the columns that the pass computes.
         token_ids: the tokens at those columns, as many as the span is long.
         sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually the
-            last one; none where a prompt goes on in a later pass; several where guessed tokens are verified.
+            last one; none if the prompt goes on in a later pass; several if guessed tokens are verified.
     """
 
     request: Request
@@ -99,7 +102,13 @@ class Launched:
 
 
 class Runner(ABC):
-    """Owns the model and the KV pool, and runs the scheduler's plans."""
+    """Owns the model and the KV pool, and runs the scheduler's plans.
+
+    Attributes:
+        stream: runs the passes while the host goes on; None: the host waits for each pass.
+    """
+
+    stream: Stream | None = None
 
     def __init__(self, config: EngineConfig, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
         self.config = config
@@ -139,7 +148,7 @@ class Runner(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a launched step waits for its commit. Never here: each step does both."""
+        """Whether a launched step is not committed yet. Always False here: `execute` does both."""
         return False
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
@@ -163,27 +172,25 @@ class Runner(ABC):
         return []
 
     def abandon(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
-        """Forget the steps in flight, once nothing computes for them. Their requests must not go on."""
+        """Wait until the steps in flight have stopped computing, then drop them. Their tokens are lost."""
 
-    def warm_up(self) -> None:  # noqa: B027 - most do not
-        """Compile, record or capture before the first client waits for it."""
-
-    def time_stream(self, wanted: bool) -> None:  # noqa: B027 - there is no stream where the host waits for each pass
-        """Start or stop timing the stream, for `take_stream_parts`."""
-
-    def take_stream_parts(self) -> list[Part]:
-        """Return the work that a stream beside the host has done since the last call, in order."""
-        return []
-
-    def release(self, requests: Iterable[Request]) -> None:
-        """Free the memory of requests that have left."""
+    def release(self, requests: Sequence[Request]) -> None:
+        """Free the memory of requests that were retired or preempted."""
         for request in requests:
-            self.pool.release(request)
+            self._aside(functools.partial(self.pool.release, request))
+
+    def _aside(self, function: Callable[[], None]) -> None:
+        """Call a function that touches finished work only. A stream that can call it without waiting for pending
+        work does so."""
+        if self.stream is None:
+            function()
+        else:
+            self.stream.aside(function)
 
     # ------------------------------------------------------------------ launch
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the forward passes and sample. A failure stays within its pass."""
+        """Run the forward passes and sample. A failed pass fails no request of another pass."""
         launched = Launched(plan)
         for forward_pass in self.passes(plan):
             record = self.telemetry.current
@@ -208,7 +215,7 @@ class Runner(ABC):
             with self.telemetry.part("sample"):
                 self._sample(requests, logits, launched)
             return
-        # Outside the `except`: there, the error's frames hold the failed pass's tensors, memory that this needs.
+        # Outside the `except`: inside it, the error's frames would keep the failed pass's tensors allocated.
         for half in forward_pass.halves():
             self._launch_pass(half, launched)
 
@@ -253,11 +260,19 @@ class Runner(ABC):
 
     @staticmethod
     def count_as_computed(forward_pass: ForwardPass) -> None:
-        """Move the pass's requests on: their next chunk, or next token, follows the columns of this pass."""
+        """Count the pass's columns as computed. Requests whose prompt is complete move to DECODE."""
         for request, span, _, sample_at in forward_pass.shares:
             request.prefill_progress = span.length
             if sample_at and request.state is RequestState.PREFILL:
                 request.start_decode()
+
+    def rewind(self, shares: Iterable[PassShare]) -> None:
+        """Reset requests to their lengths before a pass whose results are lost. Later passes must be lost, too."""
+        for request, span, *_ in shares:
+            length = min(span.start, self.pool.get_seq_len(span.slot))
+            self.pool.advance([span._replace(length=length)])
+            request.prefill_progress = length
+            request.pending_tokens = 0
 
     def prepare(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], TokenBatch, KVView]:
         """Return the request of each sampled row, and the batch and view that the model is called with."""
@@ -266,17 +281,16 @@ class Runner(ABC):
         requests, logit_rows = forward_pass.sampled_rows()
         token_ids = [token_id for share in forward_pass.shares for token_id in share.token_ids]
         batch = TokenBatch(
-            token_ids=torch.tensor(token_ids).to(device, non_blocking=True),
+            token_ids=indices_on(device, token_ids),
             positions=view.positions,
-            # A pass without sampled rows still names a row.
-            logit_rows=torch.tensor(logit_rows or [0]).to(device, non_blocking=True),
+            logit_rows=indices_on(device, logit_rows or [0]),  # a pass without sampled rows still names a row
         )
         return requests, batch, view
 
     # ------------------------------------------------------------------ commit
 
     def commit(self, launched: Launched) -> list[StepOutput]:
-        """Turn sampled ids into text, stop decisions and outputs. An error of one request fails it alone."""
+        """Turn sampled ids into text, stop decisions and outputs. A request's error fails that request alone."""
         outputs: list[StepOutput] = []
         for done in launched.sampled:
             if not done.requests:
@@ -293,13 +307,13 @@ class Runner(ABC):
                     logger.exception("request %s failed", request.request_id)
                     outputs.append(fail(request, error))
         outputs += [fail(request, error) for request, error in launched.failed if not request.is_terminal]
-        self.register_prefixes(launched.plan)  # once results are here: looking at them earlier would wait
+        self.register_prefixes(launched.plan)  # after tokens are read: reading keys earlier would block
         return outputs
 
     def register_prefixes(self, plan: StepPlan) -> None:
         """Let later requests share the prefixes that this plan has computed."""
         for chunk in plan.prefill:
-            self.pool.register_prefix(chunk.request, chunk.end)
+            self._aside(functools.partial(self.pool.register_prefix, chunk.request, chunk.end))
 
 
 def raise_if_fatal(error: Exception) -> None:

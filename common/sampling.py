@@ -165,7 +165,7 @@ class SamplingInputs(NamedTuple):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None, by name. Together with `top` they are all fields."""
+        """Return the fields that are tensors, by name: all fields that are not None, except `top`."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 

@@ -44,12 +44,24 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The requests and chunks that one step computes. The plan does not change; its requests do: one may be
-    cancelled while the step computes.
+    """The requests and chunks that one step computes. A request may be cancelled while the step computes; it stays
+    in the plan.
     """
 
     decode: tuple[Request, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The requests that the step computes for."""
+        return (*self.decode, *[chunk.request for chunk in self.prefill])
+
+    def without_ended(self) -> StepPlan:
+        """Return the same plan without the requests that have ended since."""
+        return StepPlan(
+            decode=tuple(request for request in self.decode if not request.is_terminal),
+            prefill=tuple(chunk for chunk in self.prefill if not chunk.request.is_terminal),
+        )
 
 
 class Scheduler(ABC):
@@ -98,8 +110,8 @@ class Scheduler(ABC):
         return bool(self.waiting or self.active)
 
     def next_wake(self, now: float) -> float | None:
-        """Return when a step has something to do: `now` or earlier for at once, later if only time must pass, None
-        if nothing will happen without new requests."""
+        """Return when the next step has something to do. `now` or earlier: at once. None: not before a request is
+        added."""
         return now if self.has_work else None
 
     # ------------------------------------------------------------------ a step
@@ -115,13 +127,23 @@ class Scheduler(ABC):
     def _clear_seats(self) -> list[Request]:
         """Remove the active requests that may leave now from `active`, and return them."""
 
-    def make_room(self, pool: SchedulerPool) -> list[Request]:  # noqa: ARG002 - a seat may come with all it needs
-        """Reserve memory for one more token of every decoding request.
+    def make_room(self, pool: SchedulerPool) -> list[Request]:  # noqa: ARG002 - subclasses use it
+        """Preempt requests to free seats or memory for others. Returns the preempted requests.
 
-        Returns the requests that were preempted for it. The engine releases their memory and calls again, until
-        the list is empty. Here none is: all that a request can need is reserved when it gets its seat.
+        The engine releases their memory and calls again, until the list is empty. This base class frees seats: a
+        group that holds more than its share gives one up while others wait. From phase 6 on, memory is freed too.
         """
-        return []
+        greediest = self._over_share()
+        return [] if greediest is None else self._make_way(greediest)
+
+    def _make_way(self, request: Request) -> list[Request]:
+        """Preempt a request and return it, in a list. It goes to the front of the queue and keeps its generated
+        tokens, so its client sees only a pause."""
+        self.active.remove(request)
+        request.preempt()
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+        return [request]
 
     @abstractmethod
     def admit(self, pool: SchedulerPool) -> None:
@@ -151,17 +173,37 @@ class Scheduler(ABC):
         if not self.waiting or self.free_seats < 1:
             return None
         first = self.waiting[0]
-        if not first.group or first.preempted:
-            return first
-        held = Counter(request.group for request in self.active)
-        groups = {request.group or request.request_id for request in (*self.active, *self.waiting)}
-        share = max(1, self.config.max_batch_size // len(groups))
-        for place, request in enumerate(self.waiting):
-            if not request.group or held[request.group] < share:
-                del self.waiting[place]
-                self.waiting.appendleft(request)
-                return request
+        if first.group and (entitled := self._entitled()):
+            first = entitled[0]
+            self.waiting.remove(first)
+            self.waiting.appendleft(first)
         return first
+
+    def _over_share(self) -> Request | None:
+        """Return the latest request of a group that holds too many seats while others wait; None if none does.
+
+        A group may take many seats while no other request waits. Without preemption it would keep them until its
+        answers are complete.
+        """
+        if self.free_seats > 0 or not any(request.group for request in self.active) or not self._entitled():
+            return None
+        share, held = self._share(), self._held()
+        over = [r for r in self.active if r.group and held[r.group] > share and not r.is_terminal]
+        return max(over, key=lambda request: request.arrival, default=None)
+
+    def _entitled(self) -> list[Request]:
+        """Return the waiting requests whose group holds less than its share of the seats."""
+        share, held = self._share(), self._held()
+        return [request for request in self.waiting if not request.group or held[request.group] < share]
+
+    def _share(self) -> int:
+        """Return how many seats one group may hold while others wait: an equal share, at least one."""
+        groups = {request.group or request.request_id for request in (*self.active, *self.waiting)}
+        return max(1, self.config.max_batch_size // len(groups))
+
+    def _held(self) -> Counter[str]:
+        """Return how many seats each group holds."""
+        return Counter(request.group for request in self.active if request.group)
 
     def _seat(self, request: Request, pool: SchedulerPool) -> bool:
         """Give a request its memory and make it active. False: there is not enough memory."""

@@ -21,14 +21,19 @@ class StepParts:
         self._timer = PartTimer(engine.clock)
 
     def start(self) -> None:
-        self._engine.telemetry.timer = self._timer
-        self._engine.runner.time_stream(True)
+        self._time(self._timer)
 
     def take(self) -> list[Part]:
         """Return the parts that have ended since the last call: first the host's, then the stream's, each in order.
         A part of the stream may belong to an earlier step."""
-        return self._timer.take() + self._engine.runner.take_stream_parts()
+        stream = self._engine.runner.stream
+        works = [] if stream is None else stream.take_times()
+        return self._timer.take() + [Part("stream", work.name, work.began_s, work.ended_s) for work in works]
 
     def stop(self) -> None:
-        self._engine.telemetry.timer = None
-        self._engine.runner.time_stream(False)
+        self._time(None)
+
+    def _time(self, timer: PartTimer | None) -> None:
+        self._engine.telemetry.timer = timer
+        if self._engine.runner.stream is not None:
+            self._engine.runner.stream.time_work(timer is not None)

@@ -254,7 +254,7 @@ def _common(old: list[int], new: list[int]) -> int:
 
 
 class StepTrace:
-    """Collects the frames of all steps of an engine from now on. For short runs.
+    """Collects the frames of all steps of an engine from now on, in memory: for short runs.
 
     Attributes:
         frames: the frame of each step, in order.

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -43,8 +41,8 @@ class Pending(ABC):
     """Submitted work."""
 
     @abstractmethod
-    def done(self, within_s: float = 0.0) -> bool:
-        """Return whether the work has ended, waiting at most `within_s` seconds for it."""
+    def done(self) -> bool:
+        """Return whether the work has ended."""
 
     @abstractmethod
     def wait(self) -> tuple[Tensor, ...]:
@@ -55,6 +53,11 @@ class Pending(ABC):
         Raises:
             Exception: any error that the work raised.
         """
+
+    def end(self) -> None:
+        """Block until the work has ended, whether it failed or not."""
+        with suppress(Exception, SystemExit):  # the work raised it; an interrupt is this thread's own
+            self.wait()
 
 
 class Stream(ABC):
@@ -109,11 +112,17 @@ class Stream(ABC):
         return []
 
 
-def open_stream(device: torch.device, *, recorded: bool) -> Stream:
-    """Return a stream for work on `device`. `recorded`: record the work, or capture it on a GPU."""
+def open_stream(device: torch.device, *, recorded: bool, threads: int | None = None) -> Stream:
+    """Return a stream for work on `device`.
+
+    Args:
+        device: where the work computes.
+        recorded: record the work, or capture it on a GPU.
+        threads: see `TapeStream`.
+    """
     if device.type == "cuda":
         return CudaStream(device, recorded=recorded)
-    return TapeStream() if recorded else ThreadStream()
+    return TapeStream(threads) if recorded else ThreadStream()
 
 
 def call_apart(function: Callable[[], T]) -> T:
@@ -156,8 +165,8 @@ class _Played(Pending):
         self._player = player
         self._outcome: tuple[Tensor, ...] | Exception | None = None
 
-    def done(self, within_s: float = 0.0) -> bool:
-        return self._outcome is not None or bool(self._player.is_done(self.ticket, within_s))
+    def done(self) -> bool:
+        return self._outcome is not None or bool(self._player.is_done(self.ticket, 0.0))
 
     def wait(self) -> tuple[Tensor, ...]:
         if self._outcome is None:  # the player returns a result only once
@@ -176,7 +185,7 @@ class Done(Pending):
     def __init__(self, outputs: tuple[Tensor, ...]) -> None:
         self.outputs = outputs
 
-    def done(self, within_s: float = 0.0) -> bool:  # noqa: ARG002 - it is
+    def done(self) -> bool:
         return True
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -184,9 +193,14 @@ class Done(Pending):
 
 
 class TapeStream(Stream):
-    """A CPU's stream: records work the first time a key is submitted, and plays the recording after that."""
+    """A CPU's stream: records work the first time a key is submitted, and plays the recording after that.
 
-    def __init__(self) -> None:
+    Attributes:
+        threads: how many threads should share a pass; None: the warm-up chooses.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
         self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # tickets and their work's keys
@@ -199,8 +213,8 @@ class TapeStream(Stream):
         inputs: Sequence[Tensor],
         after: Pending | None = None,
         *,
-        fetch: bool = True,  # noqa: ARG002 - it is on the host
-        by_row: bool = False,  # noqa: ARG002 - any number of rows will do
+        fetch: bool = True,  # noqa: ARG002 - results are on the host anyway
+        by_row: bool = False,  # noqa: ARG002 - work runs with any number of rows
     ) -> Pending:
         if after is not None and not isinstance(after, _Played):
             inputs, after = [*after.wait(), *inputs], None
@@ -254,8 +268,8 @@ class _Called(Pending):
     def __init__(self, future: Future[tuple[Tensor, ...]]) -> None:
         self.future = future
 
-    def done(self, within_s: float = 0.0) -> bool:
-        return bool(futures.wait([self.future], within_s).done)
+    def done(self) -> bool:
+        return self.future.done()
 
     def wait(self) -> tuple[Tensor, ...]:
         return self.future.result()
@@ -275,8 +289,8 @@ class ThreadStream(Stream):
         inputs: Sequence[Tensor],
         after: Pending | None = None,
         *,
-        fetch: bool = True,  # noqa: ARG002 - it is on the host
-        by_row: bool = False,  # noqa: ARG002 - any number of rows will do
+        fetch: bool = True,  # noqa: ARG002 - results are on the host anyway
+        by_row: bool = False,  # noqa: ARG002 - work runs with any number of rows
     ) -> Pending:
         def run() -> tuple[Tensor, ...]:
             with torch.inference_mode():
@@ -317,14 +331,8 @@ class _Launched(Pending):
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._ready.record()
 
-    def done(self, within_s: float = 0.0) -> bool:
-        deadline = time.monotonic() + within_s
-        # CUDA events have no wait with a timeout.
-        while not self._ready.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(1e-3)
-        return True
+    def done(self) -> bool:
+        return bool(self._ready.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> tuple[Tensor, ...]:
         self._ready.synchronize()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from common.request import FinishReason, StepOutput
 
-PAGE_STEPS = 256  # steps of one page: while a page is made, no other thread of the process runs
+PAGE_STEPS = 256  # steps in one page of a `snapshot`, which holds the GIL while it is made
 
 
 @dataclass(slots=True)
@@ -172,10 +172,10 @@ TOKENS: tuple[float, ...] = tuple(digit * 10.0**power for power in range(6) for 
 
 
 class Histogram:
-    """Counts values by the bound that they do not exceed.
+    """Counts values in buckets, each with an inclusive upper bound.
 
     Attributes:
-        bounds: in ascending order; a value counts at the first that is not below it.
+        bounds: in ascending order; a value counts in the first bucket whose bound is not below it.
         total: the sum of all values.
     """
 

@@ -133,8 +133,8 @@ class IncrementalDetokenizer:
     A stop string that one of the first `min_tokens` tokens completes is ignored.
     """
 
-    #: After so many tokens in a row without a full character, their bytes count as broken: UTF-8 needs at most four
-    #: bytes a character.
+    #: After so many tokens in a row without decoded text, their bytes are checked (`_is_broken`). UTF-8 needs at
+    #: most four bytes a character.
     MAX_UNFINISHED = 4
 
     #: Tokens of the prompt that are the context of the first new token (does a space come before it?).
@@ -148,7 +148,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._unstoppable = min_tokens  # stop strings that the next so many tokens complete are ignored
+        self._unstoppable = min_tokens  # number of next tokens at which stop strings are ignored
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in self._stop), default=0)
         self._held = ""
@@ -185,7 +185,7 @@ class IncrementalDetokenizer:
         return self._release(text)
 
     def finish(self) -> str:
-        """Return the text that was held back for a stop string. Bytes of an unfinished character are dropped."""
+        """Return the text that is still held back, since no stop string followed. Drops an unfinished character."""
         held, self._held = self._held, ""
         return "" if self.stopped else held
 
@@ -232,7 +232,7 @@ class IncrementalDetokenizer:
     # ------------------------------------------------------------------ stop strings
 
     def _release(self, text: str, *, stoppable: bool = True) -> str:
-        """Add decoded text to the held text. Returns the part that can be delivered."""
+        """Search decoded text for stop strings. Returns the text that can be delivered, and holds back the rest."""
         if not self._stop:
             return text
         before = len(self._held)

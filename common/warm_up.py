@@ -14,12 +14,21 @@ import torch
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.scheduling import PrefillChunk, StepPlan
-from common.streams import TapeStream, graph_sizes
+from common.streams import CudaStream, TapeStream, graph_sizes
 
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
 HOST_S = 3e-4  # seconds of host work in a step, roughly
+
+
+def warm_up(runner: Runner) -> None:
+    """Record or capture the common kinds of passes, if the runner's stream does either."""
+    stream = runner.stream
+    if isinstance(stream, TapeStream):
+        record(runner, stream, stream.threads)
+    elif isinstance(stream, CudaStream) and stream.captures:
+        capture(runner)
 
 
 def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:

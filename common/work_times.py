@@ -23,9 +23,14 @@ class Work(NamedTuple):
     began_s: float
     ended_s: float
 
+    @property
+    def name(self) -> str:
+        """The key, or the first of a key's parts."""
+        return str(self.key[0] if isinstance(self.key, tuple) else self.key)
+
 
 class HostTimes:
-    """Times of functions that a thread calls."""
+    """Records when functions ran on the host, and keeps the times until `take`."""
 
     def __init__(self) -> None:
         self._done: deque[Work] = deque(maxlen=MOST_TIMES)
@@ -48,9 +53,9 @@ class HostTimes:
 
 
 class DeviceTimes:
-    """Times of kernels on a GPU, converted to the host's clock. The two clocks are compared when this is made.
+    """Times of kernels on a GPU, converted to the host's clock. The constructor compares the two clocks.
 
-    Make and use it inside the timed CUDA stream, with nothing in flight.
+    Make and use it inside the timed CUDA stream. Nothing may be in flight when it is made.
     """
 
     def __init__(self) -> None:
@@ -69,8 +74,8 @@ class DeviceTimes:
     def take(self) -> list[Work]:
         """Return the work that has ended since the last call.
 
-        Each end is the reference for the next time. The time between two events is a float32, too coarse after an
-        hour.
+        Times are measured from the end of the work before. CUDA gives the time between two events as a float32,
+        which is too coarse after an hour.
         """
         done: list[Work] = []
         while self._marks and self._marks[0][2].query():  # type: ignore[no-untyped-call]

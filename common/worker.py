@@ -20,16 +20,20 @@ afterwards, and its pool of workers ends with it.
 
 | thread | what runs there | module |
 | --- | --- | --- |
-| event loop | HTTP, routes, events of answers | `common.server` |
-| engine | `Engine.step`: planning, commits, text; forward passes in phases 4 to 8 | here |
-| stream | forward passes and sampling in phase 9 | `common.streams` |
-| lanes | parsing and tokenizing large bodies, compiling grammars | `common.server.intake` |
-| masks | token masks of grammars | `common.mask_threads` |
+| event loop | HTTP, routes, validation of small bodies, events of answers | `common.server` |
+| `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
+| a C++ thread, or `stream` | phase 9 on a CPU: forward passes and sampling | `common.streams` |
+| lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.intake` |
+| `masks`, up to four | token masks of grammars | `common.mask_threads` |
+| `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
+
+On a GPU, the `engine` thread launches the kernels of all passes, in every phase.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -38,7 +42,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from common.commit import fail
+from common.commit import fail, terminal_output
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput
@@ -49,6 +53,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOPPED = "the server was stopped"
+
+
+class WakeUp:
+    """Wakes the one task that waits. Cheaper than an `asyncio.Event`, which can wake any number of tasks."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wake the task, if one waits."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def wait(self) -> asyncio.Future[None]:
+        """Return a future for the task to await, after it has found nothing to do."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        return self._waiting
 
 
 class RequestStream:
@@ -67,7 +88,8 @@ class RequestStream:
     def __init__(self, worker: EngineWorker, request: Request) -> None:
         self.request = request
         self._worker = worker
-        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self._outputs: deque[StepOutput] = deque()
+        self._news = WakeUp()
         self._ended = False
         self._arrived_s = time.monotonic() if request.arrived_s is None else request.arrived_s
         self.received_tokens = 0
@@ -82,11 +104,14 @@ class RequestStream:
     async def __anext__(self) -> StepOutput:
         if self._ended:
             raise StopAsyncIteration
-        output = await self._outputs.get()
+        if not self._outputs:
+            await self._news.wait()
+        output = self._outputs.popleft()
         self._ended = output.finished
         return output
 
     def put(self, output: StepOutput) -> None:
+        """Queue an output for the reader, and count it in the telemetry."""
         now, telemetry = time.monotonic(), self._worker.requests
         if output.token_id is not None:
             telemetry.generation_tokens += 1
@@ -105,21 +130,15 @@ class RequestStream:
                 self._arrived_s, self.request.scheduled_s, self.first_token_s, self.latest_token_s, now
             )
             telemetry.end(output, times)
-        self._outputs.put_nowait(output)
+        self._outputs.append(output)
+        self._news.set()
 
     def put_error(self, error: Exception) -> None:
-        """End the stream with an error at once. The engine may be in the middle of a step."""
+        """End the stream with an error at once, without the engine, which may be in the middle of a step."""
+        ended = terminal_output(self.request)
         self.put(
-            StepOutput(
-                request_id=self.request.request_id,
-                token_id=None,
-                text_delta="",
-                finished=True,
-                finish_reason=None,
-                error=error,
-                prompt_tokens=self.request.num_prompt_tokens,
-                completion_tokens=self.received_tokens,
-                cached_tokens=self.request.cached_tokens,
+            dataclasses.replace(
+                ended, finish_reason=None, error=error, completion_tokens=self.received_tokens
             )
         )
 
@@ -188,7 +207,7 @@ class EngineWorker:
         self._idle.set()
 
     def build(self) -> Engine:
-        """Start the thread and block until it has built its engine. Raises the errors of building."""
+        """Start the thread and block until it has built its engine. Raises any error of building it."""
         self._thread.start()
         return self._built.result()
 
@@ -204,8 +223,8 @@ class EngineWorker:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the engine's thread began its present step; 0 while it waits for work. Any thread may read
-        it."""
+        """Seconds since the engine's thread began its present step; 0 while the thread waits for work. Any thread
+        may read this."""
         began_s = self._turn_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -376,7 +395,7 @@ class EngineWorker:
         self._draining = True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every accepted request is answered. Returns False if some timed out; they have been failed."""
+        """Wait until every accepted request is answered. Fails the others after `timeout_s`, and returns False."""
         self.stop_accepting()
         try:
             async with asyncio.timeout(timeout_s):
@@ -404,7 +423,7 @@ class EngineWorker:
         return self._thread.is_alive()
 
     def _abort_all(self, error: ShuttingDownError) -> None:
-        """Fail every stream now. The engine aborts when its step ends, which may be much later, or never."""
+        """Fail every stream now. The engine drops the requests after its present step, which may never end."""
         self._aborted = error
         for stream in self._streams.values():
             stream.put_error(error)
@@ -437,7 +456,7 @@ class EngineWorker:
                 self._hand_back(self.engine.abort_all(self.engine.dead))
 
     def _turn(self) -> bool:
-        """Wait for work, carry it to the engine and compute a step. Returns True if the thread is to end."""
+        """Wait for work, pass it to the engine and run a step. Returns True if the thread is to end."""
         with self._wakeup:
             self._wait_for_work()
         self._turn_began_s = time.monotonic()
@@ -464,7 +483,7 @@ class EngineWorker:
             self._wakeup.wait(timeout)
 
     def _empty_inbox(self) -> list[StepOutput]:
-        """Carry new requests, cancellations and calls to the engine. Call with the lock held.
+        """Pass new requests, cancellations and calls to the engine. Call with the lock held.
 
         A place stays held until its request is in the scheduler's queue, so that each request is counted once.
 

@@ -44,7 +44,7 @@ COLUMN_TILE = 64
 class Workspace:
     """A buffer for gathered keys and values, reused by all layers and passes.
 
-    With an allocation for each, the operating system would map and clear the same tens of megabytes every time.
+    With a new allocation for each, the operating system would map and clear tens of megabytes every time.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class PagedIndices:
 
 @dataclass(frozen=True, slots=True)
 class HostIndices:
-    """All sequences, on the host, for the C++ kernel, which reads the block tables itself.
+    """Index tensors of all sequences, on the host, for the C++ kernel, which reads the block tables itself.
 
     Attributes:
         query_offsets: [B + 1] int64, index of each sequence's first query, then T.

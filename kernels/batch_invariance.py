@@ -20,13 +20,13 @@ from kernels.attention_layout import AttentionLayout
 from kernels.dispatch import has_native_products
 
 OUTPUTS = 100_000  # outputs of a product computed row by row: with fewer, a rare difference would be missed
-COUNTS = (2, 3, 16, 17, 64)  # numbers of rows that are tried besides one and the most
-FEWEST_ROWS, MOST_ROWS = 32, 256  # bounds of the most rows that are tried
+COUNTS = (2, 3, 16, 17, 64)  # numbers of rows that are tried besides one and the largest
+FEWEST_ROWS, MOST_ROWS = 32, 256  # bounds of the largest number of rows that is tried
 MOST_WORK = 2**30  # multiplications of the largest trial: wider products are tried with fewer rows
 
 COLUMNS = 300  # columns of the sequence that attention is tried on: more than one tile of the kernel
-DECODED = 64  # the last so many queries are also computed one at a time
-CHUNKS = (17, 100)  # the last so many queries are also computed as one chunk
+DECODED = 64  # number of last queries that are also computed one at a time
+CHUNKS = (17, 100)  # numbers of last queries that are also computed as one chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,10 +123,10 @@ if HAS_TRITON:
         rest = (weights - rounded.to(tl.float32)).to(v.dtype)
         return tl.dot(rest, v, acc=tl.dot(rounded, v))
 
-    # What changes from step to step must be no constant and must not be specialised on (Triton does that by itself
-    # for 1 and for multiples of 16), or a serving engine keeps compiling. That goes for `block_size` too: a block
-    # may be as long as a batch's longest sequence. Strides stay specialised: multiples of 16 are what lets 16 bytes
-    # be loaded at a time.
+    # An argument that changes from step to step must not be a constant or be specialised on, or a serving engine
+    # keeps compiling. (By default Triton specialises on 1 and on multiples of 16.) `block_size` changes, too: a
+    # block may be as long as a batch's longest sequence. Strides stay specialised: only if they are known to be
+    # multiples of 16 can 16 bytes be loaded at a time.
     @triton.jit(do_not_specialize=["window", "num_splits", "min_split", "block_size", "table_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         q_ptr,
@@ -363,9 +363,9 @@ def paged_attention_triton(
 def choose_num_splits(max_columns: int, total_work: int, processors: int) -> int:
     """Return the most programs that should share one sequence's columns.
 
-    The number gives every processor its programs if all programs had equally many columns, but no split has fewer
-    than `MIN_SPLIT_COLUMNS`. One long sequence among many short ones is split too, because the others are done long
-    before it.
+    Every processor gets about `PROGRAMS_PER_PROCESSOR` programs if all programs have equally many columns. But no
+    split has fewer than `MIN_SPLIT_COLUMNS`. One long sequence among many short ones is split, too, because the
+    others are done long before it.
 
     Args:
         max_columns: columns that the longest sequence's query sees.

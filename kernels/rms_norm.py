@@ -119,7 +119,7 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
     """`rms_norm` by the kernel in `rms_norm.cpp`; shapes as there."""
     rows = _grouped_rows(x)
     out: torch.Tensor = torch.ops.infer.rms_norm(rows, weight.contiguous(), eps, offset)
-    return out.view(-1, *x.shape[1:])  # no number of rows: a recorded pass is for any
+    return out.view(-1, *x.shape[1:])  # -1: a recorded pass fits any number of rows
 
 
 def fused_add_rms_norm_native(
@@ -133,8 +133,11 @@ def fused_add_rms_norm_native(
 
 
 def _grouped_rows(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [..., H] to [groups, rows, H]: a view if two strides describe the rows, as for any [T, heads, D]
-    view (a matrix has one row in each group), else a copy."""
+    """Reshape [..., H] to [groups, rows, H], the last dimension contiguous.
+
+    A view where possible, for example of the heads [T, heads, D] in a fused QKV matrix. Otherwise a copy. A matrix
+    becomes groups of one row.
+    """
     return _dense_rows(x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1]))
 
 

@@ -150,7 +150,10 @@ _BY_LAYOUT = (
 
 
 class _LayoutCheck(TorchFunctionMode):
-    """Refuses a call that does not copy its tensor because it has one row, and would copy one of several rows."""
+    """Raises CannotRecordError for a call that copies its tensor only if the tensor has several rows.
+
+    A recording made with one row would lack that copy.
+    """
 
     def __torch_function__(
         self,
@@ -165,7 +168,7 @@ class _LayoutCheck(TorchFunctionMode):
                 given, more = args[0], _with_more_rows(args[0])
                 try:
                     expected = func(more, *args[1:], **(kwargs or {}))
-                except RuntimeError:  # the shape does not fit more rows: the dimension is no number of rows
+                except RuntimeError:  # the shape does not fit more rows: that dimension is not rows
                     return result
             if _is_copy(more, expected) != _is_copy(given, result):
                 raise CannotRecordError(

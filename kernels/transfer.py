@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,3 +16,8 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """
     pinned = host.pin_memory() if device.type == "cuda" else host
     return pinned.to(device, non_blocking=True)
+
+
+def indices_on(device: torch.device, values: Sequence[int]) -> Tensor:
+    """Return integers as an int64 tensor on `device`, copied without blocking the host."""
+    return to_device(torch.tensor(values, dtype=torch.int64), device)

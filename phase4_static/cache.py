@@ -1,4 +1,4 @@
-"""KV memory of one batch at a time: a row for each request, all of the greatest length that one may need.
+"""KV memory of one batch at a time: a row for each request, all as long as the longest prompt and answer need.
 
 ```text
 prompts of 3, 7 and 5 tokens, up to 4 new ones       row length = 7 + 4 = 11

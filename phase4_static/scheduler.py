@@ -47,6 +47,9 @@ class StaticScheduler(Scheduler):
         done, self.active = self.active, []
         return done
 
+    def make_room(self, pool: SchedulerPool) -> list[Request]:  # noqa: ARG002 - no request leaves a batch
+        return []
+
     def admit(self, pool: SchedulerPool) -> None:
         """Admit a batch if none runs, and it is full or has waited long enough."""
         if not self.active and self._is_due(self.clock()):

@@ -28,7 +28,8 @@ class ContinuousScheduler(Scheduler):
 
     def _clear_seats(self) -> list[Request]:
         done = [request for request in self.active if request.is_done]
-        self.active = [request for request in self.active if not request.is_done]
+        if done:
+            self.active = [request for request in self.active if not request.is_done]
         return done
 
     def admit(self, pool: SchedulerPool) -> None:

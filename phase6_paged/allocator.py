@@ -65,7 +65,7 @@ class BlockAllocator(Generic[Owner]):
         self.force_free(blocks)
 
     def force_free(self, blocks: Iterable[int]) -> int:
-        """Free the allocated ones of `blocks`. Returns their number. For reclaiming leaked blocks."""
+        """Free the blocks among `blocks` that are allocated. Returns their number. For reclaiming leaked blocks."""
         held = [block for block in dict.fromkeys(blocks) if block in self._owners]
         for block in held:
             del self._owners[block]

@@ -139,7 +139,8 @@ class PagedKVCachePool(KVPool):
         self.allocator.free(table)
 
     def free_slot_count(self) -> int:
-        """Return how many more sequences can be admitted: each takes a seat and at least one block."""
+        """Return the largest number of sequences that could still be admitted: each takes a seat and at least one
+        block."""
         return min(self._rows.num_free, self.allocator.num_free)
 
     # ------------------------------------------------------------------ KVPool
@@ -151,10 +152,11 @@ class PagedKVCachePool(KVPool):
             request.slot = self.allocate_slot()
             self.match_prefix(request)
         missing = self.blocks_for(tokens) - len(self._tables[request.slot])
+        if missing <= 0:  # most steps: the last block has room
+            return True
         if not self.allocator.can_allocate(missing):
             return False
-        if missing > 0:
-            self.grow(request.slot, tokens)
+        self.grow(request.slot, tokens)
         return True
 
     def _free(self, slot: int) -> None:

@@ -25,22 +25,12 @@ class PagedScheduler(ContinuousScheduler):
 
         The oldest request reserves first and so always goes on.
         """
+        if preempted := super().make_room(pool):
+            return preempted
         for request in sorted(self.active, key=lambda r: r.arrival):
             if request.wants_token and not pool.reserve(request, request.num_tokens):
-                return self._make_way()
+                return self._make_way(max(self.active, key=lambda r: r.arrival))
         return []
-
-    def _make_way(self) -> list[Request]:
-        """Preempt the latest arrival and return it."""
-        return [self._preempt(max(self.active, key=lambda r: r.arrival))]
-
-    def _preempt(self, request: Request) -> Request:
-        """Return a request to the front of the queue with its generated tokens. Its client sees only a pause."""
-        self.active.remove(request)
-        request.preempt()
-        self.waiting.appendleft(request)
-        self.preemptions += 1
-        return request
 
     def admit(self, pool: SchedulerPool) -> None:
         """Admit waiting requests in order while the blocks for their prompt and generated tokens are in budget."""

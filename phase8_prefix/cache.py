@@ -90,7 +90,7 @@ class PrefixCachingPool(PagedKVCachePool):
         request.start_after(len(path) * self.block_size)
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
-        """Return the hits after `held`. The last token is always computed, in a block that the sequence owns."""
+        """Return the hits after `held`. The block of the last token is no hit: that token is always computed."""
         if request.params.prompt_logprobs is not None:
             return []  # each token's log-probability must be computed
         limit = (len(request.token_ids) - 1) // self.block_size
@@ -146,8 +146,8 @@ class PrefixCachingPool(PagedKVCachePool):
     @property
     def used_tokens(self) -> int:
         """Tokens in use. A shared block counts once. Only the ends of block tables are reserved and unused."""
-        ends = sum(self.capacity(slot) - length for slot, length in self._lengths.items())
-        return self.reserved_tokens - ends
+        in_tables = sum(map(len, self._tables.values())) * self.block_size
+        return self.reserved_tokens - (in_tables - sum(self._lengths.values()))
 
     def kept_blocks(self) -> Sequence[int]:
         return self.tree.unused_blocks()

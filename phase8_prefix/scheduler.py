@@ -30,7 +30,7 @@ class PrefixScheduler(ChunkedScheduler):
         super().admit(pool)
         # Without chunks, the step that admits a prompt computes all of it: there is no time for a second search.
         if self.config.enable_prefix_caching and self.config.use_chunked_prefill:
-            # As `plan` will do it: a hit leaves more of the budget to later requests, which then search too.
+            # Goes through the requests as `plan` will. A hit leaves more budget, so later requests search, too.
             for _ in self.chunks(self._looked_up(pool)):
                 pass
 

@@ -8,14 +8,15 @@ step t+2 is planned: step t was read, step t+1 computes
   C  ended at t with EOS, which could not be foreseen    a zombie: holds its memory until t+1 is read
 ```
 
-The request's own counts say this (`wants_token`, `num_tokens`, `is_done`). The scheduler adds when to wait.
+A request's own counts decide this (`wants_token`, `num_tokens`, `is_done`). This scheduler decides only which steps
+must wait for a commit.
 """
 
 from __future__ import annotations
 
 from common.kv import SchedulerPool
 from common.request import Request
-from common.scheduling import Clock, StepPlan
+from common.scheduling import StepPlan
 from phase8_prefix.scheduler import PrefixScheduler
 from phase9_pipelined.config import Config
 
@@ -25,10 +26,7 @@ class PipelinedScheduler(PrefixScheduler):
     `prefill_mode` is "drained"."""
 
     config: Config
-
-    def __init__(self, config: Config, clock: Clock) -> None:
-        super().__init__(config, clock)
-        self._out_of_room = False
+    _out_of_room = False  # whether this step plans nothing, since memory is free only after a commit
 
     @property
     def in_flight(self) -> bool:
@@ -39,11 +37,11 @@ class PipelinedScheduler(PrefixScheduler):
         self._out_of_room = False
         return super().make_room(pool)
 
-    def _make_way(self) -> list[Request]:
-        """Preempt nobody while a step is in flight, since that step uses the memory: wait until it is committed.
-        Requests that end by then may leave enough room."""
+    def _make_way(self, request: Request) -> list[Request]:
+        """Preempt no request while a step is in flight, since that step uses the memory. Then this step plans
+        nothing and commits the step in flight. Requests that end with that commit may free enough memory."""
         self._out_of_room = self.in_flight
-        return [] if self._out_of_room else super()._make_way()
+        return [] if self._out_of_room else super()._make_way(request)
 
     def admit(self, pool: SchedulerPool) -> None:
         if not self._out_of_room:  # free memory goes to the active requests that wait for it

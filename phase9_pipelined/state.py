@@ -1,4 +1,4 @@
-"""The steps in flight, oldest first. No tensors, no device.
+"""The steps in flight, oldest first.
 
 ```text
         on_launch              on_pending_commit            on_step_completed
@@ -7,51 +7,69 @@
       submitted                  submitted                   became outputs
 ```
 
-At most two steps are in flight. At most one of them is not sampled yet: the next one is launched behind its
-sampling, which writes the tokens that the next one reads. Steps are committed in the order of their launch.
+At most two steps are in flight, and the sampling of at most one of them is not submitted yet. A step is launched
+only after the sampling of the step before is submitted, since that sampling writes the tokens that the new step
+reads. Steps are committed in the order of their launch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+
+from common.request import Request
+from common.runner import PassShare
+from common.scheduling import StepPlan
+from common.streams import Pending
 
 MAX_IN_FLIGHT = 2
 
 
-class Member(Protocol):
-    """A request in a step; `inflight_refs` counts the steps in flight that compute for it."""
+@dataclass(slots=True)
+class LaunchedPass:
+    """A forward pass in flight."""
 
-    inflight_refs: int
+    shares: tuple[PassShare, ...]
+    requests: tuple[Request, ...]  # of each sampled row, in order
+    work: Pending  # the work submitted last: the forward pass, later its sampling
 
 
-class Step(Protocol):
-    """A step in flight. Its members do not change between its launch and its commit."""
+@dataclass(slots=True, eq=False)
+class DecodeSlot:
+    """A step, made at its launch and dropped at its commit."""
+
+    plan: StepPlan
+    passes: list[LaunchedPass] = field(default_factory=list)  # as far as they were submitted
 
     @property
-    def members(self) -> Sequence[Member]:
-        """The requests it computes for."""
+    def members(self) -> tuple[Request, ...]:
+        """The requests that the step computes for."""
+        return self.plan.requests
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether sampling must wait until the tokens of the step before have been read (grammars, penalties)."""
+        return any(request.waits_for_its_tokens for each in self.passes for request in each.requests)
 
-StepT = TypeVar("StepT", bound=Step)
+    def wait(self) -> None:
+        """Block until no pass of this step computes any more, failed or not."""
+        for each in self.passes:
+            each.work.end()
 
 
 class PipelineError(RuntimeError):
     """A step was moved to a stage that its present stage does not lead to."""
 
 
-class PipelineState(Generic[StepT]):
-    """The queue of steps in flight. Every transition checks itself, and changes nothing if it is refused.
+class PipelineState:
+    """The queue of steps in flight. An illegal transition raises PipelineError and changes nothing.
 
-    Attributes:
-        steps: launched and not committed, oldest first.
-        launched: the newest of them, as long as its sampling was not submitted; else None.
+    A request's `inflight_refs` counts the steps in the queue that compute for it.
     """
 
     def __init__(self) -> None:
-        self.steps: deque[StepT] = deque()
-        self.launched: StepT | None = None
+        self.steps: deque[DecodeSlot] = deque()  # launched and not committed, oldest first
+        self.launched: DecodeSlot | None = None  # the newest of them, until its sampling is submitted
 
     @property
     def has_room(self) -> bool:
@@ -59,32 +77,33 @@ class PipelineState(Generic[StepT]):
         return len(self.steps) < MAX_IN_FLIGHT
 
     @property
-    def oldest(self) -> StepT | None:
+    def oldest(self) -> DecodeSlot | None:
         """The step to commit next; None if no step in flight is sampled."""
         return self.steps[0] if self.steps and self.steps[0] is not self.launched else None
 
-    def on_launch(self, step: StepT) -> None:
+    def on_launch(self, step: DecodeSlot) -> None:
         """Add a step. Its forward passes are submitted next."""
+        members = step.members
         if self.launched is not None:
             raise PipelineError("the step before is not sampled")
         if not self.has_room:
             raise PipelineError(f"{MAX_IN_FLIGHT} steps are in flight")
-        if len({id(member) for member in step.members}) < len(step.members):
+        if len(set(members)) < len(members):
             raise PipelineError("a request is in the step twice")
         # First the record, then the counts, so that `drop_all` finds each count of an interrupted launch.
         self.steps.append(step)
         self.launched = step
-        for member in step.members:
+        for member in members:
             member.inflight_refs += 1
 
     def on_pending_commit(self) -> None:
-        """The launched step's sampling was submitted: its tokens are on their way to the host."""
+        """Mark the launched step as sampled: its sampling and the copy of its tokens were submitted."""
         if self.launched is None:
             raise PipelineError("no step waits for its sampling")
         self.launched = None
 
-    def on_step_completed(self, step: StepT) -> None:
-        """The oldest step's tokens became outputs: drop it and its references."""
+    def on_step_completed(self, step: DecodeSlot) -> None:
+        """Drop the oldest step and its references, since its tokens became outputs."""
         if step is not self.oldest:
             raise PipelineError("only the oldest step may be committed, and only once it is sampled")
         for member in step.members:
