@@ -4,25 +4,26 @@
 import contract in `pyproject.toml` checks.
 
 ```text
-socket    connections   how many clients there are, and how long each may take
-request   middleware    ids, keys, names that the server answers to
+socket    connections   bounds on the number of connections, and on the time that each may take
+request   middleware    request ids, API keys, allowed `Host` names
 parse     routes        one function for each route; `generate` for the routes that make text
-          bodies        bytes to a checked body (`requests/`: its fields), or one error
+          bodies        bytes to a validated body (`requests/`: its fields), or one error
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
-inbox     common.worker the engine's thread takes the requests from it, into `Scheduler.waiting`
+inbox     common.worker the engine's thread moves requests from the inbox to `Scheduler.waiting`
 step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
-event                   `formats`: an event of a stream, or the JSON answer (`shapes`: its objects)
-socket    stream        events that the client has not read yet, and clients that leave
+event                   `formats`: an event of a stream, or the JSON answer (`shapes`, `logprobs`: its objects)
+socket    stream        bytes to the client, until the answer ends or the client leaves (`backlogs`: unread bytes)
 ```
 
-Beside this way:
+Modules beside this path:
 
 | module | holds |
 | --- | --- |
 | `app` | the app: middleware, routes and error handlers put around an engine |
 | `service` | the objects that all routes share |
-| `serve`, `options` | the command: port, signals, draining; flags, environment, `--help` |
+| `serve`, `options` | the command: signals, draining, exit code; flags, environment, `--help` |
+| `sockets` | listening; limits of the operating system; closing without a reset |
 | `errors` | one JSON shape for all errors, and their statuses |
 | `openapi` | the OpenAPI document |
 | `logs`, `metrics` | lines of the log; numbers for Prometheus |

@@ -1,4 +1,4 @@
-"""The app: routes, errors and life of the server, put around an engine. The same for every phase."""
+"""The ASGI app around an engine of any phase: middleware, routes, error handlers, start-up and shutdown."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.engine import Engine
+from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS, answer_unexpected_error
 from common.server.logs import Pulse
@@ -30,10 +31,9 @@ from common.server.middleware import (
 from common.server.openapi import openapi_document
 from common.server.routes import admin_router, router
 from common.server.service import Service, served_model_name
-from common.server.stream import Backlogs
 from common.worker import EngineWorker
 
-LAST_STEP_S = 5.0  # how long shutdown waits for a step whose clients have all been answered
+LAST_STEP_S = 5.0  # how long shutdown waits for a step in flight; all its clients have been answered
 
 
 def create_app(
@@ -62,13 +62,13 @@ def create_app(
         other_names: further names of the model.
         api_keys: keys, one of which clients must send; empty: every client is answered.
         cors_origins: sites whose pages may use this app in a browser, beside its own page.
-        hosts: the names that requests may call this app by, if it has no keys. None: any name, and pages of all
-            sites may send requests, as is right for an app that no browser can reach.
+        hosts: the `Host` names that are allowed; checked only if there are no API keys. None: every name is
+            allowed, and so are requests from pages of other sites. Use None if no browser can reach the app.
         root_path: prefix that a proxy puts before every path.
         body_timeout_s: seconds from a request's head to the end of its body.
-        step_timeout_s: the longest that a step may take before the server counts as dead; None: for ever.
-        backlogs: bounds of the bytes that clients leave unread; by default those of the options.
-        ping_s: seconds between comments in a quiet stream.
+        step_timeout_s: seconds in one step after which `/health` answers 503; None: no limit.
+        backlogs: bounds the bytes that clients leave unread; by default as the options' defaults do.
+        ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: whether the engine's steps can be watched.
         admin: whether clients may pause the engine.
     """
@@ -109,7 +109,7 @@ def create_app(
         app.include_router(routes)
         app.state.paths += [route.path for route in routes.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)
-    # Starlette answers unexpected errors outside of all other middleware, where answers get neither ids nor CORS.
+    # Starlette's own handler of unexpected errors is outside of all middleware: its answers have no id and no CORS.
     app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
@@ -117,7 +117,7 @@ def create_app(
         app.add_middleware(OwnPages, hosts=hosts, origins=cors_origins)
     app.add_middleware(RequestIds)  # outside of these, so that their refusals have an id, too
     if cors_origins:
-        app.add_middleware(  # the outermost: a page may read refusals, and a browser that asks first has no key yet
+        app.add_middleware(  # outside of the key check: pages may read refusals, and a preflight request has no key
             CORSMiddleware,
             **cors_settings(cors_origins),
         )

@@ -30,15 +30,15 @@ from common.server.errors import ApiError, from_exception, shorten
 #: Events parsed before the event loop serves others. They take about a millisecond.
 EVENTS_PER_TURN = 32
 
-#: A body may come in so many pieces (chunks, or the network's packets) of any size. Further pieces must have
-#: `MEAN_PIECE_BYTES` on average, which packets of 536 bytes, the smallest in use, do.
+#: A body may come in this many pieces (HTTP chunks or packets) of any size. With more pieces, the body must have
+#: `MEAN_PIECE_BYTES` for each further one. Packets of 536 bytes, the smallest in use, are large enough.
 FREE_BODY_PIECES = 64
 MEAN_PIECE_BYTES = 256
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 
-#: JSON values in a body, and lists and objects among them. The validator, which holds the interpreter's lock, takes
-#: up to a tenth of a microsecond for a value and three microseconds for a list or an object.
+#: Most JSON values in a body, and most lists and objects among them. The validator, which holds the interpreter's
+#: lock, takes up to a tenth of a microsecond for a value and three microseconds for a list or an object.
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 2**14
 
@@ -52,7 +52,8 @@ BODY = ConfigDict(
 #: they mean nothing to a client.
 TAG = "as "
 
-#: The error of a field that is not implemented: its `param` is the field itself, wherever it stands.
+#: pydantic's error type for a field that is not implemented. The error's `param` is the field's whole path in the
+#: body, not only the path's first part.
 NOT_IMPLEMENTED = "not_implemented"
 
 _SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
@@ -62,8 +63,8 @@ _SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
 class Limits:
     """This server's bounds on the values of a request."""
 
-    models: tuple[str, ...]  # names of the served model, the first of them its own
-    max_choices: int  # more would not fit an empty queue
+    models: tuple[str, ...]  # names of the served model; answers have the first
+    max_choices: int  # of one request: more would not even fit an empty queue
     vocab_size: int
 
 
@@ -71,7 +72,7 @@ class BoundedParser(h11.Connection):
     """h11's parser of a server's connection, with bounds on events and pieces.
 
     Attributes:
-        turn_is_over: whether the event loop's turn has parsed as many events as it may; the next turn goes on.
+        turn_is_over: whether this turn of the event loop parsed `EVENTS_PER_TURN` events. The next turn goes on.
         refusal: the error for a request in too many pieces; None if there is none.
     """
 
@@ -117,12 +118,13 @@ class BoundedParser(h11.Connection):
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         """Serialize an event.
 
-        An answer that comes before the whole request gets `Connection: close`. To find the next request, the rest
-        of this one would have to be parsed.
+        If an answer is sent before the whole request has come, it gets `Connection: close`: otherwise the rest of
+        the request would have to be parsed to find the next one.
         """
         close = (b"connection", b"close")
         if (
-            isinstance(event, h11.Response)
+            type(event)
+            is h11.Response  # each token comes by here, and `isinstance` of an abstract class is slow
             and self.their_state is h11.SEND_BODY
             and close not in event.headers
         ):
@@ -163,7 +165,7 @@ class Bodies:
         timeout_s: from the end of a request's head to that of its body.
     """
 
-    #: The first bytes of each body, which do not count.
+    #: Bytes at the start of each body that do not count towards the rate.
     FREE_BYTES = 64 * 1024
     BYTES_PER_S = 8 * 2**20
     #: How far the rate may be exceeded for a moment.
@@ -178,12 +180,12 @@ class Bodies:
         self._given_up = False
 
     async def read_json(self, request: Request) -> bytes:
-        """Return the body of a request that says it is JSON.
+        """Read and return the body of a request. Its content type must be JSON.
 
         Raises:
-            ApiError: 400, it is not called JSON; 408, it has not come in time; 413, as soon as it is known to be
-                over the limit; 503, the server ends.
-            ClientDisconnect: nobody sends it any more.
+            ApiError: 400, the content type is not JSON; 408, the body was not complete in time; 413, as soon as the
+                body is known to be too large; 503, the server shuts down.
+            ClientDisconnect: the client left before the body was complete.
         """
         _require_json(request)
         declared = request.headers.get("content-length", "0")
@@ -215,7 +217,7 @@ class Bodies:
         return bytes(body)
 
     async def _pay_for(self, count: int) -> None:
-        """Wait until `count` bytes more are within the rate of all large bodies."""
+        """Count `count` more bytes of a large body, and wait until the shared rate allows them."""
         now_s = asyncio.get_running_loop().time()
         earliest_s = now_s - self.BURST_BYTES / self.BYTES_PER_S
         self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self.BYTES_PER_S
@@ -223,7 +225,7 @@ class Bodies:
             await asyncio.sleep(self._paid_until_s - now_s)
 
     def give_up(self) -> None:
-        """Refuse all bodies that have not come by now: the server ends."""
+        """Refuse all bodies that are not complete by now, because the server shuts down."""
         self._given_up = True
         for deadline in self._deadlines:
             expire(deadline)
@@ -254,9 +256,9 @@ def says_json(request: Request) -> bool:
 
 
 def _require_json(request: Request) -> None:
-    """Refuse a body that is not called JSON.
+    """Raise ApiError (400) if the content type of a request is not JSON.
 
-    A page in a browser can post text to any port of its machine unasked, but not JSON.
+    A web page can make a browser send text to any port of the user's machine, but JSON only if it is allowed to.
     """
     if not says_json(request):
         raise ApiError(
@@ -275,7 +277,7 @@ class Body(BaseModel):
         """Refuse a well-formed body that cannot be served.
 
         Raises:
-            ApiError: 422.
+            ApiError: 404, the body names another model; 422, any other field cannot be served.
         """
 
 
@@ -283,11 +285,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
-    """Read and check a request's body.
+    """Parse and check a request's body.
 
     Raises:
-        ApiError: 400 for what is not JSON, lacks a field, or has one of a wrong type; 422 for what is well-formed
-            and cannot be served.
+        ApiError: 400, the body is not JSON, lacks a field, or has a field of a wrong type; 404, it names another
+            model; 422, it is well-formed but cannot be served.
     """
     try:
         parsed = form.model_validate_json(body)
@@ -306,7 +308,7 @@ def refuse_too_many_values(body: bytes) -> None:
     Raises:
         ApiError: 413.
     """
-    if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # strings included
+    if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # in strings, too
         return
     without_escapes = body.replace(rb"\\", b"").replace(rb"\"", b"")
     values = without_escapes.count(b'"') // 4  # at the least: a key and its text have two quotes each

@@ -1,4 +1,4 @@
-"""Connections to clients: how many there are, how long each may take, and the answer to bytes that are no HTTP.
+"""Connections to clients: bounds on their number and time, and the answer to bytes that are not HTTP.
 
 ```text
 opened ──> waits for a request ──> its head comes ──> its body comes ──> answered ──> waits again
@@ -12,14 +12,10 @@ uvicorn itself has a timeout for the wait between two requests and none for the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
-import socket
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,22 +27,21 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from common.server.backlogs import Backlogs, SlowReaderError, Unread
 from common.server.bodies import BoundedParser
 from common.server.errors import ApiError, unavailable
 from common.server.logs import log_refusal
-from common.server.middleware import OPEN_PATHS, refuse
-from common.server.stream import Backlogs, SlowReaderError, Unread
+from common.server.middleware import OPEN_PATHS, ip_address, refuse
+from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport
 
 logger = logging.getLogger(__name__)
 
-#: Connections beyond the bound that get a 503, and answers of the health routes. Any more are closed at once.
-SPARE_CONNECTIONS = 32
-#: Seconds that a connection beyond the bound may take.
+#: The timeouts of a connection beyond the bound, in seconds: for a request's head, and between requests.
 SPARE_TIMEOUT_S = 5.0
 #: A client that takes less than this within `send_s` is given up. The HTTP server holds 64 KiB of a connection's
 #: bytes and takes more when 16 KiB are left, so a smaller step would not be seen.
 MUST_TAKE_BYTES = 48 * 1024
-#: Seconds after which the bytes of a JSON answer that a client has not read count as unread.
+#: Seconds from the moment a connection's buffers are full until its unread bytes are counted, and between counts.
 COUNT_AFTER_S = 5.0
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
@@ -56,8 +51,6 @@ LAST_LINGER_S = 0.5
 MAX_PIPELINED_BYTES = 64 * 1024
 #: Seconds between two warnings about too many connections.
 WARN_EVERY_S = 10.0
-#: Files that a server has open beside its connections: the model's, its log, the event loop's.
-OTHER_FILES = 128
 #: Seconds that a client may go on sending after the answer has ended its connection.
 LINGER_S = 5.0
 
@@ -70,7 +63,7 @@ class ConnectionLimits:
         connections: number of connections at a time.
         per_address: connections at a time of one address; by default half of all. Loopback and Unix sockets have
             no such bound, since all clients of a proxy on this machine have its address.
-        keep_alive_s: time without a request.
+        keep_alive_s: time that a connection may stay open without a request.
         receive_s: time for the head of a request to come.
         send_s: time to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
     """
@@ -87,8 +80,8 @@ class Config(uvicorn.Config):
 
     Args:
         limits: bounds of connections.
-        backlogs: counts JSON answers that clients do not read, together with streams; by default apart.
-        answers: counts the requests that are refused here; by default apart.
+        backlogs: counts the unread bytes of JSON answers, together with those of streams; by default a new count.
+        answers: counts the requests refused here, by status and error code; by default a new counter.
     """
 
     def __init__(
@@ -107,7 +100,7 @@ class Config(uvicorn.Config):
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return by how many the connections exceed a bound, of all or of one address; 0 or less: by none."""
+        """Return how many connections exceed the bound for all or the one for an address; 0 or less: none does."""
         limits = self.limits
         beyond = connections - limits.connections
         if beyond > 0:
@@ -158,7 +151,9 @@ class TooMany:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with limits on their number, on the time of a request or an answer, and on buffers."""
+    """uvicorn's connection, with limits on connections, on the time of a request or an answer, and on buffers."""
+
+    config: Config
 
     def __init__(
         self,
@@ -169,32 +164,28 @@ class Connection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn: BoundedParser = BoundedParser(config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
-        self._limits = config.limits
-        self._answers = config.answers
-        self._settings = config
         self._address: str | None = None
-        self._receive_s = self._limits.receive_s
-        self._keep_alive_s = self._limits.keep_alive_s
+        self._receive_s = config.limits.receive_s
+        self._keep_alive_s = config.limits.keep_alive_s
         self._next_turn: asyncio.Handle | None = None  # parses the events that the last turn left
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
-        self._backlogs = config.backlogs
         self._unread: Unread | None = None  # bytes of a complete answer that the client has not read
         self._counting: asyncio.TimerHandle | None = None  # updates `_unread`
 
     # ------------------------------------------------------------------ opened and closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        linger_s = min(self._limits.receive_s, LINGER_S)
+        linger_s = min(self.config.limits.receive_s, LINGER_S)
         self._lingering = LingeringTransport(transport, self._may_be_sending, linger_s)
         super().connection_made(self._lingering)
         self.flow = Flow(self._lingering, self.conn)
         self._address = None if self.client is None else counted_address(self.client[0])
         if self._address is not None:
-            self._settings.addresses[self._address] += 1
-        beyond = self._settings.beyond(len(self.connections), self._address)
+            self.config.addresses[self._address] += 1
+        beyond = self.config.beyond(len(self.connections), self._address)
         if beyond > 0:
-            self.app = TooMany(self.app, self._answers)
+            self.app = TooMany(self.app, self.config.answers)
             self._receive_s = self._keep_alive_s = SPARE_TIMEOUT_S
         if beyond > SPARE_CONNECTIONS:
             transport.abort()
@@ -204,14 +195,14 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._address is not None:
-            self._settings.forget(self._address)
+            self.config.forget(self._address)
         self._lingering.on_lost()
         self._unset_keepalive_if_required()
         self._stop_receiving()
         self._stop_sending()
 
     def shutdown(self) -> None:
-        """Let the server end: an idle or lingering connection closes, another one with the end of its answer."""
+        """Close at the server's shutdown: now if idle, soon if lingering, otherwise when the answer is complete."""
         super().shutdown()
         self._lingering.hurry(LAST_LINGER_S)
 
@@ -303,10 +294,10 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer without the app, and close."""
+        """Answer with an error, without calling the app, and close."""
         self._end_request()
         log_refusal(refusal, refusal.status, refusal, client=self.client[0] if self.client else None)
-        self._answers[refusal.status, refusal.code] += 1
+        self.config.answers[refusal.status, refusal.code] += 1
         body = orjson.dumps(refusal.body())
         headers = [
             *self.server_state.default_headers,
@@ -337,14 +328,14 @@ class Connection(H11Protocol):
 
     def _watch_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(self._limits.send_s, self._on_unread, unsent)
+        self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
 
     def _count_unread(self) -> None:
-        """Count the bytes of an answer that is complete, now and again; a stream's are in its backlog."""
+        """Count a complete answer's unread bytes, now and every `COUNT_AFTER_S`. Streams have a backlog."""
         self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
         if self.cycle.response_complete:
             if self._unread is None:
-                self._unread = Unread(self._backlogs, self._give_up)
+                self._unread = Unread(self.config.backlogs, self._give_up)
             self._unread.add(self.transport.get_write_buffer_size() - self._unread.bytes)
 
     def _give_up(self, error: SlowReaderError) -> None:
@@ -372,15 +363,15 @@ class Connection(H11Protocol):
         ):
             self._watch_sending()  # an incomplete answer is a stream, which has a deadline of its own
         else:
-            logger.info("a client took too little of its answer for %g s: closed", self._limits.send_s)
+            logger.info("a client took too little of its answer for %g s: closed", self.config.limits.send_s)
             self.transport.abort()
 
 
 class Flow(FlowControl):
     """uvicorn's flow control, which goes on reading while an answer is made.
 
-    uvicorn stops reading when bytes wait behind a request. Then it learns of a client that leaves only when the
-    answer is complete, and a request with one byte behind it is computed for nobody.
+    uvicorn stops reading when bytes wait behind a request. Then it notices that a client has left only when the
+    answer is complete, and a request with one byte behind it is computed in vain.
     """
 
     def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
@@ -393,129 +384,13 @@ class Flow(FlowControl):
             super().pause_reading()
 
 
-class LingeringTransport(asyncio.Transport):
-    """A socket's transport whose `close` waits for the client to stop sending.
-
-    A socket that is closed while bytes of the client wait in it resets the connection, and the client may lose an
-    answer that it has not read. So the client is told that nothing more will come, its bytes are dropped, and the
-    socket is closed when the client closes, or a few seconds later. nginx calls this a lingering close.
-
-    Args:
-        transport: the socket's.
-        may_be_sending: returns whether bytes of the client may be on their way.
-        linger_s: seconds that the client may go on sending.
-    """
-
-    def __init__(
-        self, transport: asyncio.Transport, may_be_sending: Callable[[], bool], linger_s: float
-    ) -> None:
-        super().__init__()
-        self._transport = transport
-        self._may_be_sending = may_be_sending
-        self._linger_s = linger_s
-        self._lingering: asyncio.TimerHandle | None = None
-
-    def close(self) -> None:
-        """Send the rest of the answer and close, at once or after the client has stopped sending."""
-        if self.is_closing():
-            return
-        if not self._may_be_sending():
-            self._transport.close()
-            return
-        self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._transport.close)
-        # TLS cannot close one direction only: there, the client finds the end of the answer by its length.
-        if self._transport.can_write_eof():
-            with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
-                self._transport.write_eof()
-        self._transport.resume_reading()
-
-    def hurry(self, linger_s: float) -> None:
-        """Close a lingering connection after so long, counted from now."""
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = asyncio.get_running_loop().call_later(linger_s, self._transport.close)
-
-    def on_lost(self) -> None:
-        """Stop waiting: the connection is closed."""
-        if self._lingering is not None:
-            self._lingering.cancel()
-
-    def is_closing(self) -> bool:
-        """Return whether the connection is closed or lingers. The client's further bytes are dropped then."""
-        return self._lingering is not None or self._transport.is_closing()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._transport.write(data)
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-
 def counted_address(host: str) -> str | None:
-    """Return the address that a peer's connections are counted under; None if they are not.
+    """Return the address that a peer's connections are counted under; None for loopback and Unix sockets.
 
-    A machine with IPv6 has a network of 2^64 addresses, and counts as one.
+    An IPv6 network of 2^64 addresses (/64) counts as one address, since one machine can use all of them.
     """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = ip_address(host)
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address is None or address.is_loopback:
         return None
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            network = ipaddress.ip_network((int(address), 64), strict=False)
-            return None if address.is_loopback else str(network)
-        address = address.ipv4_mapped
-    return None if address.is_loopback else str(address)
-
-
-# ---------------------------------------------------------------------- what the operating system does
-
-
-def find_lost_peers(listener: socket.socket, within_s: float) -> None:
-    """Let the kernel end a connection whose peer takes nothing, or is no longer there. Connections inherit it."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    ask_s = max(1, int(within_s / 4))
-    if sys.platform == "linux":
-        # Bytes for a peer, and keep-alive probes, may stay unacknowledged for this time.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
-    elif sys.platform == "darwin":
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, ask_s)
-
-
-def allow_open_files(connections: int) -> int:
-    """Raise the process's limit of open files for so many connections. Returns how many are possible."""
-    if sys.platform == "win32":
-        return connections
-    import resource
-
-    needed = connections + SPARE_CONNECTIONS + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return connections
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return connections
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    possible = max(1, hard - SPARE_CONNECTIONS - OTHER_FILES)
-    logger.warning(
-        "--max-connections %d would need %d open files, and this process may have %d (ulimit -Hn): %d connections",
-        connections,
-        needed,
-        hard,
-        possible,
-    )
-    return possible
+    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON shape, whatever went wrong and wherever.
+"""Errors as clients see them: one JSON shape for all errors of all routes.
 
 ```json
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_value"}}
@@ -46,7 +46,7 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status, used where the answer has not begun.
-        message: text for a person, without the server's insides.
+        message: text for people, without the server's internals.
         type: the kind of error, for programs.
         param: the request's field at fault, if one is.
         code: the error, for programs.
@@ -103,7 +103,7 @@ def status_at(path: str, error: ApiError) -> int:
 
 
 def from_exception(error: Exception) -> ApiError:
-    """Return a client's answer to an error that the engine or its worker raised, or ended a request with."""
+    """Return the client's error for an exception that the engine or its worker raised, or ended a request with."""
     match error:
         case ApiError():
             return error
@@ -191,12 +191,12 @@ async def answer_invalid_query(request: Request, error: Exception) -> Response:
 
 
 async def answer_nobody(_: Request, __: Exception) -> Response:
-    """Answer a client that has left, on a closed connection, for the sake of form (499 is nginx's)."""
+    """Return a response for a client that has left: a handler must return one (499 is nginx's)."""
     return Response(status_code=499)
 
 
 async def answer_unexpected_error(request: Request, _: Exception) -> Response:
-    """Answer an exception that nobody expected. The HTTP server logs the traceback."""
+    """Answer 500 to an exception that no other handler takes. The HTTP server logs the traceback."""
     return await answer_api_error(request, internal_error())
 
 

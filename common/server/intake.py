@@ -55,7 +55,7 @@ MAX_LENGTHS = 8
 
 T = TypeVar("T")
 
-#: Niceness of work that no stream waits for: a tenth of a core that the engine wants, and all of an idle core.
+#: Niceness of threads that no stream waits for: a tenth of a core that the engine uses, all of an idle one.
 NICENESS = 10
 
 
@@ -121,9 +121,10 @@ class Intake:
             return places.submit(requests)
 
     async def _compile(self, wanted: GenerationRequest, choices: int) -> Sequence[Matcher | None]:
-        """Return a matcher for each choice; None for each choice whose grammar is none, or quick to compile.
+        """Return a matcher for each choice; None for each if there is no grammar, or it compiles quickly.
 
-        A quick one is compiled while the prompt is tokenized. Others wait for their own thread, without a place.
+        A quick grammar is compiled later, in the thread that tokenizes the prompt. Others are compiled in the lane
+        `compiling`, while the request holds no place in the queue.
         """
         if wanted.named_grammar is None:
             return [None] * choices
@@ -141,13 +142,14 @@ class Intake:
         except InvalidGrammarError as error:
             raise InvalidGrammarError(f"{name}: {error}", param=name) from None
 
-    async def tokenize(self, wanted: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of a text, and how the tokenizer spells them if the request asks for it.
+    async def tokenize(self, body: bytes) -> tuple[list[int], list[str] | None]:
+        """Return the token ids of a body's text, and the tokenizer's spelling of each (None unless asked for).
 
         Raises:
-            ApiError: 503, too many requests wait to be converted.
+            ApiError: as `parse`; 503, too many requests wait to be converted.
             InvalidRequestError: the model's chat template refuses the conversation, or the text is very long.
         """
+        wanted = await self.parse(body, TokenizeRequest)
         tokenizer = self._engine.tokenizer
 
         def convert() -> tuple[list[int], list[str] | None]:
@@ -158,12 +160,13 @@ class Intake:
 
         return await self._admission.converting.run(convert)
 
-    async def detokenize(self, wanted: DetokenizeRequest) -> str:
-        """Return the text of token ids, special tokens included.
+    async def detokenize(self, body: bytes) -> str:
+        """Return the text of a body's token ids, special tokens included.
 
         Raises:
-            ApiError: 503, too many requests wait to be converted.
+            ApiError: as `parse`; 503, too many requests wait to be converted.
         """
+        wanted = await self.parse(body, DetokenizeRequest)
         decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
         return await self._admission.converting.run(decode)
 
@@ -229,7 +232,7 @@ class Intake:
             )
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """Return the longest answer: what the request asks for, or what fits behind its prompt."""
+        """Return the largest number of new tokens: the requested number, or else as many as fit."""
         if wanted.max_new_tokens is not None:
             return wanted.max_new_tokens
         room = self._engine.max_request_tokens - prompt_tokens
@@ -238,7 +241,7 @@ class Intake:
                 f"min_tokens: {wanted.min_tokens} do not fit behind a prompt of {prompt_tokens} tokens",
                 param="min_tokens",
             )
-        # Without room, the engine refuses the prompt for its length. Until then the parameters must be valid.
+        # If no token fits, `create_request` refuses the prompt for its length. Parameters must be valid until then.
         return max(room, wanted.min_tokens or 1)
 
 
@@ -315,7 +318,7 @@ class Lane:
 
     @property
     def jobs(self) -> int:
-        """Number of requests whose work runs or waits, those included whose client has left meanwhile."""
+        """Number of requests whose work runs or waits. Work that runs on after its client has left counts, too."""
         return self._jobs
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -1,22 +1,22 @@
 """Watches the running engine: its steps as they come (`GET /steps`), and traces that clients record (`GET /trace`).
 
-Nothing is made while nobody watches.
+No frames are made while no client watches.
 
 ```text
 engine thread                                        event loop
   step ─> watcher: a frame, unless it is too soon ──> publish ─┬─> a viewer's queue ─> events ─> its page
-                                                               └─> another's, full: emptied, and counted
+                                                               └─> another's, full: emptied, its frames counted
 ```
 
-Watching must not slow down what is watched. Frames are `MAX_FRAMES_PER_S` at the most, and making them takes no
-more than `ENGINE_SHARE` of the engine's time, however short its steps are: those in between are left out. A viewer
-that does not keep up misses frames and goes on with one that tells everything.
+Watching must not slow down the engine. At most `MAX_FRAMES_PER_S` frames are made a second, and making them takes
+at most `ENGINE_SHARE` of the engine thread's time. Steps in between get no frame. A viewer that does not keep up
+misses frames and goes on with a key frame, which holds the whole state.
 
 ```text
-event: begin     what holds for all frames: `common.step_trace`, header
+event: begin     values that hold for all frames: `common.step_trace`, header
 event: step      a frame
-event: missed    {"frames": n}: dropped for this viewer, since its first
-event: end       there is nothing more to see: the server shuts down, or its engine is dead
+event: missed    {"frames": n}: n frames were dropped for this viewer since its first frame
+event: end       the last event: the server shuts down, or its engine is dead
 ```
 """
 
@@ -28,7 +28,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import ClassVar
 
 from common.engine import Engine
 from common.errors import ShuttingDownError
@@ -36,6 +37,7 @@ from common.request import StepOutput
 from common.scheduling import StepPlan
 from common.server.errors import from_exception, unavailable
 from common.server.replies.shapes import event
+from common.server.stream import Stream
 from common.step_trace import Frame, FrameMaker, Header, header
 from common.telemetry import StepRecord
 from common.trace import TraceBuffer, Tracer
@@ -46,9 +48,9 @@ logger = logging.getLogger(__name__)
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer
 MAX_FRAMES_PER_S = 20
-ENGINE_SHARE = 0.003  # share of the engine's time
-TICK_S = 0.25  # seconds at the most until the last step of many is shown
-#: Each recording writes every step's events again, in the engine's thread.
+ENGINE_SHARE = 0.003  # of the engine thread's time, for making frames
+TICK_S = 0.25  # seconds between two checks whether the latest step has a frame
+#: Recordings at a time. Each of them writes every step's events again, in the engine's thread.
 MAX_RECORDINGS = 4
 FETCH_S = 0.1  # seconds between two pieces of a trace
 
@@ -93,14 +95,14 @@ class Watcher:
             return
         try:
             frame = self._maker.frame(*self._left_out)
-        except Exception:  # a failed view must not fail the requests
+        except Exception:  # a bug in the live view must not fail requests
             logger.exception("the live view failed")
             self._due_s = math.inf
             self._worker.on_event_loop(self._live_view.end, None)
             return
         self._left_out = None
         self._worker.on_event_loop(self._live_view.publish, frame)
-        took_s = time.thread_time() - began_s  # processor time: other processes' share is not the view's
+        took_s = time.thread_time() - began_s  # processor time: does not count other processes
         self._due_s = now_s + max(took_s / ENGINE_SHARE, 1 / MAX_FRAMES_PER_S)
 
     # ------------------------------------------------------------------ any thread
@@ -159,7 +161,7 @@ class Viewer:
 
 
 class LiveView:
-    """All viewers, and the watcher that exists while there is a viewer. Belongs to the event loop."""
+    """All viewers, and the watcher that exists while there is a viewer. Used on the event loop only."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -218,7 +220,7 @@ class LiveView:
             self._worker.call(call)
 
     async def _tick(self) -> None:
-        """Show the last of many steps soon, and end the streams when the engine ends."""
+        """Every `TICK_S`, make a frame of the latest step if it has none; end all streams if the server ends."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
@@ -244,7 +246,7 @@ class Recordings:
         self._open: set[Recording] = set()
 
     def open(self, seconds: float) -> Recording:
-        """Return a recording that has not begun. Close it in the end.
+        """Return a new recording, which begins with `Recording.pieces`. Close it in the end.
 
         Raises:
             ApiError: 503, too many run already, or the server ends.
@@ -262,7 +264,7 @@ class Recordings:
         return recording
 
     def close(self, recording: Recording) -> None:
-        """Stop a recording, whether or not it has begun: the engine's thread makes its calls in order."""
+        """Stop a recording. One about to start is stopped, too: the engine's thread runs its calls in order."""
         self._open.discard(recording)
         with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
             self.worker.call(lambda _: self.tracer.stop(recording.buffer))
@@ -290,3 +292,13 @@ class Recording:
 
     def close(self) -> None:
         self._recordings.close(self)
+
+
+class TraceStream(Stream):
+    """Sends a trace as a file to be saved."""
+
+    media_type = "application/json"
+    headers_of_all: ClassVar[Mapping[str, str]] = {
+        "Content-Disposition": 'attachment; filename="infer.trace"'
+    }
+    ping = b"\n"

@@ -17,7 +17,6 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from common.engine import Engine
@@ -65,10 +64,9 @@ class JsonLines(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a line of the HTTP server says more than the server's own lines.
+    """Return False for the two log lines of uvicorn that repeat a line of this server.
 
-    An answer is left unfinished if its client takes nothing, and bytes that are no HTTP are refused. Each of these
-    events has a line of its own already.
+    They report an answer that was left unfinished because its client reads too slowly, and bytes that are not HTTP.
     """
     return record.msg not in (
         "ASGI callable returned without completing response.",
@@ -81,7 +79,6 @@ logger = logging.getLogger(__name__)
 
 def log_end(
     answer: Answer,
-    streams: Sequence[RequestStream],
     *,
     asked_s: float,
     client: str | None = None,
@@ -93,13 +90,13 @@ def log_end(
 
     Args:
         answer: the answer.
-        streams: the requests of its choices, in order.
         asked_s: time by which the request had come, on `time.monotonic`'s clock.
         client: the address that it came from.
         user: the client's own label.
         request_id: the client's name for its request, if it has one.
         client_gone: the reason why the client does not take the answer any more; None if it does.
     """
+    streams = answer.streams
     prompts = {
         id(choice.prompt): stream.request.num_prompt_tokens
         for choice, stream in zip(answer.choices, streams, strict=True)
@@ -161,12 +158,12 @@ def _counted(ending: str, count: int, of: int) -> str:
 
 
 def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str | None = None) -> None:
-    """Log a refused request: an INFO line for a client's mistake, WARNING for 503, ERROR for 500.
+    """Log a refused request at level INFO; at WARNING if the status is 503, at ERROR if it is 500.
 
     Args:
         refusal: the error that the client is sent.
         status: the HTTP status it is sent with.
-        error: the exception; its traceback is logged if the client is told nothing of it.
+        error: the exception; its traceback is logged if the status is 500.
         client: the address that the request came from.
     """
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
@@ -194,7 +191,7 @@ def log_departure(client: str | None = None) -> None:
 class Pulse:
     """Logs the server's load every `PULSE_EVERY_S` seconds and returns freed memory to the operating system.
 
-    Rates are of the time since the line before, or since the server became busy.
+    Rates are averages over the last `PULSE_EVERY_S` seconds.
     """
 
     def __init__(self, engine: Engine, worker: EngineWorker) -> None:

@@ -1,12 +1,12 @@
-"""`GET /metrics`: what the engine and its worker have counted, as Prometheus reads it.
+"""`GET /metrics`: the counts of the engine and its worker, in Prometheus's format.
 
-Names are vLLM's where vLLM has the number, so that dashboards made for it show ours; the rest begin with `infer:`.
+A metric that vLLM has, too, has vLLM's name, so dashboards made for vLLM show it. Other names begin with `infer:`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 from common.server.replies.answer import Answer
 from common.server.service import Service
 from common.telemetry import Counters, Histogram, RequestTelemetry
-from common.worker import RequestStream
 
 #: Memory, processor time and open files of this process: `process_*`, without labels, as every exporter has them.
 _PROCESS = ProcessCollector(registry=None)
@@ -146,12 +145,10 @@ class Metrics(Collector):
             yield family
 
 
-def count_longest_choices(
-    requests: RequestTelemetry, answer: Answer, streams: Sequence[RequestStream]
-) -> None:
-    """Count the longest choice of each prompt of an answer that has ended. `streams` follow its choices."""
+def count_longest_choices(requests: RequestTelemetry, answer: Answer) -> None:
+    """Add the token count of each prompt's longest choice to the histogram, once the answer has ended."""
     longest: dict[int, int] = {}
-    for choice, stream in zip(answer.choices, streams, strict=True):
+    for choice, stream in zip(answer.choices, answer.streams, strict=True):
         prompt = id(choice.prompt)
         longest[prompt] = max(longest.get(prompt, 0), stream.received_tokens)
     for tokens in longest.values():

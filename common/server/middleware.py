@@ -23,6 +23,7 @@ import re
 import secrets
 import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,10 +45,25 @@ REQUEST_ID = "x-request-id"
 _REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log
 
 
-class CountAnswers:
+class Middleware(ABC):
+    """Base class: `handle` gets HTTP requests only. Lifespan messages go straight to the app."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handle = self.handle if scope["type"] == "http" else self.app
+        await handle(scope, receive, send)
+
+    @abstractmethod
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on to the app."""
+
+
+class CountAnswers(Middleware):
     """Counts every answer of the app, refusals of other middleware included.
 
-    An answer that is an error counts when its body begins, where its code is.
+    An error is counted when its body begins, since the body has the error's code.
 
     Args:
         app: the app whose answers are counted.
@@ -55,13 +71,10 @@ class CountAnswers:
     """
 
     def __init__(self, app: ASGIApp, counts: Counter[tuple[int, str]]) -> None:
-        self.app = app
+        super().__init__(app)
         self._counts = counts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
         counted = False
 
@@ -92,12 +105,12 @@ def error_code(body: bytes) -> str:
         return ""
 
 
-class PaceRefusals:
-    """Bounds how many refusals leave in a second while the engine computes.
+class PaceRefusals(Middleware):
+    """Limits the rate of refusals (status 400 and above) while the engine computes.
 
-    A client that sends the next request when the last one is refused costs the server as much as it likes: two
-    megabytes are received, parsed and thrown away many times a second, and answers that others wait for come late.
-    A refusal that waits half a second makes such a client wait, too.
+    A client may send its next request as soon as the last one is refused. Then the server receives, parses and
+    drops two megabytes many times a second, and other clients' answers come late. A delayed refusal slows such a
+    client down.
 
     Args:
         is_computing: whether answers are being computed. If not, refusals leave at once.
@@ -105,17 +118,17 @@ class PaceRefusals:
 
     PER_S = 16  # refusals a second, once `BURST` have left at once
     BURST = 32
-    MOST_S = 2.0  # that one refusal waits
-    MOST_WAITING = 64  # at the same time: each may hold the body that was refused
+    MOST_S = 2.0  # longest wait of one refusal
+    MOST_WAITING = 64  # refusals that wait at a time: each may hold the refused body in memory
 
     def __init__(self, app: ASGIApp, is_computing: Callable[[], bool]) -> None:
-        self.app = app
+        super().__init__(app)
         self._is_computing = is_computing
         self._next_s = 0.0  # the earliest time of the next refusal, not counting the burst
         self._waiting = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
 
@@ -140,15 +153,15 @@ class PaceRefusals:
             self._waiting -= 1
 
 
-class RootPath:
-    """Strips a proxy's prefix from paths, unless the proxy has taken it away."""
+class RootPath(Middleware):
+    """Strips a proxy's prefix from paths, unless the proxy has stripped it already."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self.app = app
+        super().__init__(app)
         self._root_path = root_path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope.get("path", "")
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
         if path == self._root_path or path.startswith(self._root_path + "/"):
             scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
         await self.app(scope, receive, send)
@@ -164,31 +177,21 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
     }
 
 
-class RequestIds:
-    """Gives every answer the `x-request-id` of its request, or one made up for it.
+class RequestIds(Middleware):
+    """Gives every answer the `x-request-id` of its request, or a generated one.
 
-    In the request's state: `request_id`, and `named`, whether the client chose it.
+    Sets `request_id` in the request's state, and `named`: whether the client chose the id.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID)
         if given is not None and _REQUEST_ID_FORM.fullmatch(given) is None:
-            await refuse(
-                ApiError(
-                    400,
-                    f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
-                    code="invalid_request_id",
-                ),
-                scope,
-                receive,
-                send,
+            refusal = ApiError(
+                400,
+                f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
+                code="invalid_request_id",
             )
+            await refuse(refusal, scope, receive, send)
             return
         request_id = given or uuid.uuid4().hex
         state = {**scope.get("state", {}), "request_id": request_id, "named": given is not None}
@@ -201,31 +204,41 @@ class RequestIds:
         await self.app({**scope, "state": state}, receive, send_with_id)
 
 
-class ApiKeys:
+class Guard(Middleware):
+    """Base class of middleware that may refuse a request: a subclass's `refusal` decides. Paths in `OPEN_PATHS` are
+    never refused."""
+
+    @abstractmethod
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Return the error that refuses a request; None for a request that may pass."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None if scope["path"] in OPEN_PATHS else self.refusal(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+        else:
+            await refuse(refusal, scope, receive, send)
+
+
+class ApiKeys(Guard):
     """Refuses requests without one of the server's keys as `Authorization: Bearer KEY`.
 
-    Keys are compared by their digests and all of them, so the time tells nothing of how much was right.
+    The digests of all keys are compared, so the time that it takes reveals nothing about a key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
+        super().__init__(app)
         self._digests = [_digest(key.encode()) for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
-            await self.app(scope, receive, send)
-            return
-        await refuse(
-            ApiError(
-                401,
-                "this server wants a key; send it as Authorization: Bearer KEY",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            ),
-            scope,
-            receive,
-            send,
+    def refusal(self, scope: Scope) -> ApiError | None:
+        if self._has_key(Headers(scope=scope)):
+            return None
+        return ApiError(
+            401,
+            "this server wants a key; send it as Authorization: Bearer KEY",
+            type="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
         )
 
     def _has_key(self, headers: Headers) -> bool:
@@ -239,10 +252,10 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class OwnPages:
-    """ASGI middleware: refuses requests under a name that is not allowed, and requests of other sites' pages.
+class OwnPages(Guard):
+    """Refuses requests whose `Host` is not allowed, and requests from pages of other sites.
 
-    A user may follow another site's link to this server, and read the paths that need no key anywhere.
+    Paths in `OPEN_PATHS` are exempt, and a user may follow a link on another site to this server.
 
     Args:
         hosts: the names that are allowed.
@@ -250,22 +263,18 @@ class OwnPages:
     """
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, origins: Sequence[str]) -> None:
-        self.app = app
+        super().__init__(app)
         self._hosts = hosts
         self._origins = frozenset(origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self.app(scope, receive, send)
-            return
+    def refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not self._hosts.allow(host):
-            await refuse(host_not_allowed(host), scope, receive, send)
-        elif self._is_of_another_site(scope["method"], headers):
-            await refuse(cross_site(headers.get("origin")), scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            return host_not_allowed(host)
+        if self._is_of_another_site(scope["method"], headers):
+            return cross_site(headers.get("origin"))
+        return None
 
     def _is_of_another_site(self, method: str, headers: Headers) -> bool:
         follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
@@ -292,14 +301,14 @@ class AllowedHosts:
         self._names = {_without_port(name) for name in known}
 
     def allow(self, header: str) -> bool:
-        """Return whether a request with this `Host` is answered. Only clients that are no browsers send none."""
+        """Return whether a request with this `Host` is answered. Without one, it is: browsers always send it."""
         name = _without_port(header)
         return (
             self._any
             or not name
             or name in self._names
             or name.endswith(".localhost")
-            or _address(name) is not None
+            or ip_address(name) is not None
             or (self._short_names and "." not in name)
         )
 
@@ -330,12 +339,13 @@ def _without_port(host: str) -> str:
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
-    if _address(host) is not None:  # an IPv6 address without brackets, as in an option
+    if ip_address(host) is not None:  # an IPv6 address without brackets, as in an option
         return host
     return host.partition(":")[0].removesuffix(".")
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Parse an IP address. Returns None if the text is not one."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -343,22 +353,19 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address that a server listens on."""
-    address = _address(host)
+    """Return whether a server that listens on `host` can be reached from this machine only."""
+    address = ip_address(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
-class HeadAsGet:
-    """ASGI middleware: runs the GET route for HEAD, and ends the answer with its head.
+class HeadAsGet(Middleware):
+    """Answers HEAD with the head of the GET route's answer, and stops the route there.
 
-    A route that streams until its client leaves stops there, too, before it has made anything.
+    So a route that streams until its client leaves ends before it produces anything.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
 
@@ -376,7 +383,7 @@ class HeadSentError(Exception):
 
 
 async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer in the place of the app, and log the refusal."""
+    """Send a refusal instead of calling the app, and log it."""
     log_refusal(refusal, refusal.status, refusal, client=client_of(scope))
     await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, and the bodies that they read and write themselves."""
+"""The OpenAPI document: FastAPI's, extended by the bodies that routes parse and write without FastAPI."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from common.server.replies.shapes import (
     Version,
 )
 from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
-from common.server.requests.generation import CompletionRequest
+from common.server.requests.completions import CompletionRequest
 
 
 class NoFields(BaseModel):
@@ -48,7 +48,7 @@ class Stream:
     description: str
     example: str
     data: type[Any]  # the JSON in each event
-    names: tuple[str, ...] = ()  # none: the events are unnamed, and the last one's data is no JSON
+    names: tuple[str, ...] = ()  # empty: unnamed events, the last of which is `[DONE]`
 
     def content(self) -> dict[str, Any]:
         data = {

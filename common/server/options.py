@@ -24,7 +24,7 @@ from common.config import EngineConfig
 from common.phases import PhasePackage
 from common.server.errors import shorten
 
-#: Several texts: one flag for each, or one value with commas, as in the environment.
+#: Several texts: the flag repeated, or one value with commas, as in an environment variable.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
@@ -157,13 +157,13 @@ class ServerOptions(LimitOptions, CommonOptions):
 
 
 ENV_PREFIX = "INFER_"
-NONE = "none"  # value of an option that may have no value
+NONE = "none"  # the text that stands for no value
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 class UsageError(Exception):
-    """A command line or environment that cannot be understood. One line names the option and the remedy."""
+    """Raised for a wrong option in the flags or the environment. One line names the option and the remedy."""
 
 
 def print_version() -> NoReturn:
@@ -172,7 +172,7 @@ def print_version() -> NoReturn:
     sys.exit(0)
 
 
-#: Messages for wrong options that replace pydantic's where these speak of its own types.
+#: Messages that replace pydantic's, which name its own types; by pydantic's error type.
 REWORDED = {
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -190,7 +190,7 @@ def read_options(
     """Return the options of server and phase: flags first, then the environment, then defaults.
 
     Raises:
-        UsageError: an option is unknown, or its value is not one of its values.
+        UsageError: an option is unknown, or an option's value is invalid.
     """
     settings = read_settings(settings_for(package, prog), argv)
     return part_of(settings, ServerOptions), part_of(settings, package.Config)
@@ -216,7 +216,7 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
 
 
 def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
-    """Return the options of one of the classes that a settings class was put together from."""
+    """Return an instance of `options`, one of the base classes of a settings class, with the settings' values."""
     return options(**{name: getattr(settings, name) for name in options.model_fields})
 
 
@@ -230,8 +230,8 @@ def settings_for(
     """Return a settings class of a phase's options and the server's, with flags and environment names.
 
     Args:
-        server_options: the server's, where it is another.
-        default_port: the phase's own if None.
+        server_options: the class of the server's options. A cluster has its own.
+        default_port: the default of `--port`; the phase's if None.
     """
     return type(
         "Settings",
@@ -317,7 +317,7 @@ def help_text(settings: type[BaseSettings]) -> str:
 
 
 def _group_of(name: str, settings: type[BaseSettings]) -> str:
-    """Return the title of an option's group: the phase that added it, or its class's docstring."""
+    """Return the title of an option's group: the phase that added it, or its class's docstring's first line."""
     definer = next(each for each in reversed(settings.__mro__) if name in inspect.get_annotations(each))
     phase = re.match(r"phase(\d+)_", definer.__module__)
     if phase is not None:
@@ -346,7 +346,7 @@ def _value_of(field: FieldInfo) -> str:
 
 
 def _plain_types(annotation: object) -> Iterator[typing.Any]:
-    """Yield the types of a union but None, or the one type."""
+    """Yield the types of a union except None, or the type itself."""
     if type(None) in typing.get_args(annotation):
         yield from (each for each in typing.get_args(annotation) if each is not type(None))
     else:

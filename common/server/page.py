@@ -20,7 +20,7 @@ PAGE_HEADERS = {
 #: Parts of the viewer's script, in `viewer/`. Each part uses only the parts before it.
 VIEWER_PARTS = ("trace", "shapes", "seats", "memory", "panel", "viewer")
 
-#: Tokens of an answer unless its reader asks for more: stories of the bundled models end within that.
+#: The form's default for `max_tokens`: stories of the bundled models are shorter.
 MOST_TOKENS = 512
 MOST_COPIES = 32  # requests with the same prompt that the form sends at once
 STORIES = 6

@@ -9,19 +9,20 @@ from __future__ import annotations
 import importlib.metadata
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import orjson
 import torch
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import ShuttingDownError
 from common.server.bodies import check_model, refused
 from common.server.errors import ApiError, from_exception, status_at
+from common.server.live_view import TraceStream
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import Metrics, count_longest_choices
 from common.server.middleware import client_of
@@ -40,14 +41,17 @@ from common.server.replies.shapes import (
     Version,
     json_response,
 )
-from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
-from common.server.requests.generation import CompletionRequest, GenerationRequest
+from common.server.requests.chat import ChatRequest
+from common.server.requests.completions import CompletionRequest
+from common.server.requests.generation import GenerationRequest, StreamOptions
 from common.server.service import Service, service_of
-from common.server.stream import CLIENT_LEFT, EventStream, Stream, StreamEnds, while_connected
-from common.worker import RequestStream
+from common.server.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
 from kernels.dispatch import kernels_on
 
 router = APIRouter()
+
+#: Argument of a route: the service of its app.
+Served = Annotated[Service, Depends(service_of)]
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
@@ -70,7 +74,7 @@ class Route(Generic[RequestT]):
 
 
 def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request) -> bool:
-    """Return `stream` if the body has it, or else whether the client accepts anything but JSON.
+    """Return `stream` if the body has it, or else True unless `Accept` names JSON and no event stream.
 
     OpenAI's clients always send `stream` when they stream, and accept JSON when they do not.
     """
@@ -86,7 +90,7 @@ def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
     """Return `stream`, false by default: OpenAI's rule.
 
     Raises:
-        ApiError: the body has options of a stream, and asks for none.
+        ApiError: 422, the body has `stream_options` but does not ask for a stream.
     """
     if not wanted.stream and wanted.stream_options is not None:
         raise refused("stream_options", 'only with "stream": true')
@@ -99,71 +103,65 @@ CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl")
 
 
 @router.post("/v1/completions")
-async def create_completion(request: Request) -> Response:
+async def create_completion(request: Request, service: Served) -> Response:
     """Complete one prompt or several, as JSON or as an event stream."""
-    return await generate(request, COMPLETIONS)
+    return await generate(service, request, COMPLETIONS)
 
 
 @router.post("/openai/v1/completions")
-async def create_strict_completion(request: Request) -> Response:
+async def create_strict_completion(request: Request, service: Served) -> Response:
     """Complete prompts to the letter of OpenAI: JSON unless a stream is asked for, plain chunks, its statuses."""
-    return await generate(request, STRICT_COMPLETIONS)
+    return await generate(service, request, STRICT_COMPLETIONS)
 
 
 @router.post("/v1/chat/completions")
 @router.post("/openai/v1/chat/completions")
-async def create_chat_completion(request: Request) -> Response:
+async def create_chat_completion(request: Request, service: Served) -> Response:
     """Answer a conversation, as JSON or, if asked to, as an event stream of OpenAI's chunks."""
-    return await generate(request, CHAT)
+    return await generate(service, request, CHAT)
 
 
-async def generate(request: Request, route: Route[RequestT]) -> Response:
+async def generate(service: Service, request: Request, route: Route[RequestT]) -> Response:
     """Read a body, submit the request and answer with the engine's outputs."""
-    service = service_of(request)
+    client = client_of(request.scope)
     try:
         body = await service.bodies.read_json(request)
         arrived_s = time.monotonic()
         taken_in = take_in(service, request, route, body, arrived_s)
-        wanted, streaming, answer, streams = await while_connected(request.receive, taken_in)
+        wanted, streaming, answer = await while_connected(request.receive, taken_in)
     except ClientDisconnect:
-        log_departure(client_of(request.scope))
+        log_departure(client)
         raise
     except Exception as error:
         refusal = from_exception(error)
-        log_refusal(refusal, status_at(request.url.path, refusal), error, client=client_of(request.scope))
+        log_refusal(refusal, status_at(request.url.path, refusal), error, client=client)
         raise refusal from None
 
     def close(client_gone: str | None) -> None:
-        cancel(streams)
-        count_longest_choices(service.worker.requests, answer, streams)
+        answer.cancel()
+        count_longest_choices(service.worker.requests, answer)
         log_end(
             answer,
-            streams,
             asked_s=arrived_s,
-            client=client_of(request.scope),
+            client=client,
             user=wanted.user,
             request_id=request.state.request_id if request.state.named else None,
             client_gone=client_gone,
         )
 
-    options = wanted.stream_options
-    wire = route.wire(
-        answer,
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
-    )
+    wire = route.wire(answer, wanted.stream_options or StreamOptions())
     encoding = service.admission.encoding
     if streaming:
         return EventStream(
-            stream_events(answer, streams, wire, encoding),
+            stream_events(wire, encoding),
             on_close=close,
             backlogs=service.backlogs,
             ping_s=service.ping_s,
-            ends=StreamEnds(answer, wire),
+            ends=StreamEnds(wire),
         )
     client_gone = None
     try:
-        whole = await while_connected(request.receive, collect(answer, streams, wire, encoding))
+        whole = await while_connected(request.receive, collect(wire, encoding))
         return Response(whole, media_type="application/json")
     except ClientDisconnect:
         client_gone = CLIENT_LEFT
@@ -174,52 +172,28 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
 
 async def take_in(
     service: Service, request: Request, route: Route[RequestT], body: bytes, arrived_s: float
-) -> tuple[RequestT, bool, Answer, list[RequestStream]]:
-    """Validate a body and submit its request.
-
-    Returns:
-        The request, whether it wants a stream, its answer, and the engine's streams, one for each choice.
-    """
+) -> tuple[RequestT, bool, Answer]:
+    """Validate a body and submit its request. Returns the request, whether it wants a stream, and its answer."""
     wanted = await service.intake.parse(body, route.body)
     streaming = route.streams(wanted, request)
-    answer = Answer.to(
-        wanted,
-        f"{route.id_prefix}-{answer_number(request)}",
-        service.model_name,
-        service.engine.tokenizer,
-    )
-    streams = await service.intake.submit(wanted, answer.id, arrived_s)
+    # The answer's id is made from the request's unless the client chose that one: answers need unique ids.
+    number = uuid.uuid4().hex if request.state.named else request.state.request_id
+    answer_id = f"{route.id_prefix}-{number}"
+    streams = await service.intake.submit(wanted, answer_id, arrived_s)
+    answer = Answer.to(wanted, answer_id, service.model_name, service.engine.tokenizer, streams)
     try:
-        answer.show_prompts(wanted, streams)
+        answer.show_prompts(wanted)
     except Exception:
-        cancel(streams)
+        answer.cancel()
         raise
-    return wanted, streaming, answer, streams
-
-
-def answer_number(request: Request) -> str:
-    """Return a unique number for an answer: the request's id, unless the client chose that."""
-    number: str = uuid.uuid4().hex if request.state.named else request.state.request_id
-    return number
-
-
-def cancel(streams: Iterable[RequestStream]) -> None:
-    """Cancel the requests that are not finished. Harmless for the rest."""
-    for stream in streams:
-        stream.cancel()
+    return wanted, streaming, answer
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request) -> Response:
+async def tokenize(request: Request, service: Served) -> Response:
     """Return the token ids of a text, or of a conversation as chat renders it."""
-    service = service_of(request)
-    intake = service.intake
     body = await service.bodies.read_json(request)
-
-    async def convert() -> tuple[list[int], list[str] | None]:
-        return await intake.tokenize(await intake.parse(body, TokenizeRequest))
-
-    tokens, spelled = await while_connected(request.receive, convert())
+    tokens, spelled = await while_connected(request.receive, service.intake.tokenize(body))
     reply: Tokens = {
         "count": len(tokens),
         "max_model_len": service.engine.max_seq_len,
@@ -230,63 +204,52 @@ async def tokenize(request: Request) -> Response:
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request) -> Response:
+async def detokenize(request: Request, service: Served) -> Response:
     """Return the text of token ids, special tokens included."""
-    service = service_of(request)
-    intake = service.intake
     body = await service.bodies.read_json(request)
-
-    async def convert() -> str:
-        return await intake.detokenize(await intake.parse(body, DetokenizeRequest))
-
-    reply: Text = {"prompt": await while_connected(request.receive, convert())}
+    reply: Text = {"prompt": await while_connected(request.receive, service.intake.detokenize(body))}
     return json_response(reply)
 
 
 @router.get("/v1/models")
 @router.get("/openai/v1/models")
-async def list_models(request: Request) -> Response:
+async def list_models(service: Served) -> Response:
     """List the served model, once for each of its names."""
-    reply: ModelList = {"object": "list", "data": model_cards(service_of(request))}
+    cards = [model_card(service, name) for name in service.limits.models]
+    reply: ModelList = {"object": "list", "data": cards}
     return json_response(reply)
 
 
 @router.get("/v1/models/{model:path}")
 @router.get("/openai/v1/models/{model:path}")
-async def retrieve_model(request: Request, model: str) -> Response:
+async def retrieve_model(service: Served, model: str) -> Response:
     """Return the served model, asked for by one of its names."""
-    service = service_of(request)
     check_model(model, service.limits)
-    (card,) = (each for each in model_cards(service) if each["id"] == model)
-    return json_response(card)
+    return json_response(model_card(service, model))
 
 
-def model_cards(service: Service) -> list[ModelCard]:
-    """Return the served model's description, once for each of its names."""
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "infer",
-            "max_model_len": service.engine.max_seq_len,
-            "phase": service.engine.phase.slug,
-        }
-        for name in service.limits.models
-    ]
+def model_card(service: Service, name: str) -> ModelCard:
+    """Return the served model's description under one of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "infer",
+        "max_model_len": service.engine.max_seq_len,
+        "phase": service.engine.phase.slug,
+    }
 
 
 @router.get("/", include_in_schema=False)
-async def welcome(request: Request) -> Response:
+async def welcome(service: Served) -> Response:
     """Return the page that a browser shows at the server's address."""
-    return Response(service_of(request).page, headers=PAGE_HEADERS, media_type="text/html")
+    return Response(service.page, headers=PAGE_HEADERS, media_type="text/html")
 
 
 # Not in the schema: the stream never ends, and a program that tries out every route of the schema would wait.
 @router.get("/steps", include_in_schema=False)
-async def steps(request: Request) -> Response:
+async def steps(service: Served) -> Response:
     """Stream the engine's steps as they come, until the client leaves (`common.server.live_view`)."""
-    service = service_of(request)
     if service.live_view is None:
         raise ApiError(
             404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
@@ -302,9 +265,8 @@ async def steps(request: Request) -> Response:
 
 
 @router.get("/health")
-async def health(request: Request) -> Response:
+async def health(service: Served) -> Response:
     """Answer 200 while the server lives. A server that answers 503 should be started again."""
-    service = service_of(request)
     service.require_health()
     reply: Health = {
         "status": "paused" if service.engine.paused else "ok",
@@ -316,9 +278,8 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/ready")
-async def ready(request: Request) -> Response:
+async def ready(service: Served) -> Response:
     """Answer 200 while new requests are taken. A server that answers 503 should get none."""
-    service = service_of(request)
     service.require_health()
     if service.worker.draining:
         raise ShuttingDownError("draining: the server is shutting down")
@@ -327,9 +288,9 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/version")
-async def version(request: Request) -> Response:
+async def version(service: Served) -> Response:
     """Return the versions and the device of this server."""
-    engine = service_of(request).engine
+    engine = service.engine
     reply: Version = {
         "version": importlib.metadata.version("infer-phases"),
         "phase": engine.phase.slug,
@@ -343,7 +304,7 @@ async def version(request: Request) -> Response:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(request: Request) -> Response:
+async def reset_prefix_cache(request: Request, service: Served) -> Response:
     """Free the blocks that the prefix cache keeps and no request uses; a phase without that cache frees none.
 
     The body is empty or `{}`, and must be sent as JSON: a page of another site cannot make a browser do that.
@@ -352,7 +313,6 @@ async def reset_prefix_cache(request: Request) -> Response:
         ApiError: as `Bodies.read_json`; 400, the body has fields.
         EngineDeadError, ShuttingDownError: nothing is taken any more.
     """
-    service = service_of(request)
     body = await service.bodies.read_json(request)
     try:
         has_fields = orjson.loads(body or b"{}") != {}
@@ -365,15 +325,15 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 @router.get("/metrics", include_in_schema=False)  # Prometheus knows its own format
-async def metrics(request: Request) -> Response:
+async def metrics(service: Served) -> Response:
     """Return all metrics in Prometheus's format."""
-    page, content_type = Metrics(service_of(request)).render()
+    page, content_type = Metrics(service).render()
     return Response(page, headers={"Content-Type": content_type})
 
 
 @router.get("/telemetry")
 async def telemetry(
-    request: Request,
+    service: Served,
     since_step: int | None = Query(
         default=None, ge=0, lt=2**63, description="the page's first step; left out: the latest page"
     ),
@@ -382,7 +342,6 @@ async def telemetry(
 
     Runs on the event loop: a page is soon made, and threads of many readers would take turns with the engine's.
     """
-    service = service_of(request)
     engine = service.engine
     page = engine.telemetry.snapshot(since_step=since_step)
     reply: TelemetrySnapshot = {
@@ -397,24 +356,13 @@ async def telemetry(
     return json_response(reply)
 
 
-class TraceStream(Stream):
-    """Sends a trace as a file to be saved."""
-
-    media_type = "application/json"
-    headers_of_all: ClassVar[Mapping[str, str]] = {
-        "Content-Disposition": 'attachment; filename="infer.trace"'
-    }
-    ping = b"\n"
-
-
 # Not in the schema: the stream has a format of its own, and takes as long as its client asks.
 @router.get("/trace", include_in_schema=False)
 async def trace(
-    request: Request,
+    service: Served,
     seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record"),
 ) -> Response:
     """Record the engine's next steps and stream the events. A client that leaves early lacks the last `]`."""
-    service = service_of(request)
     recording = service.recordings.open(seconds)
     return TraceStream(
         recording.pieces(),
@@ -431,14 +379,14 @@ admin_router = APIRouter(include_in_schema=False)
 
 
 @admin_router.post("/pause")
-async def pause(request: Request) -> Response:
+async def pause(service: Served) -> Response:
     """Compute nothing more until `POST /resume`. Answers once the tokens of the steps in flight are delivered."""
-    await service_of(request).worker.pause()
+    await service.worker.pause()
     return json_response({"status": "paused"})
 
 
 @admin_router.post("/resume")
-async def resume(request: Request) -> Response:
+async def resume(service: Served) -> Response:
     """Compute again, first for the requests that were running; requests that came meanwhile are in the queue."""
-    await service_of(request).worker.resume()
+    await service.worker.resume()
     return json_response({"status": "ok"})

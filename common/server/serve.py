@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import errno
 import gc
 import logging
 import math
@@ -23,8 +22,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -34,18 +32,19 @@ from common.config import EngineConfig
 from common.errors import StartupError
 from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
-from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
+from common.server.backlogs import Backlogs
+from common.server.connections import Config, ConnectionLimits
 from common.server.logs import configure_logging
 from common.server.middleware import AllowedHosts
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
-from common.server.stream import Backlogs
+from common.server.sockets import allow_open_files, listen, url_of
 from common.trace import TraceFile
 from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0  # time for the last bytes of answers that were cut off at the shutdown timeout
+LAST_WORDS_S = 1.0  # at shutdown, connections get at least this long to send their last bytes
 
 
 def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> NoReturn:
@@ -138,7 +137,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             shutdown_timeout_s=options.shutdown_timeout,
         )
         if trace is not None:
-            service.tracer.start(trace)  # from this thread: the engine's is idle until the server runs
+            service.tracer.start(trace)  # on this thread: the engine's thread is idle until the server runs
         freeze_objects()
         server.run(sockets=[listener])
     if worker.running:
@@ -154,67 +153,20 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
 def freeze_objects() -> None:
     """Exclude the objects that exist by now from garbage collection.
 
-    It stays for as long as the process serves. To look through it takes 0.1 to 0.2 s, in which no step is planned
-    and no client gets a token.
+    These objects live as long as the server. A collection that scans them takes 0.1 to 0.2 s, in which no step is
+    planned and no client gets a token.
     """
     gc.collect()
     gc.freeze()
-    # At its end the interpreter destroys collectable objects, and libraries complain about the rest.
+    # At exit the interpreter does not destroy frozen objects, and libraries complain about objects that are left.
     atexit.register(gc.unfreeze)
 
 
-@contextlib.contextmanager
-def listen(options: ServerOptions) -> Iterator[socket.socket]:
-    """Context manager: a server's socket, bound but not listening yet, so clients are refused until it is ready.
-
-    Raises:
-        StartupError: the address cannot be used, or is in use.
-    """
-    if options.uds is None:
-        with bind(options.host, options.port) as listener:
-            find_lost_peers(listener, options.send_timeout)
-            yield listener
-        return
-    with bind_unix(options.uds) as listener:
-        try:
-            yield listener
-        finally:
-            options.uds.unlink(missing_ok=True)
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """Return a socket bound to a file. The file of a server that was killed is replaced.
-
-    Raises:
-        StartupError: a server listens there, or the file cannot be made.
-    """
-    if _is_served(path):
-        raise StartupError(f"--uds {path}: another server listens there: stop it or name another file")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            path.unlink()
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise StartupError(f"--uds {path}: {error.strerror or error}") from None
-    return listener
-
-
-def _is_served(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        try:
-            client.connect(str(path))
-        except OSError:
-            return False
-    return True
-
-
 def check_tls(options: ServerOptions) -> None:
-    """Read certificate and key, if there are any.
+    """Check that the TLS certificate and its key can be loaded, if the options name any.
 
     Raises:
-        StartupError: they cannot be read, or do not belong together.
+        StartupError: a file cannot be read, or the key does not belong to the certificate.
     """
     if options.ssl_certfile is None:
         return
@@ -229,45 +181,11 @@ def check_tls(options: ServerOptions) -> None:
         raise StartupError(f"{files}: {error.strerror or error}") from None
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to a port and not listening yet: clients are refused until the server is ready.
-
-    Raises:
-        StartupError: the port is in use, or the address is not one of this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise StartupError(f"--host {host}: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(
-                f"port {port} of {host} is in use: stop what listens there or pass another --port (0: any free one)"
-            ) from None
-        raise StartupError(f"--host {host} --port {port}: {error.strerror}") from None
-    return listener
-
-
-def url_of(listener: socket.socket, *, tls: bool = False) -> str:
-    """Return the URL of a server that listens on a socket; `unix:` and the file for a Unix socket."""
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host, port = listener.getsockname()[:2]
-    return f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-
-
 class Server(uvicorn.Server):
     """uvicorn's server, but a signal lets running requests finish before the listener closes.
 
-    uvicorn's own handler closes the listener at once: a client that comes then is refused instead of told 503, and
-    `/health` cannot say that the server is draining.
+    uvicorn's own handler closes the listener at once. A client that connects then gets no 503, and `/health` cannot
+    say that the server is draining.
     """
 
     def __init__(
@@ -279,7 +197,7 @@ class Server(uvicorn.Server):
         self.shutdown_timeout_s = shutdown_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._left_s = 0.0  # what is left of the shutdown timeout
+        self._left_s = 0.0  # seconds of the shutdown timeout that draining has left
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -319,9 +237,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections. Answers that slow readers still take get the rest of the shutdown timeout."""
+        """Close all connections. Clients that are still reading their answers get the rest of the shutdown timeout.
+
+        That is at least `LAST_WORDS_S`.
+        """
         left_s = max(self._left_s, LAST_WORDS_S)
-        self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks that no connection ends
+        self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks without a connection
         cutting = asyncio.get_running_loop().call_later(left_s, self._cut)
         await super().shutdown(sockets)
         cutting.cancel()
@@ -335,9 +256,9 @@ class Server(uvicorn.Server):
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process while the engine's thread is inside a step.
+    """End the process at once, even while the engine's thread is inside a step.
 
-    The interpreter's own way out would wait for other threads, and end this one inside torch, which aborts.
+    A normal exit would wait for other threads, and stop the engine's thread inside torch, which aborts.
     """
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk, or closed
         logging.shutdown()

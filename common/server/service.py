@@ -10,12 +10,12 @@ from starlette.requests import Request
 
 from common.engine import Engine
 from common.errors import EngineDeadError
+from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies, Limits
 from common.server.errors import unavailable
 from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
-from common.server.stream import Backlogs
 from common.trace import Tracer
 from common.worker import EngineWorker
 
@@ -26,11 +26,11 @@ class Service:
     Attributes:
         model_name: the model's name in answers.
         admission: bounds the work that requests cause beside the engine's steps.
-        created: the time of its start, in seconds since 1970.
+        created: the time of the server's start, in seconds since 1970.
         answers: the number of HTTP answers by status and error code.
         bodies: reads request bodies.
         backlogs: the bytes of answers that clients have not taken.
-        ping_s: seconds between comments in a quiet stream.
+        ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: the clients that watch the engine's steps; None: the live view is off.
         tracer: traces the engine; call it in the engine's thread (`EngineWorker.call`).
         recordings: the traces that clients record.
@@ -88,7 +88,7 @@ class Service:
             )
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     """Return the service of the app that a request came to."""
     service: Service = request.app.state.server
     return service

@@ -1,17 +1,8 @@
-"""Answers that come in pieces: event streams, their bytes that clients have not read yet, and clients that leave.
-
-```text
-stream       engine ─> events ─> Backlog ─> HTTP server (64 KiB) ─> kernel ─> client
-JSON answer  engine ───────────────────────> HTTP server (all) ───> kernel ─> client
-```
-
-A client that reads more slowly than its answer is made leaves bytes behind. The kernel's buffers take the first of
-them, the HTTP server's the next; a stream's others are in its backlog, a JSON answer is in the HTTP server whole.
-The engine does not wait for slow readers, so their memory needs a bound.
+"""Answers that come in pieces: event streams, and clients that leave. Unread bytes are in `backlogs`.
 
 **A client that leaves.** `while_connected` stops the work on its answer, and closing the answer cancels its
-requests. At its next step the engine takes them out of the batch (in phase 4 with the whole batch) and frees their
-memory.
+requests. At its next step the engine takes them out of the batch (in phase 4 when the whole batch retires) and
+frees their memory.
 
 **Streams that another process passes on.** A front of a cluster outlives the process that makes a stream. If that
 process is lost, the client still needs the last event of each choice. Only the app knows the stream's wire format,
@@ -25,12 +16,12 @@ one process    whole events            another process
 ```
 
 It is an ASGI extension. A server asks for it with `scope["extensions"][STREAM_ENDS] = {"error": ApiError}`, the
-error that a lost stream ends with. Then the stream's messages have these fields more:
+error that a lost stream ends with. Then the stream's messages have these additional fields:
 
 | message | field | value |
 | --- | --- | --- |
 | `http.response.start` | `ends` | the last event of each choice, then the stream's own end |
-| `http.response.body` | `ended` | indices into `ends` of what has been sent; each body is whole events |
+| `http.response.body` | `ended` | indices into `ends` of the events in the bodies so far, which are whole events |
 """
 
 from __future__ import annotations
@@ -44,8 +35,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.request import StepOutput
+from common.server.backlogs import PIECE_BYTES, Backlog, Backlogs, SlowReaderError
 from common.server.errors import ApiError
-from common.server.replies.answer import Answer, Choice, WireFormat
+from common.server.replies.answer import WireFormat
 
 CLIENT_LEFT = "the client left"
 
@@ -54,16 +46,11 @@ STREAM_ENDS = "infer.stream_ends"
 
 T = TypeVar("T")
 
-#: Bytes that are handed on at once. A client's progress is seen from one piece to the next.
-PIECE_BYTES = 16 * 1024
-#: A client with fewer unread bytes is never given up for the total: a quick reader may have as many for a moment.
-FLOOR_BYTES = 64 * 1024
-
 
 class Stream(Response):
     """An HTTP response that sends bytes as they come, until they end or the client leaves.
 
-    Making them does not wait for the client: bytes that it has not taken are a backlog.
+    Producing the bytes does not wait for the client: bytes that the client has not taken go into a backlog.
 
     Args:
         chunks: the stream's bytes.
@@ -133,8 +120,12 @@ class Stream(Response):
                 for task in (sending, making, pinging):
                     task.cancel()
                 await asyncio.gather(sending, making, pinging, return_exceptions=True)
-        # Nothing may be left to do after this: to `receive`, the client of a complete response has disconnected.
-        await self._send(send, b"", more=False)
+        # This must come last: `receive` reports a complete response as a disconnect, and that cancels this task.
+        try:
+            async with asyncio.timeout(self.backlogs.send_timeout_s):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            raise self.backlogs.too_slow() from None
 
     async def _make(self, backlog: Backlog) -> None:
         try:
@@ -158,17 +149,8 @@ class Stream(Response):
         """
         while piece := await backlog.next_piece(PIECE_BYTES if ends is None else None):
             fields: dict[str, Any] = {} if ends is None else {"ended": ends.made(complete=backlog.ended)}
-            await self._send(send, piece, **fields)
+            await send({"type": "http.response.body", "body": piece, "more_body": True, **fields})
             backlog.taken(len(piece))
-
-    async def _send(self, send: Send, body: bytes, *, more: bool = True, **fields: Any) -> None:
-        try:
-            async with asyncio.timeout(self.backlogs.send_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more, **fields})
-        except TimeoutError:
-            raise SlowReaderError(
-                f"the client took too little for {self.backlogs.send_timeout_s:g} s"
-            ) from None
 
 
 class EventStream(Stream):
@@ -183,7 +165,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which is cancelled if the client leaves first.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client left first.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnect(receive))
@@ -203,201 +185,26 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class Backlog:
-    """One stream's bytes that its client has not taken. Context manager: forgets the rest at its end.
-
-    Attributes:
-        failed: raises the error that ended the stream: its client is too slow, or an event could not be made.
-    """
-
-    def __init__(self, backlogs: Backlogs) -> None:
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._limit_bytes = backlogs.limit_bytes
-        self._unread = Unread(backlogs, self.fail)
-        self._made = bytearray()
-        self._ended = False
-        self._news = asyncio.Event()
-        self._empty = asyncio.Event()
-
-    @property
-    def unread_bytes(self) -> int:
-        """Number of bytes that were made and not taken."""
-        return self._unread.bytes
-
-    def __enter__(self) -> Backlog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._unread.forget()
-        self.failed.cancel()
-
-    def put(self, chunk: bytes) -> None:
-        """Add bytes of the stream. A stream that failed takes none."""
-        if self.failed.done():
-            return
-        self._made += chunk
-        self._news.set()
-        self._unread.add(len(chunk))
-        if self.unread_bytes > self._limit_bytes and not self.failed.done():
-            self._unread.give_up("over --max-unread-bytes")
-
-    def end(self) -> None:
-        """Mark the stream as complete."""
-        self._ended = True
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        """End the stream with an error. Bytes that its client has not taken are freed."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
-            self._unread.forget()
-            self._made.clear()
-
-    @property
-    def ended(self) -> bool:
-        """True if all of the stream has been made."""
-        return self._ended
-
-    async def next_piece(self, limit: int | None = PIECE_BYTES) -> bytes:
-        """Return the next bytes once there are some; none at the stream's end. Call `taken` when they are sent.
-
-        Args:
-            limit: bytes at the most; None: everything that was made so far, which is whole events.
-        """
-        while not self._made and not self._ended:
-            self._news.clear()
-            await self._news.wait()
-        piece = bytes(self._made[:limit])
-        del self._made[:limit]
-        return piece
-
-    def taken(self, count: int) -> None:
-        """Count bytes as taken by the client."""
-        self._unread.add(-count)
-        if not self.unread_bytes:
-            self._empty.set()
-
-    async def all_taken(self) -> None:
-        """Wait until the client has taken all bytes made so far."""
-        self._empty.clear()
-        if self.unread_bytes:
-            await self._empty.wait()
-
-
-class Backlogs:
-    """The bytes of all clients that they have not read.
-
-    Args:
-        limit_bytes: bound for one stream; a stream with more is given up.
-        total_limit_bytes: bound for all clients together. Beyond it, the client with the most is given up, unless
-            that has less than `FLOOR_BYTES`.
-        send_timeout_s: seconds within which the HTTP server must take a piece. It holds 64 KiB of a
-            connection's bytes, and takes more when 16 KiB are left.
-
-    Attributes:
-        bytes: number of unread bytes.
-        unread: one `Unread` for each client that has unread bytes.
-    """
-
-    def __init__(
-        self,
-        limit_bytes: int = 4 * 2**20,
-        total_limit_bytes: int = 64 * 2**20,
-        send_timeout_s: float = 60.0,
-    ) -> None:
-        self.send_timeout_s = send_timeout_s
-        self.limit_bytes = limit_bytes
-        self._total_limit_bytes = total_limit_bytes
-        self.bytes = 0
-        self.unread: set[Unread] = set()
-
-    def open(self) -> Backlog:
-        """Return the backlog of a new stream."""
-        return Backlog(self)
-
-    def relieve(self) -> None:
-        """Give up clients until the total is within its bound, the one with the most bytes first."""
-        while self.bytes > self._total_limit_bytes:
-            most = max(self.unread, key=lambda each: each.bytes)
-            if most.bytes < FLOOR_BYTES:
-                return
-            most.give_up("the most of all, over --max-total-unread-bytes")
-
-
-class Unread:
-    """One client's part of the bytes that clients have not read.
-
-    Args:
-        backlogs: all clients' bytes.
-        give_up: ends the answer; called at most once, and the client's bytes have left the total by then.
-
-    Attributes:
-        bytes: number of bytes that this client has not read.
-    """
-
-    def __init__(self, backlogs: Backlogs, give_up: Callable[[SlowReaderError], None]) -> None:
-        self.bytes = 0
-        self._backlogs = backlogs
-        self._give_up = give_up
-        backlogs.unread.add(self)
-
-    def add(self, count: int) -> None:
-        """Add bytes, or take some away if `count` is negative. May give up clients, this one included."""
-        if self not in self._backlogs.unread:  # given up
-            return
-        self.bytes += count
-        self._backlogs.bytes += count
-        if count > 0:
-            self._backlogs.relieve()
-
-    def give_up(self, reason: str) -> None:
-        """End the answer: the client has left too much of it."""
-        left = self.bytes
-        self.forget()
-        self._give_up(SlowReaderError(f"the client left {left} bytes unread, {reason}"))
-
-    def forget(self) -> None:
-        """Take the client's bytes out of the total, for good."""
-        if self in self._backlogs.unread:
-            self._backlogs.unread.remove(self)
-            self._backlogs.bytes -= self.bytes
-
-
-class SlowReaderError(Exception):
-    """Ends an answer that its client does not take. The message says how many bytes it left."""
-
-
 class StreamEnds:
-    """Writes the last events of one answer's stream, and tells which of them have been made."""
+    """Writes the last events of one answer's stream, and tells which of them the stream has by now."""
 
-    def __init__(self, answer: Answer, wire: WireFormat) -> None:
-        self._answer = answer
+    def __init__(self, wire: WireFormat) -> None:
         self._wire = wire
 
     def write(self, error: ApiError) -> tuple[bytes, ...]:
         """Return the event that ends each choice with this error, by index, and last the stream's own end."""
-        choices = (self._wire.events(choice, _failed(choice, error)) for choice in self._answer.choices)
+        failed = StepOutput(
+            "", None, "", finished=True, finish_reason=None, error=error, prompt_tokens=0, completion_tokens=0
+        )
+        choices = (self._wire.events(choice, failed) for choice in self._wire.answer.choices)
         return (*choices, self._wire.last)
 
     def made(self, *, complete: bool) -> frozenset[int]:
-        """Return the indices of the ends that the app has made itself.
+        """Return the indices of the end events that the app has produced by now.
 
         Args:
-            complete: whether the whole stream has been made, its own end included.
+            complete: whether the whole stream has been produced, its own end included.
         """
-        choices = self._answer.choices
+        choices = self._wire.answer.choices
         ended = [choice.index for choice in choices if choice.ended]
         return frozenset([*ended, len(choices)] if complete else ended)
-
-
-def _failed(choice: Choice, error: ApiError) -> StepOutput:
-    return StepOutput(
-        request_id="",
-        token_id=None,
-        text_delta="",
-        finished=True,
-        finish_reason=None,
-        error=error,
-        prompt_tokens=choice.prompt_tokens,
-        completion_tokens=choice.completion_tokens,
-    )

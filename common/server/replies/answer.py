@@ -1,4 +1,4 @@
-"""An answer as it grows: its prompts and choices, and the way of the engine's outputs into a wire format."""
+"""An answer in progress: its prompts and choices, and the path of the engine's outputs to a wire format."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from common.request import StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.server.intake import Lane
 from common.server.replies.shapes import Logprobs, Usage
-from common.server.requests.generation import GenerationRequest, Shown
+from common.server.requests.generation import GenerationRequest, Shown, StreamOptions
 from common.text import Tokenizer
 from common.worker import RequestStream
 
 T = TypeVar("T")
 
-#: Entries of an answer (tokens, and tokens named in log-probabilities) that are encoded on the event loop: a
-#: millisecond's work. More are encoded in a thread.
+#: Most entries (tokens, and tokens named in log-probabilities) that are encoded on the event loop, which takes a
+#: millisecond. An answer with more entries is encoded in a thread.
 LARGE_ANSWER = 512
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, with the fields that its choices show of it.
+    """One prompt of a request, with the values that its choices show about it.
 
     Attributes:
-        token_ids: the prompt, once it has been tokenized.
+        token_ids: the prompt's token ids; empty if the answer is text only.
         echo: the text that its choices begin with; empty unless the request asks for it.
-        is_scored: whether the engine is done with scoring it.
+        is_scored: whether the engine has scored the prompt, or has failed to.
         scores: log-probabilities of its tokens from the second on; None where none were asked for or it failed.
     """
 
@@ -56,41 +56,42 @@ class Choice:
     Attributes:
         index: prompt × n + j.
         prompt: the prompt it continues, shared with its other choices.
-        scores_prompt: whether this choice's request has the prompt scored; one choice of each prompt does.
-        text_length: characters so far.
+        is_prompts_first: whether it is its prompt's first choice. Only this choice's request scores the prompt.
+        text_length: characters of its outputs so far.
+        latest: its latest output.
         ended: whether its last event has been made.
     """
 
     index: int
     prompt: Prompt
-    scores_prompt: bool
+    is_prompts_first: bool
     text_length: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    latest: StepOutput | None = None
     ended: bool = False
 
     def add(self, output: StepOutput) -> None:
         """Count an output of this choice."""
-        self.text_length += len(self.leading(output)) + len(output.text_delta)
-        self.prompt_tokens, self.completion_tokens = output.prompt_tokens, output.completion_tokens
-        self.cached_tokens = output.cached_tokens
+        self.text_length += len(output.text_delta)
+        self.latest = output
 
     def leading(self, output: StepOutput) -> str:
-        """Return the text before an output's own: the echo, before the first output."""
+        """Return the text to put before an output's text: the echoed prompt before the first one, else nothing."""
         return self.prompt.echo if is_first(output) else ""
 
     def usage(self) -> Usage:
-        """Return the choice's tokens so far."""
-        return _usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        """Return the choice's token counts so far."""
+        assert self.latest is not None, "asked for with an output of the choice"
+        return _usage(self.latest.prompt_tokens, self.latest.completion_tokens, self.latest.cached_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """One answer: its choices, and the values that all its objects repeat.
+    """One answer: its choices, and the values that each of its JSON objects repeats.
 
     Attributes:
         created: seconds since 1970.
+        streams: the engine's requests for the choices, in order.
+        text_only: whether nothing is shown beside the text of its choices.
     """
 
     id: str
@@ -99,25 +100,38 @@ class Answer:
     tokenizer: Tokenizer
     choices: Sequence[Choice]
     shown: Shown = dataclasses.field(default_factory=Shown)
+    streams: Sequence[RequestStream] = ()
+    text_only: bool = dataclasses.field(init=False)
+    _held_back: list[tuple[Choice, StepOutput]] = dataclasses.field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.text_only = self.shown == Shown()
 
     @classmethod
-    def to(cls, wanted: GenerationRequest, answer_id: str, model: str, tokenizer: Tokenizer) -> Answer:
-        """Return the answer to a request, without any output yet."""
+    def to(
+        cls,
+        wanted: GenerationRequest,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        streams: Sequence[RequestStream],
+    ) -> Answer:
+        """Return the answer to a request that was submitted, without any output yet."""
         prompts = [Prompt() for _ in range(wanted.num_prompts)]
         per_prompt = wanted.choices_per_prompt
         choices = [
-            Choice(number * per_prompt + j, prompt, scores_prompt=j == 0)
+            Choice(number * per_prompt + j, prompt, is_prompts_first=j == 0)
             for number, prompt in enumerate(prompts)
             for j in range(per_prompt)
         ]
-        return cls(answer_id, int(time.time()), model, tokenizer, choices, wanted.shown)
+        return cls(answer_id, int(time.time()), model, tokenizer, choices, wanted.shown, streams)
 
-    def show_prompts(self, wanted: GenerationRequest, streams: Sequence[RequestStream]) -> None:
+    def show_prompts(self, wanted: GenerationRequest) -> None:
         """Fill in each prompt's token ids and echoed text, if the request asked for them."""
-        if self.shown == Shown():
+        if self.text_only:
             return
         sent = wanted.prompts(None) if self.shown.echo else ()
-        for choice, stream in zip(self.choices, streams, strict=True):
+        for choice, stream in zip(self.choices, self.streams, strict=True):
             prompt = choice.prompt
             if prompt.token_ids:  # filled in for an earlier choice
                 continue
@@ -127,21 +141,42 @@ class Answer:
                 as_sent = isinstance(text, str) and wanted.truncate_prompt_tokens is None
                 prompt.echo = str(text) if as_sent else self.tokenizer.decode(prompt.token_ids)
 
-    def add(self, choice: Choice, output: StepOutput) -> StepOutput:
-        """Count a choice's output and return it as the client gets it."""
+    def ready(self, index: int, output: StepOutput) -> Sequence[tuple[Choice, StepOutput]]:
+        """Return the outputs that can be sent now that `output` has arrived. They have no token if only the prompt
+        is wanted.
+
+        Only one choice of a prompt has the prompt's tokens scored, and every choice may show the scores. Outputs of
+        the other choices are held back until that choice's first output.
+        """
+        choice = self.choices[index]
+        if self.text_only:
+            return ((choice, output),)
         if self.shown.prompt_only and output.token_id is not None:
             output = without_token(output)
-        choice.add(output)
-        return output
+        ready, prompt = [(choice, output)], choice.prompt
+        if self.shown.scores_prompts and not prompt.is_scored:
+            if not choice.is_prompts_first:
+                self._held_back += ready
+                return ()
+            prompt.is_scored, prompt.scores = True, output.prompt_logprobs
+            ready += [each for each in self._held_back if each[0].prompt is prompt]
+            self._held_back = [each for each in self._held_back if each[0].prompt is not prompt]
+        return ready
 
     def usage(self) -> Usage:
-        """Sum up all choices. A prompt counts once, as its first choice found it, however many continue it."""
-        first = {id(choice.prompt): choice for choice in reversed(self.choices)}.values()
+        """Return the token counts of all choices together. A prompt counts once, as in its first choice's usage."""
+        usages = [choice.usage() for choice in self.choices]
+        first = [usage for choice, usage in zip(self.choices, usages, strict=True) if choice.is_prompts_first]
         return _usage(
-            sum(choice.prompt_tokens for choice in first),
-            sum(choice.completion_tokens for choice in self.choices),
-            sum(choice.cached_tokens for choice in first),
+            sum(usage["prompt_tokens"] for usage in first),
+            sum(usage["completion_tokens"] for usage in usages),
+            sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in first),
         )
+
+    def cancel(self) -> None:
+        """Cancel the requests that are not finished. Harmless for the rest."""
+        for stream in self.streams:
+            stream.cancel()
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -154,7 +189,7 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Us
 
 
 def without_token(output: StepOutput) -> StepOutput:
-    """Return the only output of an answer without tokens, which lacks the one token that the engine sampled."""
+    """Return an output without its token: the engine samples one even if the request wants none (prompt only)."""
     return dataclasses.replace(
         output, token_id=None, text_delta="", finish_reason="length", completion_tokens=0, logprobs=None
     )
@@ -171,8 +206,7 @@ class WireFormat(ABC):
 
     Args:
         answer: the answer.
-        include_usage: whether the stream ends with the usage of all choices.
-        continuous_usage: whether every chunk has its choice's usage so far.
+        options: which chunks of a stream have the usage.
 
     Attributes:
         last: the bytes that every stream of this format ends with, however its choices ended.
@@ -180,18 +214,18 @@ class WireFormat(ABC):
 
     last: ClassVar[bytes]
 
-    def __init__(self, answer: Answer, *, include_usage: bool, continuous_usage: bool) -> None:
+    def __init__(self, answer: Answer, options: StreamOptions) -> None:
         self.answer = answer
-        self.include_usage = include_usage
-        self.continuous_usage = continuous_usage
+        self.include_usage = bool(options.include_usage)
+        self.continuous_usage = bool(options.continuous_usage_stats)
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        """Return the events of one output of a choice, which has counted it already."""
+        """Return the events of one output of a choice. Call `choice.add` with the output before."""
 
     @abstractmethod
     def closing(self) -> bytes:
-        """Return the events that follow every choice's last output."""
+        """Return the events that end the stream, once all choices have ended."""
 
     @abstractmethod
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> Mapping[str, object]:
@@ -201,50 +235,39 @@ class WireFormat(ABC):
 # ---------------------------------------------------------------------- from the engine's outputs to bytes
 
 
-async def stream_events(
-    answer: Answer, streams: Sequence[RequestStream], wire: WireFormat, encoding: Lane
-) -> AsyncIterator[bytes]:
-    """Yield the events of every choice's outputs, in a wire format.
-
-    Args:
-        answer: the choices.
-        streams: the engine's outputs for each choice.
-        wire: encodes the events.
-        encoding: threads for large events.
-    """
-    async with contextlib.aclosing(outputs_of(answer, streams)) as outputs:
-        async for choice, output in outputs:
-            if is_first(output) and _prompt_entries(answer, choice) > LARGE_ANSWER:
-                events = await encoding.run(functools.partial(wire.events, choice, output))
-            else:
-                events = wire.events(choice, output)
-            choice.ended = output.finished
-            yield events
+async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
+    """Yield the events of every choice's outputs. Large ones are made in a thread of `encoding`."""
+    answer = wire.answer
+    async with contextlib.aclosing(interleave(answer.streams)) as outputs:
+        async for index, arrived in outputs:
+            for choice, output in answer.ready(index, arrived):
+                choice.add(output)
+                if _is_large(answer, choice, output):
+                    events = await encoding.run(functools.partial(wire.events, choice, output))
+                else:
+                    events = wire.events(choice, output)
+                choice.ended = output.finished
+                yield events
     closing = wire.closing()
     if closing:
         yield closing
 
 
-async def collect(
-    answer: Answer, streams: Sequence[RequestStream], wire: WireFormat, encoding: Lane
-) -> bytes:
-    """Return the JSON answer once every choice has ended.
-
-    Args:
-        answer: the choices.
-        streams: the engine's outputs for each choice.
-        wire: makes the answer of them.
-        encoding: threads for large answers.
+async def collect(wire: WireFormat, encoding: Lane) -> bytes:
+    """Return the JSON answer once every choice has ended. A large one is made in a thread of `encoding`.
 
     Raises:
         ApiError: a choice failed, and the answer with it.
     """
-    said: list[list[StepOutput]] = [[] for _ in streams]
-    async with contextlib.aclosing(outputs_of(answer, streams)) as outputs:
-        async for choice, output in outputs:
-            if output.error is not None:
-                raise from_exception(output.error)
-            said[choice.index].append(output)
+    answer = wire.answer
+    said: list[list[StepOutput]] = [[] for _ in answer.choices]
+    async with contextlib.aclosing(interleave(answer.streams)) as outputs:
+        async for index, arrived in outputs:
+            for choice, output in answer.ready(index, arrived):
+                if output.error is not None:
+                    raise from_exception(output.error)
+                choice.add(output)
+                said[choice.index].append(output)
 
     def encode() -> bytes:
         return orjson.dumps(wire.whole(said))
@@ -252,6 +275,11 @@ async def collect(
     entries = sum(_prompt_entries(answer, choice) for choice in answer.choices)
     entries += sum(len(outputs) * _entries_per_token(outputs[0]) for outputs in said)
     return await encoding.run(encode) if entries > LARGE_ANSWER else encode()
+
+
+def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
+    """True if an output's events are too large for the event loop: it is a first one, and shows a long prompt."""
+    return not answer.text_only and is_first(output) and _prompt_entries(answer, choice) > LARGE_ANSWER
 
 
 def _prompt_entries(answer: Answer, choice: Choice) -> int:
@@ -265,33 +293,8 @@ def _entries_per_token(output: StepOutput) -> int:
     return 1 if output.logprobs is None else 1 + len(output.logprobs.top)
 
 
-async def outputs_of(
-    answer: Answer, streams: Sequence[RequestStream]
-) -> AsyncGenerator[tuple[Choice, StepOutput], None]:
-    """Yield the outputs of all choices as they come, each added to its choice. Close it when you stop early.
-
-    Only one choice of a prompt has the prompt's tokens scored, and every choice may show the scores. Outputs of the
-    other choices are held back until that choice's first output.
-    """
-    held_back: list[tuple[Choice, StepOutput]] = []
-    async with contextlib.aclosing(interleave(streams)) as outputs:
-        async for index, output in outputs:
-            choice = answer.choices[index]
-            prompt = choice.prompt
-            ready = [(choice, output)]
-            if answer.shown.scores_prompts and not prompt.is_scored:
-                if not choice.scores_prompt:
-                    held_back += ready
-                    continue
-                prompt.is_scored, prompt.scores = True, output.prompt_logprobs
-                ready += [each for each in held_back if each[0].prompt is prompt]
-                held_back = [each for each in held_back if each[0].prompt is not prompt]
-            for of_choice, waiting in ready:
-                yield of_choice, answer.add(of_choice, waiting)
-
-
 async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of all streams as they come, each with its stream's number. Close it when you stop early."""
+    """Yield the items of all streams as they come, with their stream's number. Close it if you stop early."""
     if len(streams) == 1:  # the ordinary request: its items need neither a task nor a second queue
         async for only in streams[0]:
             yield 0, only

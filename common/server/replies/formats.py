@@ -1,7 +1,7 @@
 """The wire formats: one answer's outputs as the bytes of a stream, or as one JSON object.
 
 Named events (`/v1/completions`) are OpenAI chunks at the same time. There is no `[DONE]`: every `data` is a JSON
-object, and the stream's end says as much.
+object, and the stream ends with the HTTP response.
 
 ```text
 event: token         one for each sampled token
@@ -15,7 +15,7 @@ data: {…}
 ```
 
 OpenAI's own streams, which strict tools want, are unnamed chunks. A choice that fails ends with
-`data: {"error": {…}}`, which says in `choices` whose it is if there are several.
+`data: {"error": {…}}`, which names the choice in `choices` if there are several.
 
 ```text
 data: {… "delta": {"role": "assistant", "content": ""} …}      chat only: first of each choice
@@ -29,38 +29,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
-import orjson
-
-from common.request import FinishReason, StepOutput, TokenLogprobs
+from common.request import FinishReason, StepOutput
 from common.server.errors import from_exception
-from common.server.replies.answer import Answer, Choice, Prompt, WireFormat, is_first
+from common.server.replies.answer import Answer, Choice, WireFormat, is_first
+from common.server.replies.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from common.server.replies.shapes import (
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
-    ChatTokenLogprob,
     ChunkChoice,
     Completion,
     CompletionChunk,
     CompletionEvent,
     Delta,
     ErrorEvent,
-    Logprobs,
     OpenAIReason,
     PlainCompletion,
-    PromptLogprob,
-    PromptLogprobs,
     ShownTokens,
     event,
 )
-from common.text import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from common.server.requests.generation import StreamOptions
 
 ChoiceT = TypeVar("ChoiceT")
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 DONE = b"data: [DONE]\n\n"
 
@@ -188,9 +181,9 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 class ChatChunks(PlainChunks[ChatChunkChoice]):
     """The wire format of chat."""
 
-    def __init__(self, answer: Answer, *, include_usage: bool, continuous_usage: bool) -> None:
-        super().__init__(answer, include_usage=include_usage, continuous_usage=continuous_usage)
-        self._begun: set[int] = set()  # choices whose role has been said
+    def __init__(self, answer: Answer, options: StreamOptions) -> None:
+        super().__init__(answer, options)
+        self._begun: set[int] = set()  # indices of choices whose role has been sent
 
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChatChunkChoice]:
         if choice.index not in self._begun:
@@ -275,7 +268,7 @@ def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCom
             {
                 "index": choice.index,
                 "text": choice.prompt.echo + joined_text(outputs),
-                "logprobs": completion_logprobs(answer, choice, outputs),
+                "logprobs": completion_logprobs(answer, choice, outputs, len(choice.prompt.echo)),
                 "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
                 **shown_tokens(answer, choice, outputs),
             }
@@ -291,12 +284,14 @@ def empty_choice(choice: Choice) -> ChunkChoice:
 
 
 def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkChoice:
-    """Return one output of a choice as a stream's chunk has it, without its `finish_reason`."""
-    text = choice.leading(output) + output.text_delta
+    """Return the choice object of a stream's chunk for one output, with `finish_reason` None."""
+    if answer.text_only:
+        return {"index": choice.index, "text": output.text_delta, "logprobs": None, "finish_reason": None}
+    before = len(choice.prompt.echo) + choice.text_length - len(output.text_delta)
     return {
         "index": choice.index,
-        "text": text,
-        "logprobs": completion_logprobs(answer, choice, [output], offset=choice.text_length - len(text)),
+        "text": choice.leading(output) + output.text_delta,
+        "logprobs": completion_logprobs(answer, choice, [output], before),
         "finish_reason": None,
         **shown_tokens(answer, choice, [output]),
     }
@@ -312,7 +307,7 @@ def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> 
         if first:
             fields["prompt_token_ids"] = list(choice.prompt.token_ids)
     if shown.prompt_logprobs is not None and first:
-        fields["prompt_logprobs"] = _prompt_logprobs(answer.tokenizer, choice.prompt, shown.prompt_logprobs)
+        fields["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, choice.prompt, shown.prompt_logprobs)
     return fields
 
 
@@ -322,137 +317,7 @@ def joined_text(said: Sequence[StepOutput]) -> str:
 
 
 def engine_reason(said: Sequence[StepOutput]) -> FinishReason:
-    """Return the reason why a choice ended that did not fail."""
+    """Return the engine's finish reason of a choice that did not fail."""
     reason = said[-1].finish_reason
     assert reason is not None, "a choice that did not fail has a reason"
     return reason
-
-
-# ---------------------------------------------------------------------- log-probabilities
-
-
-def completion_logprobs(
-    answer: Answer, choice: Choice, said: Sequence[StepOutput], *, offset: int = 0
-) -> Logprobs | None:
-    """Return the log-probabilities of the tokens of some outputs, and of an echoed prompt; None if not asked for.
-
-    Args:
-        answer: the choice's answer.
-        choice: the choice that the outputs belong to.
-        said: outputs, in order.
-        offset: characters of the choice's text before them.
-    """
-    columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    prompt, shown = choice.prompt, answer.shown
-    if said and is_first(said[0]) and shown.echo and shown.logprobs is not None:
-        if prompt.echoed_logprobs is None:
-            prompt.echoed_logprobs = _echoed(answer.tokenizer, prompt, shown.logprobs)
-        columns["tokens"] += prompt.echoed_logprobs["tokens"]
-        columns["token_logprobs"] += prompt.echoed_logprobs["token_logprobs"]
-        columns["top_logprobs"] += prompt.echoed_logprobs["top_logprobs"]
-        columns["text_offset"] += prompt.echoed_logprobs["text_offset"]
-        offset += len(prompt.echo)
-    for output in said:
-        if output.logprobs is not None and output.token_id is not None:
-            _add_token(columns, answer.tokenizer, output.token_id, output.logprobs, offset)
-        offset += len(output.text_delta)
-    return columns if columns["tokens"] else None
-
-
-def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
-    """Return the log-probabilities of a prompt that stands at the beginning of its choices' texts."""
-    columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    pieces = IncrementalDetokenizer(tokenizer, ())
-    known = [None, *(_cut(each, count) for each in prompt.scores or ())]
-    known += [None] * (len(prompt.token_ids) - len(known))  # the prompt could not be scored
-    at = 0
-    for token_id, logprobs in zip(prompt.token_ids, known, strict=True):
-        _add_token(columns, tokenizer, token_id, logprobs, min(at, len(prompt.echo)))
-        at += len(pieces.add(token_id))
-    return columns
-
-
-def _add_token(
-    columns: Logprobs, tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs | None, offset: int
-) -> None:
-    columns["tokens"].append(tokenizer.token_text(token_id))
-    columns["token_logprobs"].append(None if logprobs is None else finite(logprobs.logprob))
-    columns["top_logprobs"].append(None if logprobs is None else _top(tokenizer, token_id, logprobs))
-    columns["text_offset"].append(offset)
-
-
-def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
-    """Leave out top tokens beyond `count`: another field of the request may have asked for more."""
-    return TokenLogprobs(logprobs.logprob, logprobs.top[:count])
-
-
-def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
-    """Return log-probabilities by token text, the likeliest first, then the sampled token if it is not among them.
-
-    Several tokens may read the same (parts of characters do). The likeliest of them is kept.
-    """
-    top: dict[str, float] = {}
-    for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
-        top.setdefault(tokenizer.token_text(token_id), finite(logprob))
-    return top
-
-
-def _prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, count: int) -> PromptLogprobs | None:
-    """Return a prompt's log-probabilities as encoded JSON, once for all its choices; None if not scored."""
-    if prompt.scores is None:
-        return None
-    if prompt.logprobs_json is None:
-        entries = _prompt_logprob_entries(tokenizer, prompt.token_ids, prompt.scores, count)
-        prompt.logprobs_json = orjson.dumps(entries)
-    return cast("PromptLogprobs", orjson.Fragment(prompt.logprobs_json))
-
-
-def _prompt_logprob_entries(
-    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs], count: int
-) -> PromptLogprobs:
-    """Return an entry for each token of a prompt, by token id. The first has none: nothing comes before it."""
-    entries: PromptLogprobs = [None]
-    for token_id, logprobs in zip(token_ids[1:], scores, strict=True):
-        assert logprobs.rank is not None, "a prompt's tokens are scored with their ranks"
-        named: dict[int, tuple[float, int]] = {
-            each: (logprob, place) for place, (each, logprob) in enumerate(logprobs.top[:count], 1)
-        }
-        named.setdefault(token_id, (logprobs.logprob, logprobs.rank))
-        entry: dict[str, PromptLogprob] = {
-            str(each): {
-                "logprob": finite(logprob),
-                "rank": rank,
-                "decoded_token": tokenizer.token_text(each),
-            }
-            for each, (logprob, rank) in named.items()
-        }
-        entries.append(entry)
-    return entries
-
-
-def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogprobs | None:
-    """Return the log-probabilities of the tokens of some outputs; None if not asked for."""
-    content: ChatLogprobs = {
-        "content": [
-            {
-                **_chat_token(tokenizer, output.token_id, output.logprobs.logprob),
-                "top_logprobs": [_chat_token(tokenizer, *each) for each in output.logprobs.top],
-            }
-            for output in said
-            if output.logprobs is not None and output.token_id is not None
-        ],
-        "refusal": None,
-    }
-    return content if content["content"] else None
-
-
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:
-    text = tokenizer.token_text(token_id)
-    # Part of a character reads as U+FFFD, whose bytes would be others than the token's.
-    raw = None if REPLACEMENT in text else list(text.encode())
-    return {"token": text, "logprob": finite(logprob), "bytes": raw}
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
-    return max(logprob, LOWEST_LOGPROB)

@@ -39,7 +39,7 @@ class OtherPart(BaseModel):
 
 
 def _part_form(part: Any) -> str:
-    """Choose the form to validate a part as. A part without a type is told that it lacks one."""
+    """Return the tag of the model to validate a part with. A part without a type is refused as a text part."""
     other = isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text"
     return "as another part" if other else "as a text part"
 
@@ -153,7 +153,7 @@ class TemplateOptions(TemplateFields):
         return not self.continue_final_message if given is None else given
 
     def check_messages(self, messages: Sequence[ChatMessage]) -> None:
-        """Refuse messages that are not implemented, and fields that contradict each other.
+        """Refuse messages that use features not implemented, and fields that contradict each other.
 
         Raises:
             ApiError: 422.

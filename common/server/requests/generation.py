@@ -1,4 +1,4 @@
-"""The body of `POST /v1/completions`, and the fields that it shares with chat (`GenerationRequest`)."""
+"""The fields that the bodies of completions and of chat share (`GenerationRequest`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.requests.known_fields import (
-    OpenAICompletionFields,
     OpenAIStreamFields,
-    VllmCompletionFields,
     VllmFields,
     VllmStructuredFields,
 )
@@ -28,7 +26,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def by_type(forms: Mapping[type, str]) -> Callable[[Any], str | None]:
-    """Return a function that chooses the form to validate a value as by the value's type."""
+    """Return a function that returns the tag in `forms` for the type of a value; None for another type."""
     return lambda value: forms.get(type(value))
 
 
@@ -64,12 +62,13 @@ def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Parts of an answer beside its text, if its format has a place for them.
+    """The fields that the client asked for in addition to the answer's text (echo, log-probabilities of the prompt,
+    token ids).
 
     Attributes:
         echo: the prompt comes first.
         logprobs: number of the most likely tokens beside an echoed token; None: no log-probabilities.
-        prompt_logprobs: the same for a field of its own.
+        prompt_logprobs: the same for each prompt token in the field `prompt_logprobs`.
         token_ids: the token ids of prompt and answer are shown.
         prompt_only: the answer has no tokens of its own.
     """
@@ -225,7 +224,7 @@ class GenerationRequest(Body, VllmFields):
         json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     )
 
-    # ------------------------------------------------------------------ what each family says in its own way
+    # ------------------------------------------------------------------ different for completions and chat
 
     @property
     def num_prompts(self) -> int:
@@ -235,13 +234,13 @@ class GenerationRequest(Body, VllmFields):
         """Return the prompts to continue. `template` is the model's, if it has one.
 
         Raises:
-            InvalidRequestError: there is no text for it.
+            InvalidRequestError: the model has no template, or the template refuses the conversation.
         """
         raise NotImplementedError
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The length of the longest answer that is wanted; None: as long as fits."""
+        """The largest number of new tokens; None: as many as fit."""
         raise NotImplementedError
 
     @property
@@ -256,14 +255,15 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def shown(self) -> Shown:
-        """The parts of an answer beside its text."""
+        """The fields that the client asked for in addition to the answer's text (echo, log-probabilities of the
+        prompt, token ids)."""
         return Shown()
 
     def field_of(self, param: str) -> str:
         """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
         return param
 
-    # ------------------------------------------------------------------ what they share
+    # ------------------------------------------------------------------ the same for both
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -280,7 +280,7 @@ class GenerationRequest(Body, VllmFields):
 
         Args:
             token_ids: the prompt.
-            max_request_tokens: prompt and new tokens that the engine takes of one request at most.
+            max_request_tokens: the engine's bound on a request's tokens, prompt and new ones together.
         """
         count = self.truncate_prompt_tokens
         if count is None:
@@ -365,7 +365,7 @@ class GenerationRequest(Body, VllmFields):
                 raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
 
     def _check_form(self) -> None:
-        """Refuse fields that say two things about the form of an answer."""
+        """Refuse fields that contradict each other about the form of an answer."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
             raise refused(
@@ -381,113 +381,3 @@ class GenerationRequest(Body, VllmFields):
             raise refused(
                 "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
             )
-
-
-DEFAULT_MAX_TOKENS = 128
-
-#: The form of a list, by the type of its first item.
-_LIST_FORMS: dict[type, str] = {
-    int: "as tokens",
-    float: "as tokens",
-    bool: "as tokens",
-    str: "as texts",
-    list: "as token lists",
-}
-
-
-def _prompt_form(prompt: Any) -> str | None:
-    """Choose the form to validate a prompt as. Trying all of them would cost an error for each token and form."""
-    if type(prompt) is str:
-        return "as text"
-    if type(prompt) is not list:
-        return None
-    return _LIST_FORMS.get(type(prompt[0])) if prompt else "as tokens"
-
-
-Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
-Prompt = Annotated[
-    Annotated[Text, Tag("as text")]
-    | Annotated[Tokens, Tag("as tokens")]
-    | Annotated[Texts, Tag("as texts")]
-    | Annotated[TokenLists, Tag("as token lists")],
-    Discriminator(
-        _prompt_form,
-        custom_error_type="prompt_type",
-        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
-        "lists of token ids",
-    ),
-]
-
-
-class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
-    """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
-
-    adds_special_tokens_by_default: ClassVar[bool] = True
-
-    prompt: Prompt = Field(
-        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
-    )
-    max_tokens: int | None = Field(
-        default=DEFAULT_MAX_TOKENS,
-        ge=0,
-        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
-    )
-    logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool | None = Field(
-        default=False,
-        description="the prompt before the answer, with log-probabilities of its own if asked for",
-    )
-    prompt_logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=20,
-        description="what the model makes of the prompt's tokens, for each but the first",
-    )
-    return_token_ids: bool | None = Field(
-        default=False, description="of prompt and answer, beside their text"
-    )
-    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts(None))
-
-    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
-        """Return all prompts as a list, also where the body has a single one."""
-        prompt: Any = self.prompt
-        return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens for the engine to sample at most. At least one, which an answer without tokens leaves out."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
-
-    @property
-    def reported_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def scored_prompt(self) -> int | None:
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((each for each in wanted if each is not None), default=None)
-
-    @property
-    def shown(self) -> Shown:
-        return Shown(
-            echo=bool(self.echo),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            token_ids=bool(self.return_token_ids),
-            prompt_only=self.max_tokens == 0,
-        )
-
-    def _check_fields(self) -> None:
-        super()._check_fields()
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise refused("max_tokens", "0 only with echo or prompt_logprobs; send at least 1")
-        if self.max_tokens == 0 and self.min_tokens:
-            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
-        if self.best_of is not None and self.best_of != self.choices_per_prompt:
-            raise refused("best_of", "not implemented; send the value of n, or leave it out")

@@ -206,7 +206,7 @@ class VllmStructuredFields(Table):
     whitespace_pattern: Annotated[Any, Neutral(reason="the model chooses white space")] = None
 
 
-#: Every table, with where its fields stand.
+#: Every table, by the bodies or objects that have its fields.
 TABLES: dict[str, type[Table]] = {
     "chat": OpenAIChatFields,
     "completions": OpenAICompletionFields,

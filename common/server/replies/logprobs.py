@@ -1,0 +1,148 @@
+"""Log-probabilities in answers: OpenAI's objects of completions and of chat, and vLLM's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import orjson
+
+from common.request import StepOutput, TokenLogprobs
+from common.server.replies.answer import Answer, Choice, Prompt, is_first
+from common.server.replies.shapes import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    Logprobs,
+    PromptLogprob,
+    PromptLogprobs,
+)
+from common.text import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+def completion_logprobs(
+    answer: Answer, choice: Choice, said: Sequence[StepOutput], offset: int
+) -> Logprobs | None:
+    """Return the log-probabilities of the tokens of some outputs, and of an echoed prompt; None if not asked for.
+
+    Args:
+        answer: the choice's answer.
+        choice: the choice that the outputs belong to.
+        said: outputs, in order.
+        offset: characters of the choice's text before these outputs.
+    """
+    columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    prompt, shown = choice.prompt, answer.shown
+    if said and is_first(said[0]) and shown.echo and shown.logprobs is not None:
+        if prompt.echoed_logprobs is None:
+            prompt.echoed_logprobs = _echoed(answer.tokenizer, prompt, shown.logprobs)
+        columns["tokens"] += prompt.echoed_logprobs["tokens"]
+        columns["token_logprobs"] += prompt.echoed_logprobs["token_logprobs"]
+        columns["top_logprobs"] += prompt.echoed_logprobs["top_logprobs"]
+        columns["text_offset"] += prompt.echoed_logprobs["text_offset"]
+    for output in said:
+        if output.logprobs is not None and output.token_id is not None:
+            _add_token(columns, answer.tokenizer, output.token_id, output.logprobs, offset)
+        offset += len(output.text_delta)
+    return columns if columns["tokens"] else None
+
+
+def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
+    """Return the log-probabilities of an echoed prompt's tokens, with at most `count` top tokens each."""
+    columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    pieces = IncrementalDetokenizer(tokenizer, ())
+    known = [None, *(_cut(each, count) for each in prompt.scores or ())]
+    known += [None] * (len(prompt.token_ids) - len(known))  # the prompt could not be scored
+    at = 0
+    for token_id, logprobs in zip(prompt.token_ids, known, strict=True):
+        _add_token(columns, tokenizer, token_id, logprobs, min(at, len(prompt.echo)))
+        at += len(pieces.add(token_id))
+    return columns
+
+
+def _add_token(
+    columns: Logprobs, tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs | None, offset: int
+) -> None:
+    columns["tokens"].append(tokenizer.token_text(token_id))
+    columns["token_logprobs"].append(None if logprobs is None else finite(logprobs.logprob))
+    columns["top_logprobs"].append(None if logprobs is None else _top(tokenizer, token_id, logprobs))
+    columns["text_offset"].append(offset)
+
+
+def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
+    """Leave out top tokens beyond `count`: another field of the request may have asked for more."""
+    return TokenLogprobs(logprobs.logprob, logprobs.top[:count])
+
+
+def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
+    """Return log-probabilities by token text, the likeliest first, then the sampled token if it is not among them.
+
+    Several tokens may read the same (parts of characters do). The likeliest of them is kept.
+    """
+    top: dict[str, float] = {}
+    for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
+        top.setdefault(tokenizer.token_text(token_id), finite(logprob))
+    return top
+
+
+def prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, count: int) -> PromptLogprobs | None:
+    """Return a prompt's log-probabilities as encoded JSON, once for all its choices; None if not scored."""
+    if prompt.scores is None:
+        return None
+    if prompt.logprobs_json is None:
+        entries = _prompt_logprob_entries(tokenizer, prompt.token_ids, prompt.scores, count)
+        prompt.logprobs_json = orjson.dumps(entries)
+    return cast("PromptLogprobs", orjson.Fragment(prompt.logprobs_json))
+
+
+def _prompt_logprob_entries(
+    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs], count: int
+) -> PromptLogprobs:
+    """Return one entry for each prompt token: a dict from token id to log-probability, rank and text. The first
+    token's entry is None, since no token comes before it."""
+    entries: PromptLogprobs = [None]
+    for token_id, logprobs in zip(token_ids[1:], scores, strict=True):
+        assert logprobs.rank is not None, "a prompt's tokens are scored with their ranks"
+        named: dict[int, tuple[float, int]] = {
+            each: (logprob, place) for place, (each, logprob) in enumerate(logprobs.top[:count], 1)
+        }
+        named.setdefault(token_id, (logprobs.logprob, logprobs.rank))
+        entry: dict[str, PromptLogprob] = {
+            str(each): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(each),
+            }
+            for each, (logprob, rank) in named.items()
+        }
+        entries.append(entry)
+    return entries
+
+
+def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogprobs | None:
+    """Return the log-probabilities of the tokens of some outputs; None if not asked for."""
+    content: ChatLogprobs = {
+        "content": [
+            {
+                **_chat_token(tokenizer, output.token_id, output.logprobs.logprob),
+                "top_logprobs": [_chat_token(tokenizer, *each) for each in output.logprobs.top],
+            }
+            for output in said
+            if output.logprobs is not None and output.token_id is not None
+        ],
+        "refusal": None,
+    }
+    return content if content["content"] else None
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:
+    text = tokenizer.token_text(token_id)
+    # Part of a character reads as U+FFFD, whose bytes differ from the token's.
+    raw = None if REPLACEMENT in text else list(text.encode())
+    return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,121 @@
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Field, Tag
+
+from common.chat_template import ChatTemplate
+from common.server.bodies import refused
+from common.server.requests.generation import GenerationRequest, Shown, Text, TokenId
+from common.server.requests.known_fields import OpenAICompletionFields, VllmCompletionFields
+
+DEFAULT_MAX_TOKENS = 128
+
+#: The tag of a list, by the type of its first item.
+_LIST_FORMS: dict[type, str] = {
+    int: "as tokens",
+    float: "as tokens",
+    bool: "as tokens",
+    str: "as texts",
+    list: "as token lists",
+}
+
+
+def _prompt_form(prompt: Any) -> str | None:
+    """Return the tag of the type to validate a prompt as. Trying all types would make an error a token and type."""
+    if type(prompt) is str:
+        return "as text"
+    if type(prompt) is not list:
+        return None
+    return _LIST_FORMS.get(type(prompt[0])) if prompt else "as tokens"
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[Tokens, Tag("as tokens")]
+    | Annotated[Texts, Tag("as texts")]
+    | Annotated[TokenLists, Tag("as token lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of "
+        "lists of token ids",
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
+    """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
+
+    adds_special_tokens_by_default: ClassVar[bool] = True
+
+    prompt: Prompt = Field(
+        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+    )
+    max_tokens: int | None = Field(
+        default=DEFAULT_MAX_TOKENS,
+        ge=0,
+        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = Field(
+        default=False,
+        description="the prompt before the answer, with log-probabilities of its own if asked for",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="what the model makes of the prompt's tokens, for each but the first",
+    )
+    return_token_ids: bool | None = Field(
+        default=False, description="of prompt and answer, beside their text"
+    )
+    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts(None))
+
+    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
+        """Return all prompts as a list, also where the body has a single one."""
+        prompt: Any = self.prompt
+        return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The largest number of tokens to sample; 1 if `max_tokens` is 0, and the answer leaves that token out."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(
+            echo=bool(self.echo),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            prompt_only=self.max_tokens == 0,
+        )
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refused("max_tokens", "0 only with echo or prompt_logprobs; send at least 1")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            raise refused("best_of", "not implemented; send the value of n, or leave it out")
