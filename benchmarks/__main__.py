@@ -19,7 +19,7 @@ from benchmarks.compare import Comparison, compare
 from benchmarks.export import export_dummy
 from benchmarks.files import publish
 from benchmarks.measure import Measurement, new_comparison_name
-from benchmarks.peers.registry import peer_targets
+from benchmarks.peers.registry import peer_target
 from benchmarks.report import report, summary
 from benchmarks.results import LOCAL, RESULTS, Run
 from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
@@ -34,13 +34,11 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
-    """Run the command line. Returns the exit code: 0 only if every run did what was asked."""
+    """Run the command line. Returns the exit code: 0 only if the command succeeded and every run is complete."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     console = Console()
     try:
-        if words[:1] == [
-            "micro"
-        ]:  # the options are those of the measurement, whose module is loaded for them
+        if words[:1] == ["micro"]:  # its options come from the signature of a measurement's function
             return micro.main(words[1:], console)
         options = parser(prog).parse_args(words)
         code: int = options.command(options, console)
@@ -59,81 +57,34 @@ def exit_on_sigterm() -> None:
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    load = argparse.ArgumentParser(add_help=False)
-    group = load.add_argument_group("workload")
-    group.add_argument(
-        "--workload", default="mixed", help=f"{', '.join(WORKLOADS)}; several with commas; or all"
-    )
-    group.add_argument("--seed", type=int, default=0, help="draws lengths, texts and arrivals (0)")
-    group.add_argument("--quick", action="store_true", help="a quarter of the requests, for demos")
-    group.add_argument("--text", action="store_true", help="send prompts as text, not as token ids")
-    group.add_argument(
-        "--rate", default="auto", help="auto (measure this machine and scale), table, or a factor (auto)"
-    )
-    group.add_argument(
-        "--load",
-        type=float,
-        help=f"offered load relative to the measured capacity ({', '.join(f'{k} {v}' for k, v in LOADS.items())})",
-    )
-    group.add_argument(
-        "--repeats", type=int, help="runs of each server; compare does 3 (quick: 1), run does 1"
-    )
-    group = load.add_argument_group("report")
-    group.add_argument("--slo-ttft", type=float, default=2.0, help="SLO: first token within so many s (2)")
-    group.add_argument("--slo-itl", type=float, default=0.2, help="SLO: 99 %% of gaps within so many s (0.2)")
-    group.add_argument(
-        "--stall-timeout", type=float, default=120.0, help="give up after so many s without any token (120)"
-    )
-    group.add_argument(
-        "--run-timeout", type=float, default=3600.0, help="give up a run after so many s (3600)"
-    )
-    group.add_argument("--all", action="store_true", help="print every metric and ratios: a wide table")
-    group.add_argument("--trace", action="store_true", help="keep a trace of each run beside its result")
-    group.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
-
     top = argparse.ArgumentParser(prog=prog, description="Measure servers and draw what was found.")
     commands = top.add_subparsers(required=True, metavar="compare | run | publish | micro | plots | export")
-    _add_compare(commands.add_parser("compare", parents=[load], help="start servers in turn, compare them"))
-    _add_run(commands.add_parser("run", parents=[load], help="measure a server that runs already"))
-    _add_publish(commands.add_parser("publish", help="make small files of complete comparisons"))
-    commands.add_parser("micro", help="measurements that answer one question each")
-    plots = commands.add_parser("plots", help="draw every figure from the results")
-    plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
-    plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
-    plots.set_defaults(command=_plots)
-    export = commands.add_parser("export", help="write a dummy's weights for other servers")
-    export.add_argument("preset", help=f"with or without dummy: before it; {', '.join(PRESETS)}")
-    export.add_argument("folder", type=Path, help="a new folder")
-    export.add_argument("--dtype", default="auto", choices=DTYPES, help="what they are drawn in (auto)")
-    export.set_defaults(command=_export)
-    return top
+    load = _load_options()
 
-
-def _add_compare(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("servers")
-    group.add_argument("--phases", help="numbers or names with commas, compared in this order (all)")
-    group.add_argument(
+    compare_ = commands.add_parser("compare", parents=[load], help="start servers in turn, compare them")
+    compare_.set_defaults(command=_compare)
+    add = compare_.add_argument_group("servers").add_argument
+    add("--phases", help="numbers or names with commas, compared in this order (all)")
+    add(
         "--peer",
         action="append",
         default=[],
-        help="also measure: generate, transformers, a server in a virtual environment of its own (vllm=FOLDER, "
-        "openvino=FOLDER, llama.cpp=FOLDER), or the URL of one that runs; may be repeated",
+        help="also measure: generate, vllm=FOLDER (the virtual environment that has it), or the URL of a server "
+        "that runs; may be repeated",
     )
-    group.add_argument("--model", default="dummy:llama-60m", help="every server's (dummy:llama-60m)")
-    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    group.add_argument("--dtype", default="auto", choices=DTYPES)
-    group.add_argument("--slots", type=int, default=8, help="KV memory, in sequences of full length (8)")
-    group.add_argument(
-        "--max-seq-len", type=int, default=4096, help="length of a full sequence, in tokens (4096)"
-    )
-    group.add_argument(
+    add("--model", default="dummy:llama-60m", help="every server's (dummy:llama-60m)")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    add("--dtype", default="auto", choices=DTYPES)
+    add("--slots", type=int, default=8, help="KV memory, in sequences of full length (8)")
+    add("--max-seq-len", type=int, default=4096, help="length of a full sequence, in tokens (4096)")
+    add(
         "--option",
         action="append",
         default=[],
         metavar="PHASE:NAME[=VALUE]",
         help="start a phase (or all) with a further option, such as 6:num-blocks=512; may be repeated",
     )
-    group.add_argument(
+    add(
         "--variant",
         action="append",
         default=[],
@@ -141,39 +92,68 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         help="one more column: a phase with these options, such as 7:prefill-chunk-size=64; may be repeated. "
         "With variants, only the phases in --phases are measured beside them",
     )
-    command.set_defaults(command=_compare)
 
+    run = commands.add_parser("run", parents=[load], help="measure a server that runs already")
+    run.set_defaults(command=_run)
+    add = run.add_argument_group("server").add_argument
+    add("--server", required=True, metavar="URL", help="any OpenAI-compatible server")
+    add("--model-name", default="", help="the server's name for its model (the first it lists)")
+    add("--tokenizer", help="model whose tokenizer makes the prompts (the served one)")
+    add("--label", default="", help="its column in tables (the URL)")
+    add("--batch", type=int, default=8, help="sequences at once while calibrating (8)")
+    add("--no-ignore-eos", action="store_true", help="for servers that do not know the field ignore_eos")
+    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="sent as a bearer token")
 
-def _add_publish(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--results", type=Path, default=LOCAL, help=f"folder with the runs ({LOCAL})")
-    command.add_argument("--out", type=Path, default=RESULTS, help=f"folder to publish in ({RESULTS})")
-    command.add_argument(
-        "--only", nargs="+", default=[], help="names of comparisons, such as 20261123-030937"
-    )
-    command.add_argument(
+    publish_ = commands.add_parser("publish", help="make small files of complete comparisons")
+    publish_.set_defaults(command=_publish)
+    add = publish_.add_argument
+    add("--results", type=Path, default=LOCAL, help=f"folder with the runs ({LOCAL})")
+    add("--out", type=Path, default=RESULTS, help=f"folder to publish in ({RESULTS})")
+    add("--only", nargs="+", default=[], help="names of comparisons, such as 20261123-030937")
+    add(
         "--timelines",
         default="typical",
         choices=["typical", "all", "none"],
         help="whose requests and engine steps are kept: of each server the run with the median throughput, "
         "which figures draw; of all runs, for the simulator; or of none (typical)",
     )
-    command.set_defaults(command=_publish)
+
+    commands.add_parser("micro", help="measurements that answer one question each")
+
+    plots = commands.add_parser("plots", help="draw every figure from the results")
+    plots.set_defaults(command=_plots)
+    plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
+    plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
+
+    export = commands.add_parser("export", help="write a dummy's weights for other servers")
+    export.set_defaults(command=_export)
+    export.add_argument("preset", help=f"with or without dummy: before it; {', '.join(PRESETS)}")
+    export.add_argument("folder", type=Path, help="a new folder")
+    export.add_argument("--dtype", default="auto", choices=DTYPES, help="what they are drawn in (auto)")
+    return top
 
 
-def _add_run(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("server")
-    group.add_argument("--server", required=True, metavar="URL", help="any OpenAI-compatible server")
-    group.add_argument(
-        "--model-name", default="", help="the server's name for its model (the first it lists)"
-    )
-    group.add_argument("--tokenizer", help="model whose tokenizer makes the prompts (the served one)")
-    group.add_argument("--label", default="", help="its column in tables (the URL)")
-    group.add_argument("--batch", type=int, default=8, help="sequences at once while calibrating (8)")
-    group.add_argument(
-        "--no-ignore-eos", action="store_true", help="for servers that do not know the field ignore_eos"
-    )
-    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="sent as a bearer token")
-    command.set_defaults(command=_run)
+def _load_options() -> argparse.ArgumentParser:
+    """Return a parser with the options that `compare` and `run` share."""
+    load = argparse.ArgumentParser(add_help=False)
+    add = load.add_argument_group("workload").add_argument
+    add("--workload", default="mixed", help=f"{', '.join(WORKLOADS)}; several with commas; or all")
+    add("--seed", type=int, default=0, help="draws lengths, texts and arrivals (0)")
+    add("--quick", action="store_true", help="a quarter of the requests, for demos")
+    add("--text", action="store_true", help="send prompts as text, not as token ids")
+    add("--rate", default="auto", help="auto (measure this machine and scale), table, or a factor (auto)")
+    loads = ", ".join(f"{name} {value}" for name, value in LOADS.items())
+    add("--load", type=float, help=f"offered load relative to the measured capacity ({loads})")
+    add("--repeats", type=int, help="runs of each server; compare does 3 (quick: 1), run does 1")
+    add = load.add_argument_group("report").add_argument
+    add("--slo-ttft", type=float, default=2.0, help="SLO: first token within so many s (2)")
+    add("--slo-itl", type=float, default=0.2, help="SLO: 99 %% of gaps within so many s (0.2)")
+    add("--stall-timeout", type=float, default=120.0, help="give up after so many s without any token (120)")
+    add("--run-timeout", type=float, default=3600.0, help="give up a run after so many s (3600)")
+    add("--all", action="store_true", help="print every metric and ratios: a wide table")
+    add("--trace", action="store_true", help="keep a trace of each run beside its result")
+    add("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
+    return load
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -189,13 +169,12 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         extra=parse_options(options.option),
     )
     variants = [parse_variant(text) for text in options.variant]
-    if options.phases is None:
-        names = [] if variants else phase_names()
-    else:
-        names = [name.strip() for name in options.phases.split(",") if name]
+    default = [] if variants else phase_names()
+    given = None if options.phases is None else [name.strip() for name in options.phases.split(",") if name]
+    names = default if given is None else given
     targets = [phase_target(name, setup) for name in names]
     targets += [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
-    targets += [target for name in options.peer for target in peer_targets(name, setup)]
+    targets += [peer_target(name, setup) for name in options.peer]
     if not targets:
         raise ValueError("nothing to compare: name --phases, a --variant or a --peer")
     checkpoint = open_checkpoint(options.model)
@@ -311,7 +290,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
     """Parse `6:num-blocks=512` into `{"6": {"num-blocks": "512"}}`.
 
     Raises:
-        ValueError: one is not of that form.
+        ValueError: a text in `given` does not have that form.
     """
     found: dict[str, Options] = {}
     for text in given:
@@ -326,7 +305,7 @@ def parse_variant(text: str) -> tuple[str, Options]:
     """Parse `7:prefill-chunk-size=64,no-mixed-batches` into a phase and its options.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: `text` does not have that form.
     """
     phase, _, options = text.partition(":")
     if not (phase and options):

@@ -1,38 +1,37 @@
 """Scale a workload's rates to the machine, so that the load is the same relative to its capacity.
 
-The table's arrival rates (4, 6 and 8 requests a second) fit one speed of machine. On a slower one every server
-drowns and all that is measured is the length of the queue; on a faster one every server idles and all of them look
+The table's arrival rates (4, 6 and 8 requests a second) fit one speed of machine. On a slower machine, every server
+is overloaded, and only the length of the queue is measured. On a faster machine, every server idles, and all look
 alike. So before a comparison the machine is measured, and the rates are scaled:
 
 ```text
-capacity  = requests a second that a full batch of this workload's average request gets through
+capacity  = requests a second that the server completes with a full batch of this workload's average request
 reference = the capacity for which the table's rate is right  = table rate / load
 factor    = capacity / reference                              (rates are multiplied by it)
 
 so that     rate sent / capacity = load                       on every machine
 ```
 
-**What is measured.** The first server of the comparison gets exactly as many *identical* requests as it computes
-together, each of the workload's mean prompt and mean answer length, all at once; prompts differ, so no cache helps.
-Equally long requests need no padding and leave no row idle, so phase 4 is measured without the losses that it is
-there to show, and the number is the machine's and not the scheduler's: phase 5 would give the same one. The
-workload's own lengths are used because the price of a prompt token against a new token is not the same on a CPU and
-on a GPU. The faster of two rounds counts: other work on the machine can only slow one down. All servers of a
-comparison then get the same factor.
+**The measurement.** The first server of the comparison gets one full batch of requests at once. Each has the
+workload's mean prompt length and mean answer length; the texts differ, so no cache helps. Requests of equal length
+need no padding and leave no row idle, so even phase 4 has no losses here: the capacity is the machine's, not the
+scheduler's, and phase 5 would give the same number. The workload's own lengths are used because the cost of a
+prompt token relative to a new token differs between a CPU and a GPU. The faster of two rounds counts, because other
+work on the machine can only slow a round down. All servers of a comparison get the same factor.
 
-**Which load is right** (`LOADS`) depends on what a workload is to show:
+**The load** (`LOADS`) depends on the effect that a workload is meant to show:
 
 - `continuous_batching`: 1.1. Static batching loses about a third of its capacity to rows that are done (the longest
-  of eight answers drawn from 64 to 256 has 235 tokens on average, the average one 160), and more to padding. At 1.1
-  it is offered about half more than it can do and its queue grows, while continuous batching is just full. In a
-  simulation of both schedulers the gap in TTFT is widest from 0.8 to 1.2 and the one in throughput from 1.0 on; at
-  2 both drown, at 0.5 neither queues.
+  of eight answers drawn from 64 to 256 has 235 tokens on average, the average answer 160), and more to padding. At
+  1.1 it gets about half more than it can serve, so its queue grows, while continuous batching is just full. In a
+  simulation of both schedulers, the gap in TTFT is widest from 0.8 to 1.2, and the gap in throughput from 1.0 on.
+  At 2 both are overloaded; at 0.5 neither queues.
 - `chunked_prefill`: 0.9. Long prompts must arrive while others decode, all the time, but no queue should grow: a
-  stall is to come from a neighbour's prompt, not from waiting.
-- `prefix_caching`: 1.4. Too much for a server that prefills the shared 1024 tokens again for everyone, and not for
-  one that does not.
+  stall should come from another request's prompt, not from waiting in the queue.
+- `prefix_caching`: 1.4. A server that prefills the shared 1024 tokens for every request is overloaded; a server
+  that reuses them is not.
 
-Workloads without a rate (bursts, one client) are the same everywhere and are not scaled.
+Workloads without a rate (bursts, one client) are not scaled: they do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ WARMUP_PROMPT, WARMUP_NEW = 64, 8
 
 
 class CalibrationError(RuntimeError):
-    """The server did not get through the calibration."""
+    """A request of the calibration failed."""
 
 
 def reference_capacity(workload: Workload, load: float | None = None) -> float | None:
@@ -77,12 +76,12 @@ def calibrate(
     """Measure a server's capacity for a workload and derive the factor for its rates.
 
     Args:
-        workload: one with a rate, or any other (whose factor is 1, without measuring).
+        workload: the workload; without a rate, its factor is 1 and nothing is measured.
         endpoint: a running server.
         writer: makes the prompts.
         batch: sequences that the server computes together.
         measured_on: the server's label, for the report.
-        load: instead of the workload's own.
+        load: the offered load, instead of the workload's own.
         stall_timeout_s: give up when no token comes for so long.
         run: sends a plan; another one in tests.
 
@@ -116,7 +115,7 @@ def _one_round(
     stall_timeout_s: float,
     run: Callable[[LoadPlan], LoadResult],
 ) -> float:
-    """Send a batch of average requests. Returns the seconds from the first one's sending to the last one's end."""
+    """Send a batch of average requests. Returns the seconds from the first sending to the last answer's end."""
     requests = identical_requests(
         writer,
         count=batch,
@@ -124,14 +123,13 @@ def _one_round(
         new_tokens=round(workload.new_tokens.mean),
         seed=f"calibration:{workload.name}:{index}",
     )
-    result = run(
-        LoadPlan(endpoint, requests, warmup=warmup_requests(writer), stall_timeout_s=stall_timeout_s)
-    )
-    errors = [record.error for record in result.requests if record.error is not None]
-    if errors:
-        raise CalibrationError(f"{len(errors)} of {batch} requests failed, first: {errors[0]}")
-    sent = min(record.sent_s for record in result.requests if record.sent_s is not None)
-    return max(record.finished_s for record in result.requests if record.finished_s is not None) - sent
+    plan = LoadPlan(endpoint, requests, warmup=warmup_requests(writer), stall_timeout_s=stall_timeout_s)
+    try:
+        result = run(plan)
+        result.raise_for_errors()
+    except RuntimeError as error:
+        raise CalibrationError(str(error)) from None
+    return result.duration_s
 
 
 def warmup_requests(writer: PromptWriter) -> list[PlannedRequest]:
@@ -145,7 +143,7 @@ def fixed_factor(workload: Workload, rate: str) -> Calibration:
     """Return the calibration that `--rate table` or `--rate NUMBER` asks for.
 
     Raises:
-        ValueError: neither of them.
+        ValueError: `rate` is neither `table` nor a positive number.
     """
     if rate == "table" or workload.rate is None:
         return Calibration(mode="table", factor=1.0)

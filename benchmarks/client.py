@@ -12,13 +12,18 @@ data: {..., "usage": {...}}              data: {"choices":[],"usage":{...}}
                                          data: [DONE]
 ```
 
-A chunk of bytes is stamped when it comes out of the socket, before it is parsed. Tokens that come in one chunk have
-one arrival time: that is how a reader at the other end sees them, too.
+The arrival time of a chunk of bytes is taken when the chunk is read from the socket, before it is parsed. All
+tokens of a chunk have the same arrival time, because a client gets them at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import socket
+import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +71,7 @@ class AnswerReader:
     Attributes:
         tokens: how many tokens arrived.
         ended: the stream said that it was complete.
-        error: what the server said went wrong.
+        error: the server's error message.
     """
 
     tokens: int = 0
@@ -80,12 +85,10 @@ class AnswerReader:
     _parser: EventParser = field(default_factory=EventParser)
 
     def feed(self, chunk: bytes) -> int:
-        """Read some bytes. Returns how many tokens they held."""
+        """Parse the next bytes of the stream. Returns the number of tokens that they complete."""
         before = self.tokens
         for name, data in self._parser.feed(chunk):
-            if (
-                name == b"token"
-            ):  # nothing in it that we need now: decoded when somebody goes on from the answer
+            if name == b"token":  # parsed later, only if `text` or `continued` is called
                 self.tokens += 1
                 self._token_events.append(data)
             elif data == b"[DONE]":
@@ -113,20 +116,23 @@ class AnswerReader:
             self._text.append(choice.get("text") or "")
             token_ids = choice.get("token_ids") or ()
             self._token_ids += token_ids
-            # Where no ids are named: a chunk that only says why the answer ended brings no token; one without
-            # text that does not end it does (its text is held back, or is half a character).
+            # Without ids, a chunk counts as a token even if it has no text: the server may hold its text back. Only
+            # a chunk without text that has the finish reason counts as none.
             self.tokens += len(token_ids) or bool(choice.get("text")) or reason is None
+
+    @property
+    def text(self) -> str:
+        return "".join([*(orjson.loads(data)["token"] for data in self._token_events), *self._text])
 
     def continued(self, prompt: list[int] | str) -> list[int] | str:
         """Return a prompt with the answer to it appended, in the prompt's form.
 
         Raises:
-            ValueError: the prompt is token ids, and the stream did not say which ones its tokens were.
+            ValueError: the prompt is token ids, but the stream has no token ids.
         """
-        events = [orjson.loads(data) for data in self._token_events]
         if isinstance(prompt, str):
-            return prompt + "".join([*(event["token"] for event in events), *self._text])
-        token_ids = [*(event["token_id"] for event in events), *self._token_ids]
+            return prompt + self.text
+        token_ids = [*(orjson.loads(data)["token_id"] for data in self._token_events), *self._token_ids]
         if len(token_ids) != self.tokens:
             raise ValueError("the server does not say which token ids it sampled: --text sends text instead")
         return prompt + token_ids
@@ -146,16 +152,16 @@ class Endpoint:
     Attributes:
         url: the server's root, such as `http://127.0.0.1:8004`.
         model: the name the server knows its model by.
-        ignore_eos: ask for full-length answers. Servers that know no such field refuse it.
+        ignore_eos: whether bodies have this field, for answers of full length. Other servers may refuse it.
         api_key: sent as a bearer token, if given.
-        fields: what the body has beside what all servers are asked for.
+        fields: additional fields of every body, for this server only.
     """
 
     url: str
     model: str
     ignore_eos: bool = True
     api_key: str | None = None
-    fields: Mapping[str, bool] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
 
     def body(self, planned: PlannedRequest) -> bytes:
         """Return the JSON body of a request. Decoding is greedy, because sampling is not measured."""
@@ -190,13 +196,13 @@ async def send(
     on_tokens: Callable[[], None] = lambda: None,
     clock: Clock = time.monotonic,
 ) -> AnswerReader:
-    """Send one request and read its answer to the end. Never raises for what a server does: see `record.error`.
+    """Send one request and read its answer to the end. Errors of the server go to `record.error`, and do not raise.
 
     Args:
         client: an open client.
-        endpoint: where to.
-        planned: what.
-        record: where to note what happens; complete up to here, also if this call is cancelled.
+        endpoint: the server to send to.
+        planned: the request to send.
+        record: filled in as the answer arrives; if this call is cancelled, it has everything up to then.
         origin_s: the clock's reading, in seconds, that all times of the record count from.
         on_tokens: called whenever tokens arrive.
         clock: seconds, monotonic.
@@ -257,6 +263,54 @@ def _close(record: RequestRecord, reader: AnswerReader, now_s: float) -> None:
         record.error = "the stream broke off without a word"
     elif record.error is None and not reader.tokens:
         record.error = "the answer has no tokens"
+
+
+class BackgroundReader:
+    """Reads the endless answer to a GET request in a thread of its own, from `start` to `stop`.
+
+    Attributes:
+        error: the error that ended the answer before `stop`; None if there was none.
+
+    Raises:
+        OSError: the server does not answer, or refuses.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.netloc, timeout=30.0)
+        try:
+            self._connection.request("GET", url.partition(parts.netloc)[2], headers=dict(headers or {}))
+            self._response = self._connection.getresponse()
+        except OSError as error:
+            raise OSError(f"the server does not answer: {error}") from None
+        if self._response.status != 200:
+            raise OSError(f"the server has none (status {self._response.status} of {parts.path})")
+        assert self._connection.sock is not None
+        self._socket = self._connection.sock
+        self._socket.settimeout(None)  # an idle server has nothing to send
+        self._stopping = False
+        self.error: Exception | None = None
+
+    def start(self, on_chunk: Callable[[bytes], object]) -> None:
+        self._thread = threading.Thread(target=self._read, args=(on_chunk,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Hang up. The socket is shut down, because closing it while a thread reads from it sends nothing."""
+        self._stopping = True
+        with contextlib.suppress(OSError):  # the server has ended, and the connection with it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._connection.close()
+
+    def _read(self, on_chunk: Callable[[bytes], object]) -> None:
+        try:
+            while chunk := self._response.read1(2**16):
+                on_chunk(chunk)
+        except (OSError, http.client.HTTPException) as error:
+            if not self._stopping:
+                self.error = error
 
 
 def _refusal(body: bytes) -> str:

@@ -1,22 +1,21 @@
-"""Comparing servers: each in turn gets the same work on the same machine with the same memory.
+"""Compares servers: each in turn gets the same requests on the same machine, with the same KV memory.
 
 ```text
 calibrate on the first server ──> factor for the arrival rates, the same for all
 repeat 1   phase 4   phase 5   phase 6
 repeat 2   phase 6   phase 5   phase 4      turned round, so that a machine that slowly
-repeat 3   phase 4   phase 5   phase 6      grows warm or busy favours nobody
+repeat 3   phase 4   phase 5   phase 6      grows warm or busy favours no phase
 ```
 
-Every run has a fresh server: no cache, and no memory in pieces, is left over from the run before. The machine's
-load is looked at before the first run and after each, while no server of ours runs: a run beside busy programs
-says so.
+Every run has a fresh server, so its cache is empty and its memory is not fragmented. The load of other programs is
+measured before the first run and after each run, while no server runs. Runs beside busy programs get a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -25,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.calibrate import CalibrationError, calibrate, fixed_factor
 from benchmarks.client import Endpoint
-from benchmarks.load import cores_taken, in_words, is_busy
+from benchmarks.environment import cores_taken, is_busy, taken_in_words
 from benchmarks.measure import Measurement, blank_run, measure
 from benchmarks.report import summary
 from benchmarks.results import Calibration, Lineup, Run, ServerInfo
@@ -45,11 +44,11 @@ class Comparison:
         model: its name as results show it.
         rate: `auto`, `table`, or a number.
         load: offered load for `auto`, instead of the workload's own.
-        batch: sequences at once while calibrating, where the server's options do not say.
+        batch: number of requests in a calibration's batch, if the server has no `max-batch-size` option.
         out: folder for results; None: none are written.
         ignore_eos: whether requests ask for full-length answers.
         trace: whether a trace of each run is kept beside its result.
-        show: what is printed of a workload when all its runs are done.
+        show: makes the table that is printed when all runs of a workload are done.
     """
 
     targets: Sequence[Target]
@@ -77,13 +76,13 @@ def compare(comparison: Comparison, console: Console) -> list[Run]:
 
     Raises:
         StartupError: the first server does not start, so nothing can be calibrated.
-        CalibrationError: it starts, and does not get through the calibration.
+        CalibrationError: the first server fails a request of the calibration.
     """
     runs: list[Run] = []
     total = len(comparison.workloads) * comparison.repeats * len(comparison.targets)
     try:
         _run_all(comparison, console, runs, total)
-    finally:  # also for who stops it half-way
+    finally:  # also if the user stops the comparison half-way
         if comparison.out is not None and runs:
             console.print(_written(len(runs), total, comparison.out), soft_wrap=True, highlight=False)
     return runs
@@ -96,7 +95,7 @@ def _written(count: int, total: int, out: Path) -> str:
 
 
 def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: int) -> None:
-    """Make every run of a comparison. Each is added to `runs` and written as it ends."""
+    """Make every run of a comparison. Each is added to `runs`, and written to its file, when it ends."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -107,9 +106,8 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
     with Progress(*columns, console=console, transient=True) as progress:
         taken = cores_taken()
         if is_busy(taken):
-            progress.console.print(
-                f"[yellow]{in_words(taken)} just now: close them, or mistrust the times[/yellow]"
-            )
+            said = f"{taken_in_words(taken)} just now: close them, or mistrust the times"
+            progress.console.print(f"[yellow]{said}[/yellow]")
         calibrations = _calibrations(comparison, progress)
         overall = progress.add_task("runs", total=total, detail="")
         for workload in comparison.workloads:
@@ -121,8 +119,8 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
                         comparison, workload, target, calibrations[workload.name], repeat, progress
                     )
                     before_run, taken = taken, cores_taken()
-                    if is_busy(max(before_run, taken)):
-                        run.notes.append(f"{in_words(max(before_run, taken))} before or after run {repeat}")
+                    if is_busy(most := max(before_run, taken)):
+                        run.notes.append(f"{taken_in_words(most)} before or after run {repeat}")
                     if comparison.out is not None:
                         run.save(comparison.out)
                     runs.append(run)
@@ -164,7 +162,7 @@ def run_once(
             endpoint = _endpoint(comparison, server)
             with _traced(comparison, run, server):
                 measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
-            died = server.exit_code  # None: it still ran when the run was over
+            died = server.exit_code  # None: the server was still running at the run's end
         info.exit_code = server.exit_code
         _note_the_end(run, died)
     except StartupError as error:
@@ -181,18 +179,18 @@ def run_once(
 
 @contextmanager
 def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator[None]:
-    """Keep a trace beside the result if one is wanted. The result says so, because recording takes time."""
+    """Record a trace beside the result if one is wanted. A note says so, because recording takes time."""
     if not comparison.trace or comparison.out is None:
         yield
         return
     path = (comparison.out / run.file_name).with_suffix(".trace")
-    with kept_trace(server.url, path, comparison.api_key) as reader:
+    with kept_trace(server.url, path, comparison.api_key) as problems:
         yield
-    run.notes.append(f"no trace: {reader.problem}" if reader.problem else f"recorded meanwhile: {path.name}")
+    run.notes += [f"no trace: {problem}" for problem in problems] or [f"recorded meanwhile: {path.name}"]
 
 
 def _note_the_end(run: Run, died: int | None) -> None:
-    """Note how the server ended. A run whose server died has failed, whatever had been answered."""
+    """Note how the server ended. If it died during the run, the run has failed, even if all requests were done."""
     exit_code = run.server.exit_code
     if died is not None:
         run.status = "failed"
@@ -204,13 +202,7 @@ def _note_the_end(run: Run, died: int | None) -> None:
 
 
 def _endpoint(comparison: Comparison, server: RunningServer) -> Endpoint:
-    return Endpoint(
-        server.url,
-        server.model,
-        ignore_eos=comparison.ignore_eos,
-        api_key=comparison.api_key,
-        fields=server.target.request_fields,
-    )
+    return replace(server.endpoint, ignore_eos=comparison.ignore_eos, api_key=comparison.api_key)
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:

@@ -1,36 +1,40 @@
-"""`make demo`: watch a server write, then see what every phase makes of the same work.
+"""`make demo`: shows the answers of a server, then compares all phases on the same requests.
 
-Everything goes over HTTP, as any client's would. First the latest phase serves the bundled model to a few clients
-at once; then every phase in turn serves a model of a more usual size to the clients of the `mixed` workload.
+All requests are sent over HTTP. First the latest phase serves the bundled model to a few clients at once. Then
+every phase in turn serves a model of a more usual size to the clients of the `mixed` workload.
+
+`--model smollm2` fetches a real chat model first, and asks it a question. Then all phases serve this model.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import httpx
-import orjson
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.__main__ import exit_code, exit_on_sigterm
+from benchmarks.client import AnswerReader, Endpoint, new_record, send
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
+from benchmarks.results import RequestRecord
 from benchmarks.servers import Setup, find_phase_module, open_server, phase_target
-from benchmarks.workloads import WORKLOADS, PromptWriter
+from benchmarks.workloads import WORKLOADS, PlannedRequest, PromptWriter
 from common.errors import StartupError
+from common.models.fetch import FETCHABLE, fetch
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
 MEASURED_MODEL = "dummy:llama-60m"
-MOST_TOKENS = 600  # of a story: the writer ends nearly all of its stories before
-#: Beginnings as in the text that the writer was trained on (`common.zoo.text`): it knows how to go on and to end.
+MOST_TOKENS = 600  # of a story: the model ends nearly all of its stories before
+#: Beginnings as in the model's training text (`common.zoo.text`), so that it can continue and end the stories.
 PROMPTS = (
     "Once there was a young owl named Nora.",
     "Once upon a time there was a shy otter named Finn.",
@@ -39,91 +43,90 @@ PROMPTS = (
     "Once there was a quiet painter named Oskar.",
     "Long ago there was a kind duck named Lily.",
 )
+SAMPLING = {"temperature": 0.3, "seed": 1}
+QUESTION = "Write three tips for staying healthy."
 ENDED = {"eos": "by itself", "length": "cut"}
 
 
-@dataclass
-class Answer:
-    """One client's answer; times in seconds since it sent its request."""
-
-    prompt: str
-    text: str = ""
-    tokens: int = 0
-    first_token_s: float = 0.0
-    total_s: float = 0.0
-    finish_reason: str = ""
-
-
-async def complete(client: httpx.AsyncClient, prompt: str) -> Answer:
-    """Stream one completion."""
-    answer = Answer(prompt)
-    body = {
-        "model": WRITER_MODEL,
-        "prompt": prompt,
-        "max_tokens": MOST_TOKENS,
-        "temperature": 0.7,
-        "seed": 1,
-        "stream": True,
-    }
-    started = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            event = orjson.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise RuntimeError(event["error"]["message"])
-            if "token" in event:
-                answer.first_token_s = answer.first_token_s or time.perf_counter() - started
-                answer.text += event["token"]
-                answer.tokens += 1
-            answer.finish_reason = event.get("finish_reason", answer.finish_reason)
-    answer.total_s = time.perf_counter() - started
-    return answer
-
-
-async def stream_all(url: str) -> tuple[list[Answer], float]:
-    """Send all prompts at once. Returns the answers, and the seconds until the last was complete."""
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        started = time.perf_counter()
-        answers = await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
-        return answers, time.perf_counter() - started
+async def stream_all(endpoint: Endpoint) -> list[tuple[AnswerReader, RequestRecord]]:
+    """Send all prompts at once, and return the answers and their times."""
+    requests = [PlannedRequest(index, 0.0, text, 0, MOST_TOKENS) for index, text in enumerate(PROMPTS)]
+    records = [new_record(request) for request in requests]
+    origin_s = time.monotonic()
+    async with httpx.AsyncClient(timeout=120) as client:
+        sends = [
+            send(client, endpoint, request, record, origin_s=origin_s)
+            for request, record in zip(requests, records, strict=True)
+        ]
+        return list(zip(await asyncio.gather(*sends), records, strict=True))
 
 
 def write(phase: str, console: Console) -> None:
-    """Serve a few clients at once, and print what they read."""
+    """Serve a few clients at once, and print what they read.
+
+    Raises:
+        RuntimeError: a client got no answer.
+    """
     console.rule(f"[bold]{len(PROMPTS)} clients at once, python -m {phase} --model {WRITER_MODEL}")
     with open_server(phase_target(phase, Setup(model=WRITER_MODEL))) as server:
-        answers, elapsed_s = asyncio.run(stream_all(server.url))
+        answers = asyncio.run(stream_all(Endpoint(server.url, server.model, False, fields=SAMPLING)))
     table = Table("prompt and text", "tokens", "first token", "all of it", "ended")
-    for answer in answers:
+    for prompt, (answer, record) in zip(PROMPTS, answers, strict=True):
+        if record.error is not None:
+            raise RuntimeError(record.error)
         table.add_row(
-            f"[bold]{answer.prompt}[/bold]{answer.text}",
+            f"[bold]{prompt}[/bold]{answer.text}",
             str(answer.tokens),
-            f"{answer.first_token_s * 1e3:.0f} ms",
-            f"{answer.total_s * 1e3:.0f} ms",
-            ENDED[answer.finish_reason],
+            f"{record.ttft_s * 1e3:.0f} ms",
+            f"{record.latency_s * 1e3:.0f} ms",
+            ENDED[record.finish_reason or ""],
             end_section=True,
         )
     console.print(table)
-    tokens = sum(answer.tokens for answer in answers)
+    tokens = sum(answer.tokens for answer, _ in answers)
+    elapsed_s = max(record.finished_s or 0.0 for _, record in answers)
     console.print(f"{tokens} tokens in {elapsed_s:.2f} s: {tokens / elapsed_s:.0f} tokens/s\n")
 
 
-def race(phases: Sequence[str], console: Console) -> int:
-    """Give every phase the same work, and print the table that compares them. Returns the exit code."""
+def chat(phase: str, model: str, console: Console) -> None:
+    """Serve a real model, ask a question, and print the answer as it arrives.
+
+    A model without a chat template continues the question.
+    """
+    console.rule(f"[bold]a question, python -m {phase} --model {model}")
+    console.print(f"[bold]{QUESTION}")
+    chats = open_checkpoint(model).tokenizer().chat_template is not None
+    body = {"model": model, "temperature": 0, "max_tokens": 200, "stream": True}
+    body |= {"messages": [{"role": "user", "content": QUESTION}]} if chats else {"prompt": QUESTION}
+    path = "/openai/v1/chat/completions" if chats else "/openai/v1/completions"
+    with (
+        open_server(phase_target(phase, Setup(model=model))) as server,
+        httpx.stream("POST", server.url + path, json=body, timeout=120) as response,
+    ):
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            for choice in event.get("choices", ()):
+                text = choice["delta"].get("content") if chats else choice["text"]
+                console.print(text or "", end="", markup=False, highlight=False, soft_wrap=True)
+    console.print("\n")
+
+
+def race(phases: Sequence[str], console: Console, model: str = MEASURED_MODEL) -> int:
+    """Send every phase the same requests, and print the table that compares them. Returns the exit code."""
     workload = WORKLOADS["mixed"]
-    console.rule(f"[bold]the same {workload.requests} requests for every phase, {MEASURED_MODEL}")
+    console.rule(f"[bold]the same {workload.requests} requests for every phase, {model}")
     for phase in phases:
         info = find_phase(phase).PHASE
         console.print(f"phase {info.number}  {info.idea}")
-    setup = Setup(model=MEASURED_MODEL)
+    setup = Setup(model=model)
     comparison = Comparison(
         targets=[phase_target(phase, setup) for phase in phases],
         workloads=[workload],
-        model=MEASURED_MODEL,
-        writer=PromptWriter(open_checkpoint(MEASURED_MODEL).tokenizer()),
+        model=model,
+        writer=PromptWriter(open_checkpoint(model).tokenizer()),
         measurement=Measurement(comparison=new_comparison_name()),
     )
     return exit_code(compare(comparison, console))
@@ -135,16 +138,28 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--phases", help="numbers or names with commas (all)")
+    parser.add_argument(
+        "--model", help=f"a real model: {' or '.join(FETCHABLE)}, which is fetched, or any name"
+    )
     options = parser.parse_args(arguments)
+    console = Console()
     try:
         names = options.phases.split(",") if options.phases else phase_names()
         phases = [find_phase_module(name.strip()) for name in names]
+        if options.model in FETCHABLE:
+            console.print(f"{options.model} is in {fetch(options.model)}")
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    console = Console()
+    if options.model is not None:
+        chat(phases[-1], options.model, console)
+        return race(phases, console, options.model)
     write(phases[-1], console)
-    return race(phases, console)
+    code = race(phases, console)
+    console.print(
+        "\nnext, with a real chat model (93 MB to download): make demo MODEL=smollm2", soft_wrap=True
+    )
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The machine, versions and revision of a measurement. No names of hosts, users or folders."""
+"""The machine of a measurement: its parts, versions and revision, and the cores that other programs take.
+
+No names of hosts, users or folders.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ PACKAGES = (
     "pydantic",
 )
 
+SAMPLE_S = 0.4
+BUSY_SHARE = 0.15  # of the machine; a desktop at rest stays below
+
 
 def describe_environment() -> dict[str, Any]:
     """Return everything about this machine that influences measurements."""
@@ -41,6 +47,25 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def cores() -> int:
+    """Return the number of the machine's logical cores."""
+    return psutil.cpu_count() or 1
+
+
+def cores_taken() -> float:
+    """Return how many cores are busy now. Blocks for `SAMPLE_S` seconds; call it while no server runs."""
+    return float(psutil.cpu_percent(SAMPLE_S)) / 100 * cores()
+
+
+def is_busy(taken: float) -> bool:
+    """Return whether so many busy cores would distort a measurement."""
+    return taken > BUSY_SHARE * cores()
+
+
+def taken_in_words(taken: float) -> str:
+    return f"other programs took {taken:.1f} of {cores()} cores"
+
+
 def cpu_name() -> str:
     """Return the processor's name as its maker writes it."""
     info = Path("/proc/cpuinfo")
@@ -56,7 +81,7 @@ def git_revision() -> str | None:
     here = Path(__file__).resolve().parent
     try:
         revision = _git(here, "rev-parse", "--short=12", "HEAD")
-        # Results are written while measuring: they do not make the code another one.
+        # Results are written during a measurement, and are no change of the code.
         changed = _git(here, "status", "--porcelain", "--", ":/", ":(exclude)results")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -14,34 +14,34 @@ from safetensors.torch import save_file
 
 from common.config import resolve_dtype
 from common.errors import StartupError
+from common.models.checkpoint import DummyCheckpoint
 from common.models.loader import SINGLE_FILE, checkpoint_tensors, read_json
-from common.models.registry import Checkpoint, load_model, open_checkpoint
+from common.models.registry import load_model, open_checkpoint
 from common.zoo.presets import PRESETS
 
 CPU = torch.device("cpu")
 
-#: What a preset does not say of itself and its tokenizer's lender does: the class, and the ids of special tokens.
+#: Fields of config.json that a preset lacks: the model class, and the ids of special tokens. They are copied from
+#: the checkpoint whose tokenizer the dummy uses.
 _LENT = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_dummy(name: str, folder: Path, dtype: str = "auto") -> None:
     """Write `dummy:PRESET` as config.json, safetensors and tokenizer files.
 
-    Weights are drawn in the type they are served in, so another type is another model: `dtype` is what
-    `--dtype` is for a server.
+    Random weights are drawn in `dtype`, as a server draws them with the same `--dtype`. Another type gives other
+    weights.
 
     Raises:
-        StartupError: no dummy has that name, or the folder holds something already.
+        StartupError: no dummy has that name, or the folder is not empty.
     """
-    checkpoint = open_checkpoint(name)
-    if checkpoint.weights is not None:
-        raise StartupError(f"{name} is in a folder already, {checkpoint.weights}: only dummies are exported")
+    checkpoint = find_dummy(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StartupError(f"{folder} holds something already: name a new folder")
     resolved = resolve_dtype(dtype, checkpoint.config.dtype, CPU)
     model = load_model(checkpoint, device=CPU, dtype=resolved, max_positions=1)
     folder.mkdir(parents=True, exist_ok=True)
-    # A copy of each: several of ours may be rows of one parameter, which safetensors does not take.
+    # Each is copied: safetensors refuses tensors that share memory, and several may be rows of one parameter.
     tensors = {name: rows.clone() for name, rows in checkpoint_tensors(model).items()}
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
     for path in checkpoint.tokenizer_folder.iterdir():
@@ -51,7 +51,17 @@ def export_dummy(name: str, folder: Path, dtype: str = "auto") -> None:
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
 
 
-def _config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, object]:
+def find_dummy(name: str) -> DummyCheckpoint:
+    """Return the checkpoint of a dummy. StartupError: the name stands for a folder or a GGUF file."""
+    checkpoint = open_checkpoint(name)
+    if checkpoint.folder is not None:
+        raise StartupError(f"{name} is in a folder already, {checkpoint.folder}: only dummies are exported")
+    if not isinstance(checkpoint, DummyCheckpoint):
+        raise StartupError(f"{name} is a GGUF file: only dummies are exported as Hugging Face folders")
+    return checkpoint
+
+
+def _config(checkpoint: DummyCheckpoint, dtype: torch.dtype) -> dict[str, object]:
     lender = read_json(checkpoint.tokenizer_folder / "config.json")
     return {
         **{name: lender[name] for name in _LENT if name in lender},

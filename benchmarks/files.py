@@ -1,21 +1,21 @@
-"""Result files: one a run, as `compare` writes them, and published ones, which are smaller and fewer.
+"""Result files: one for each run, as `compare` writes them, and published files, which are smaller and fewer.
 
-A run's own file (`Run.save`) holds everything that was measured. `publish` makes two files a workload of them:
+A run's own file (`Run.save`) holds everything that was measured. `publish` reduces them to two files a workload:
 
 - `mixed.published.json`: every run's metrics, options, versions and machine, and a distribution of each server's
   latencies.
-- `mixed.timelines.json.gz`: requests and engine steps of some runs, for the figures that show them and for the
+- `mixed.timelines.json.xz`: requests and engine steps of some runs, for the figures that show them and for the
   simulator's replay.
 
 A published file holds every comparison of its workload. `load_comparisons` reads files of both kinds, also from one
-folder. A subfolder (`peers`, `sweeps`, or a machine's name) keeps what is not to be shown together with the rest.
+folder. A subfolder (`peers`, `sweeps`, or a machine's name) keeps results that pages must not mix with the others.
 """
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
+import lzma
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ from benchmarks.results import (
     write_whole,
 )
 
-PUBLISHED, TIMELINES = ".published.json", ".timelines.json.gz"
+PUBLISHED, TIMELINES = ".published.json", ".timelines.json.xz"
 
 Key = tuple[str, str, str, bool]
 Kept = Literal["typical", "all", "none"]
@@ -62,11 +62,11 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Runs that may be compared: those of one workload and model that were measured together.
+    """Runs that may be compared: runs of one workload and model that were measured together.
 
     Attributes:
         folder: where their files lie, below the results: "" or, say, "h200".
-        latencies: by server label, where the runs were published; their requests may be gone.
+        latencies: by server label, if the runs were published: most published runs have no requests.
     """
 
     folder: str
@@ -83,7 +83,7 @@ class Together:
 
 
 def run_folders(results: Path) -> list[Path]:
-    """Return the folder of results and those below it that hold runs; measured tables lie elsewhere."""
+    """Return the folders with runs: the folder of results and its subfolders, without those of measured tables."""
     return sorted({path.parent for path in results.rglob("*.json")} - set(results.rglob(TABLES)))
 
 
@@ -108,7 +108,7 @@ def load_comparisons(results: Path) -> list[Together]:
     """Return the comparisons below a folder of results, oldest first.
 
     Raises:
-        ValueError: a file is neither a run nor published ones; the message names it.
+        ValueError: a file is neither a run nor a file of published runs; the message names it.
     """
     found = [each for folder in run_folders(results) for each in _comparisons_in(folder, results)]
     return sorted(found, key=lambda each: (*each.key, each.folder))
@@ -130,7 +130,7 @@ def _read(path: Path, folder: str) -> list[Together]:
     beside = _beside(path)
     try:
         comparisons = _COMPARISONS.validate_json(path.read_bytes())
-        timelines = json.loads(gzip.decompress(beside.read_bytes())) if beside.is_file() else {}
+        timelines = json.loads(lzma.decompress(beside.read_bytes())) if beside.is_file() else {}
         return [_unpacked(packed, timelines, folder) for packed in comparisons]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{path} is not a file of published runs: {error}") from None
@@ -153,8 +153,8 @@ def publish(
     Args:
         source: a folder with runs; folders below it are not looked at.
         out: the folder to publish in.
-        timelines: whose timelines are kept: of each server the run with the median throughput, which is what
-            figures draw; of all runs; or of none.
+        timelines: the runs whose timelines are kept: "typical", for each server the run with the median
+            throughput, which figures draw; "all"; or "none".
         only: names of comparisons; empty for all.
     """
     chosen = [
@@ -205,8 +205,8 @@ def _write(path: Path, comparisons: Sequence[Together]) -> None:
         if run.requests
     }
     if timelines:
-        # Without a time inside, the same runs give the same bytes.
-        write_whole(_beside(path), gzip.compress(_text(timelines).encode(), mtime=0))
+        # The format stores no time of writing, so the same runs give the same bytes.
+        write_whole(_beside(path), lzma.compress(_text(timelines).encode(), preset=9))
     else:
         _beside(path).unlink(missing_ok=True)
 
@@ -245,11 +245,11 @@ def _unpacked(packed: Packed, timelines: Packed, folder: str) -> Together:
     return Together(folder, runs, latencies)
 
 
-TICKS = 10**DIGITS  # a second's: times are whole numbers of ticks
+TICKS = 10**DIGITS  # of a second: files store times as whole numbers of ticks
 
 
 def _columns(requests: Sequence[RequestRecord]) -> Packed:
-    """Return one list for each field of the requests. Times are in ticks; a token's since the one before."""
+    """Return a list for each field of the requests. Times are in ticks; a token's counts from the token before."""
     found: Packed = {}
     for name in RequestRecord.model_fields:
         values = [getattr(record, name) for record in requests]

@@ -1,7 +1,7 @@
-"""The load generator: sends a plan's requests on time and hands back their timelines.
+"""The load generator: sends a plan's requests on time and returns their timelines.
 
-It runs in a process of its own, so that neither the server nor a progress bar takes its processor time; what it
-uses itself is part of the report. `run_load` starts that process, `generate_load` is what happens inside.
+It runs in a process of its own, so that no progress bar takes its processor time; the report has the processor time
+of that process. `run_load` starts the process, and `generate_load` runs in it.
 
 ```text
 run_load ── plan (JSON) ──> stdin  ┌ python -m benchmarks.loadgen ┐
@@ -17,7 +17,7 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ def run_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadRes
     """Run a plan in a new process and wait for its result.
 
     Raises:
-        LoadGeneratorError: the process died, or said what is no result.
+        LoadGeneratorError: the process ended without a result, or printed a line that is not JSON.
     """
     command = [sys.executable, "-m", "benchmarks.loadgen"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -96,6 +96,19 @@ def run_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadRes
         finally:
             process.terminate()
     raise LoadGeneratorError(f"the load generator ended without a result (exit {process.returncode})")
+
+
+def run_whole_load(
+    endpoint: Endpoint, requests: Sequence[PlannedRequest], warmup: Sequence[PlannedRequest] = ()
+) -> LoadResult:
+    """Send requests, and raise if any of them fails.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    result = run_load(LoadPlan(endpoint, list(requests), list(warmup)))
+    result.raise_for_errors()
+    return result
 
 
 # ---------------------------------------------------------------------------------------------- inside
@@ -126,7 +139,7 @@ class _Run:
         with contextlib.suppress(asyncio.CancelledError):
             await watchdog
         for outcome in outcomes:
-            if isinstance(outcome, Exception):  # a fault of ours, not of the server's
+            if isinstance(outcome, Exception):  # a bug of the generator, not an error of the server
                 raise outcome
 
     def _jobs(self) -> list[Any]:
@@ -153,7 +166,7 @@ class _Run:
     async def _one_after_the_other(self, pairs: list[tuple[PlannedRequest, RequestRecord]]) -> None:
         await asyncio.sleep(self.origin_s - time.monotonic())
         for planned, record in pairs:
-            record.scheduled_s = time.monotonic() - self.origin_s  # due the moment the one before was done
+            record.scheduled_s = time.monotonic() - self.origin_s  # due when the request before has ended
             await self._send(planned, record)
 
     async def _send(self, planned: PlannedRequest, record: RequestRecord) -> AnswerReader:
@@ -182,7 +195,10 @@ class _Run:
         self._last_sign_of_life = time.monotonic()
 
     async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End a run in which no stream brings a token. One slow request among others is no stall: it may queue."""
+        """Cancel the run if no stream brings a token for `stall_timeout_s`, or after `run_timeout_s`.
+
+        A single slow request among others is no stall: it may be queued.
+        """
         limit = self.plan.stall_timeout_s
         while self.abort is None:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -199,12 +215,12 @@ async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None)
     """Warm up, then run the plan. The server's errors are in the records and not raised."""
     # No limit on connections: a request that waits for a free one would be the client's delay, not the server's.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # Reading has no limit of its own: the watchdog knows better whether the server is stuck.
+    # Reading has no timeout: the watchdog decides whether the server is stuck.
     timeout = httpx.Timeout(10.0, read=None, pool=None)
     async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
         await _warm_up(plan, client)
         gc.collect()
-        gc.disable()  # a collection of ours must not look like a stall of the server's
+        gc.disable()  # a garbage collection here must not look like a stall of the server
         before = await read_telemetry(client, plan.endpoint.url, since_step=NO_STEPS)
         run = _Run(plan, client, on_progress)
         cpu_s, wall_s = time.process_time(), time.monotonic()
@@ -227,7 +243,7 @@ async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None)
 
 
 async def read_telemetry(client: httpx.AsyncClient, url: str, *, since_step: int) -> dict[str, Any] | None:
-    """Return the engine's counters and its steps from `since_step` on; None: the server has none, or is gone."""
+    """Return the engine's counters, and its steps from `since_step` on; None: no telemetry, or no server."""
     steps: list[dict[str, Any]] = []
     while True:
         page = await _read_page(client, url, since_step)
@@ -249,12 +265,12 @@ async def _read_page(client: httpx.AsyncClient, url: str, since_step: int) -> di
 
 
 async def _warm_up(plan: LoadPlan, client: httpx.AsyncClient) -> None:
-    """Send the warm-up requests, which pay for connections, thread pools and compiled code."""
+    """Send the warm-up requests, so that the run need not wait for connections, thread pools or compilation."""
     jobs = [
         send(client, plan.endpoint, planned, new_record(planned), origin_s=time.monotonic())
         for planned in plan.warmup
     ]
-    # Errors do not matter here: a server that cannot answer these will not answer the others, and that counts.
+    # Errors are ignored here: a server that fails these requests fails the run's, and those errors are reported.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*jobs), plan.stall_timeout_s)
 

@@ -24,7 +24,7 @@ from benchmarks.results import (
 )
 from benchmarks.workloads import PromptWriter, Workload, build
 
-BUSY_GENERATOR = 0.5  # of a core: from here on the generator may be what is measured
+BUSY_GENERATOR = 0.5  # of a core: above this, the generator itself may limit the results
 LATE_S = 0.05  # a request that leaves later than this was held up by the generator
 
 
@@ -34,7 +34,7 @@ class Measurement:
 
     Attributes:
         slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps, in seconds.
-        stall_timeout_s: a server that brings no token for so long is given up.
+        stall_timeout_s: a run ends when no stream has brought a token for so long.
     """
 
     comparison: str
@@ -93,7 +93,7 @@ def measure(
 ) -> None:
     """Send a workload to a server and fill in a blank run.
 
-    What the server does wrong ends up in the run's status and reason. So does a generator that fails.
+    Errors of the server, and a failure of the generator, go to the run's status and reason.
     """
     assert run.calibration is not None
     plan = LoadPlan(
@@ -166,8 +166,8 @@ def doubts(run: Run) -> list[str]:
 def to_columns(steps: Sequence[dict[str, Any]], *, origin_s: float) -> dict[str, list[int | float]]:
     """Return step records as one list per field (a third of the size), with times on the run's clock.
 
-    An engine on this machine reads the same monotonic clock as we do; for a server elsewhere the times of steps
-    and of requests have different zeros and cannot be drawn over each other.
+    An engine on this machine reads the same monotonic clock as the load generator. The clock of another machine has
+    another zero, so its steps and the requests cannot be drawn on one time axis.
     """
     columns: dict[str, list[int | float]] = {
         name: [step[name] for step in steps] for name in (steps[0] if steps else ())

@@ -42,7 +42,7 @@ def distribution(values: Sequence[float], limit: int = 300) -> Distribution:
     ordered = sorted(values)
     places = list(range(len(ordered)))
     if len(ordered) > limit:
-        # Even steps would leave out the tail, which is what one looks at: half of the points go to the last 5 %.
+        # Evenly spaced points would leave out the tail, which matters most: half of them go to the last 5 %.
         coarse, fine = limit // 2, limit - limit // 2
         bend = 0.95 * (len(ordered) - 1)
         places = sorted(
@@ -57,7 +57,7 @@ def distribution(values: Sequence[float], limit: int = 300) -> Distribution:
 def is_good(record: RequestRecord, slo_ttft_s: float, slo_itl_s: float) -> bool:
     """True if a request met its objectives: completed, first token in time, 99 % of its gaps within the limit.
 
-    The share is of the request's own gaps, not its mean gap: a mean hides the one long stall a reader notices.
+    Each gap is compared with the limit, not the mean gap: a mean hides a long stall that a reader notices.
     """
     if record.error is not None or record.ttft_s > slo_ttft_s:
         return False
@@ -76,7 +76,7 @@ def summarize(
         records: of one run.
         slo_ttft_s: objective for the first token, in seconds.
         slo_itl_s: objective for the gaps between tokens, in seconds.
-        full_length: every answer was to be `max_tokens` long; if so, shorter ones are counted.
+        full_length: whether answers must have `max_tokens` tokens; if so, `short` counts shorter answers.
     """
     done = [record for record in records if record.error is None]
     sent = sorted(record.sent_s for record in records if record.sent_s is not None)

@@ -1,7 +1,7 @@
 """Tables of a comparison: medians over repeats, the best values marked.
 
-`summary` fits 80 columns: a row for each server, the metrics one looks at first, and a sentence for each server
-that names the metrics which are better or worse than those of the server it is compared with. `report` has every
+`summary` fits 80 columns: a row for each server with the main metrics, and a sentence for each server that names
+the metrics which are better or worse than those of the server it is compared with. `report` has every
 metric, a column for each server, and ratios. A phase is compared with the phase before, a variant with the first
 column of its phase, and a peer with the last phase.
 """
@@ -21,7 +21,7 @@ from benchmarks.results import Metrics, Percentiles, Run
 
 Value = float | None
 
-FIRST_PEER = 100.0  # `ServerInfo.order` from here on is no phase's
+FIRST_PEER = 100.0  # `ServerInfo.order` of a peer is at least this; of a phase it is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Line:
     """One line of the table.
 
     Attributes:
-        value: reads it from a run; None where the run has none.
-        better: "high", "low", or "" where neither is.
+        value: reads the metric from a run; None if the run does not have it.
+        better: "high", "low", or "" if neither is better.
     """
 
     title: str
@@ -44,7 +44,7 @@ def _client(read: Callable[[Metrics], Value]) -> Callable[[Run], Value]:
 
 
 def _arrival_rate(run: Run) -> Value:
-    """Return the arrival rate, if the workload has one. The rate of a burst says only how fast a socket is."""
+    """Return the arrival rate, if the workload has one. A burst's rate would only be the client's speed."""
     return None if run.workload.rate is None or run.metrics is None else run.metrics.arrival_rate
 
 
@@ -144,9 +144,9 @@ def report(runs: Sequence[Run]) -> Group:
     for repeats in columns:
         table.add_column(repeats[0].server.label, justify="right")
     for line in LINES:
-        values = _medians(columns, line)
+        values = medians_of(columns, line)
         if any(value is not None for value in values):
-            table.add_row(line.title, *_cells(line, values, bases_of(columns)))
+            table.add_row(line.title, *cells_of(line, values, bases_of(columns)))
     ratios = "× the phase before (a variant: × its phase's first column; a peer: × the last phase)"
     return Group(_title(runs), table, _notes(runs, ratios))
 
@@ -157,7 +157,7 @@ def summary(runs: Sequence[Run]) -> Group:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
     lines = [line for line in LINES if line.title in SUMMARY]
-    medians = [_medians(columns, line) for line in lines]
+    medians = [medians_of(columns, line) for line in lines]
     shown = []
     for line, values in zip(lines, medians, strict=True):
         table.add_column(line.title.removeprefix("output "), justify="right", no_wrap=True)
@@ -216,12 +216,15 @@ def _title(runs: Sequence[Run]) -> Text:
     return Text(f"\n{workload.name}{quick}: {runs[0].server.model}{rate}{factor}", style="bold")
 
 
-def _medians(columns: Sequence[Sequence[Run]], line: Line) -> list[Value]:
+def medians_of(columns: Sequence[Sequence[Run]], line: Line) -> list[Value]:
     """Return the median of each server over its complete runs."""
     return [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
 
 
-def _cells(line: Line, values: Sequence[Value], bases: Sequence[int | None]) -> list[str]:
+def cells_of(
+    line: Line, values: Sequence[Value], bases: Sequence[int | None], strong: str = "[bold]{}[/bold]"
+) -> list[str]:
+    """Return the cells of a line: each value, the best one as `strong` formats it, and its ratio to its base."""
     best = best_of(values, line.better)
     cells = []
     for value, base in zip(values, bases, strict=True):
@@ -230,7 +233,7 @@ def _cells(line: Line, values: Sequence[Value], bases: Sequence[int | None]) -> 
             continue
         text = line.show(value)
         if best is not None and value == best:
-            text = f"[bold]{text}[/bold]"
+            text = strong.format(text)
         compared = values[base] if base is not None and line.better else None
         cells.append(f"{text}  ×{value / compared:.2f}" if compared else text)
     return cells

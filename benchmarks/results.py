@@ -14,10 +14,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA = 2
-RESULTS = Path("benchmarks/results")  # what is published
-LOCAL = RESULTS / "local"  # what is measured goes here unless told otherwise; git ignores it
+RESULTS = Path("benchmarks/results")  # published results
+LOCAL = RESULTS / "local"  # the default folder for new measurements; git ignores it
 TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
-DIGITS = 5  # times are kept to 10 µs: finer than any clock that two processes share is good for
+DIGITS = 5  # times are rounded to 10 µs: no clock that two processes share is more exact
 
 Status = Literal["ok", "incomplete", "failed"]
 
@@ -31,11 +31,11 @@ class RequestRecord(_Model):
 
     Attributes:
         scheduled_s: when it was due.
-        sent_s: when it was handed to the socket; None: never.
+        sent_s: when it was written to the socket; None: never.
         token_times_s: when each token arrived.
-        finished_s: when the answer ended, well or not.
+        finished_s: when the answer ended, complete or with an error.
         prompt_tokens: length of the prompt as planned; `prompt_tokens_counted` is the server's own count.
-        completion_tokens: the server's count, or the arrivals where it gives none.
+        completion_tokens: the server's count; without one, the number of tokens that arrived.
         status: of the HTTP answer; None: there was none.
     """
 
@@ -72,7 +72,8 @@ class RequestRecord(_Model):
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def rounded(self) -> RequestRecord:
-        """Return a copy with times rounded as in a file. Metrics are computed from the copy, so both agree."""
+        """Return a copy with times rounded as in a file. Metrics are computed from the copy, so metrics computed
+        later from the file are equal."""
         keep = {"scheduled_s": round(self.scheduled_s, DIGITS)}
         keep |= {
             name: round(value, DIGITS)
@@ -89,7 +90,7 @@ class Generator(_Model):
     Attributes:
         cpu_s: processor time of the generator's process while the run lasted.
         wall_s: the run's length.
-        max_lag_s: how late a request left at worst.
+        max_lag_s: the longest time that a request was sent after it was due.
     """
 
     cpu_s: float = 0.0
@@ -108,7 +109,7 @@ class LoadResult(_Model):
     Attributes:
         origin_s: the machine's monotonic clock when the run's clock was at zero.
         abort: why the run was ended before its time, if it was.
-        telemetry_before, telemetry_after: the server's own, around the run; None from a server without.
+        telemetry_before, telemetry_after: the server's `/telemetry` before and after the run; None: it has none.
     """
 
     origin_s: float
@@ -117,6 +118,18 @@ class LoadResult(_Model):
     abort: str | None = None
     telemetry_before: dict[str, Any] | None = None
     telemetry_after: dict[str, Any] | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """Return the time from the first request's sending to the last answer's end."""
+        sent = min(record.sent_s for record in self.requests if record.sent_s is not None)
+        return max(record.finished_s for record in self.requests if record.finished_s is not None) - sent
+
+    def raise_for_errors(self) -> None:
+        """Raise RuntimeError if a request failed."""
+        errors = [record.error for record in self.requests if record.error is not None]
+        if errors:
+            raise RuntimeError(f"{len(errors)} of {len(self.requests)} requests failed: {errors[0]}")
 
 
 class Percentiles(_Model):
@@ -146,7 +159,7 @@ class Metrics(_Model):
 
     Attributes:
         duration_s: from the first request's sending to the last one's end.
-        output_tokens: of the requests that completed; those of broken ones are not counted.
+        output_tokens: tokens of completed requests only.
         longest_stall_s: the longest that any client waited between two tokens.
         slo_attainment: share of all requests that completed and met both objectives.
         arrival_rate: requests per second as they were really sent; None for fewer than two.
@@ -176,10 +189,10 @@ class ServerMetrics(_Model):
     """Metrics from the engine's telemetry. Counts are of this run alone, without the warm-up.
 
     Attributes:
-        mean_batch: tokens that were kept, per decoding step: what the batch really held.
-        padded_share: tokens computed for nothing (padding and idle rows), of all computed.
-        cached_share: of the prompts' tokens, those found in memory: the prefix cache's hit rate.
-        evictions: blocks of the prefix cache that were needed otherwise.
+        mean_batch: decoded tokens in each step that decodes; idle rows do not count.
+        padded_share: the share of padding and idle rows among all computed tokens.
+        cached_share: the share of prompt tokens found in the prefix cache: its hit rate.
+        evictions: blocks evicted from the prefix cache.
         kv_used_mean, kv_reserved_mean: tokens of KV memory, averaged over the time in which steps ran.
         missing_steps: steps that had left the ring buffer before it was read; 0 means `steps` is complete.
     """
@@ -203,11 +216,11 @@ class ServerMetrics(_Model):
 
 
 class Calibration(_Model):
-    """The factor that `--rate` led to, and how; see `benchmarks.calibrate`.
+    """The factor for arrival rates, and how it was found; see `benchmarks.calibrate`.
 
     Attributes:
-        mode: auto, table, or given.
-        factor: the table's rates times this were sent.
+        mode: auto (measured), table (1), or given (by `--rate`).
+        factor: requests were sent at the table's rate times this.
         capacity: requests per second of this workload's average request, measured; None: not measured.
         reference: the capacity that the table's rate was written for, in the same unit.
         batch: requests at once while measuring.
@@ -241,10 +254,10 @@ class ServerInfo(_Model):
     Attributes:
         label: its column in a table, such as `phase 5`.
         order: where that column stands; phases by their number, peers after them.
-        options: what it was started with; None: we did not start it.
-        variant: those of its options that set it apart from other columns of the same phase, in a sweep.
-        version: what it says of itself at /version.
-        log: the last lines it printed, where something went wrong.
+        options: the options it was started with; None: it ran already.
+        variant: the options that distinguish it from other columns of the same phase, in a sweep.
+        version: its answer at /version.
+        log: the last lines it printed, if the run is not ok.
     """
 
     label: str
@@ -273,9 +286,9 @@ class Run(_Model):
     """One run of one workload on one server.
 
     Attributes:
-        comparison: runs with the same one were measured together and may be compared.
-        lineup: which other runs there are if it was not cut short; None: only this one.
-        notes: what a reader of the numbers should know, such as a generator that was late.
+        comparison: runs with the same name were measured together and may be compared.
+        lineup: the runs that the complete comparison has; None: only this run.
+        notes: reasons to doubt the numbers, such as requests that were sent late.
         engine_steps: the engine's telemetry, one list per column.
     """
 
@@ -309,7 +322,7 @@ class Run(_Model):
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file so that nobody finds half of it, also if the writer is killed meanwhile."""
+    """Write a file atomically, so that readers never find half of it. Returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -317,9 +330,9 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def is_complete(runs: Sequence[Run]) -> bool:
-    """True if a comparison has all its runs, failed ones included. A comparison that was killed has not.
+    """Return whether a comparison has all its runs, failed runs included.
 
-    Its medians would be those of fewer repeats, and its columns those of some servers only.
+    A comparison that was stopped half-way lacks some: its medians would be of fewer repeats, or servers be missing.
     """
     there = {(run.server.label, run.repeat) for run in runs}
     return all(

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import httpx
 
+from benchmarks.client import Endpoint
 from common.errors import StartupError
 from common.phases import phase_names, phase_number, phases_in_words
 
@@ -32,8 +33,8 @@ class Setup:
     """Options that all servers of a comparison have in common.
 
     Attributes:
-        slots: sequences that fit the KV memory at full length; `slots × max_seq_len` tokens is the memory that
-            every phase gets, whatever it makes of it.
+        slots: sequences of full length that fit the KV memory. Every phase gets memory for `slots × max_seq_len`
+            tokens.
         extra: further options, by phase number (`6`) or for `all`.
     """
 
@@ -56,23 +57,18 @@ BLOCK_SIZE = 16
 SEQUENCES_PER_SLOT = 3  # paged phases compute this many sequences in the memory of one full-length slot
 
 
-def _slots(setup: Setup) -> Options:
-    """Return the options of phases with slots: one slot of full length for each sequence of the batch."""
-    return {"max-batch-size": str(setup.slots)}
+FIRST_WITH_BLOCKS = 6  # phases before it have a slot of full length for each sequence
 
 
-def _blocks(setup: Setup) -> Options:
-    """Return the options of phases with blocks: the same bytes, and a batch size of its own."""
+def memory_options(phase: int, setup: Setup) -> Options:
+    """Return a phase's options of memory and batch size. All phases get the same number of bytes."""
+    if phase < FIRST_WITH_BLOCKS:
+        return {"max-batch-size": str(setup.slots)}
     return {
         "max-batch-size": str(setup.slots * SEQUENCES_PER_SLOT),
         "block-size": str(BLOCK_SIZE),
         "num-blocks": str(setup.kv_tokens // BLOCK_SIZE),
     }
-
-
-#: From which phase on which options hold. A phase takes the line of the highest number not above its own, so a new
-#: phase needs a line only where it is started differently.
-PHASE_OPTIONS: dict[int, Callable[[Setup], Options]] = {4: _slots, 6: _blocks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +78,12 @@ class Target:
     Attributes:
         label: its column in tables and plots.
         order: where that column stands.
-        module: run as `python -m module`; None for a program of its own.
-        options: what it is started with.
-        variant: those of its options that set it apart from other columns of the same phase, in a sweep.
-        program: what is run where there is no module.
+        module: run as `python -m module`; None if `program` or `url` is given.
+        options: the options it is started with.
+        variant: the options that distinguish it from other columns of the same phase, in a sweep.
+        program: the command to run if `module` is None.
         url: a server that runs already; nothing is started then.
-        request_fields: what its requests ask for beside what all servers are asked for.
+        request_fields: extra fields in the body of every request to this server.
     """
 
     label: str
@@ -110,10 +106,10 @@ class Target:
 def find_phase_module(name: str) -> str:
     """Find the module of a phase by number (`4`), by word (`static`) or in full (`phase4_static`).
 
-    Only its name: nothing of a phase is imported here, it runs in its own process.
+    No phase is imported here, because each runs in a process of its own.
 
     Raises:
-        StartupError: no phase, or more than one, answers to that.
+        StartupError: no phase, or more than one, has that name.
     """
     names = phase_names()
     if name in names:
@@ -137,9 +133,9 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
 
     Args:
         name: number, word or module.
-        setup: what all servers have in common.
-        variant: options that make this one column of a sweep.
-        place: which column of the sweep, from 1; 0 without a variant.
+        setup: the options that all servers have in common.
+        variant: the options of this column of a sweep.
+        place: the number of the column in the sweep, from 1; 0 without a variant.
 
     Raises:
         StartupError: there is no such phase.
@@ -155,8 +151,7 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
         "host": "127.0.0.1",
         "port": "0",
     }
-    own = max(first for first in PHASE_OPTIONS if first <= number)
-    options |= PHASE_OPTIONS[own](setup)
+    options |= memory_options(number, setup)
     for key in ("all", str(number)):
         options |= setup.extra.get(key, {})
     variant = variant or {}
@@ -200,7 +195,7 @@ class RunningServer:
         """Start the server and wait until it answers.
 
         Raises:
-            StartupError: it ended, or did not answer in time; with what it printed last.
+            StartupError: it ended, or did not answer in time. The message has the last lines that it printed.
         """
         # stderr is read to its end all the time: a full pipe would stop the server in the middle of a run.
         self._process = subprocess.Popen(
@@ -223,6 +218,11 @@ class RunningServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Return the address of the server and the form of its requests."""
+        return Endpoint(self.url, self.model, fields=self.target.request_fields)
 
     @property
     def pid(self) -> int:
@@ -257,7 +257,7 @@ class RunningServer:
                 if match and not self.url:
                     self.url = match[0].replace("0.0.0.0", "127.0.0.1")
                     self._announced.set()
-        self._announced.set()  # it ended; nobody need wait for more
+        self._announced.set()  # the server has ended, and will print no address
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
@@ -281,7 +281,7 @@ class RunningServer:
 
 
 class ForeignServer(RunningServer):
-    """A server that somebody else started: nothing to start, nothing to stop."""
+    """A server that runs already. It is neither started nor stopped."""
 
     def __enter__(self) -> ForeignServer:
         self.url = self.target.url.rstrip("/").removesuffix("/v1")

@@ -25,7 +25,7 @@ class MeasuredTable(BaseModel):
     Attributes:
         name: the program's, and the file's.
         title: what the rows are about.
-        setup: what was measured with what, for a reader.
+        setup: the conditions of the measurement, by name.
         columns: headings, with units.
         rows: a cell for each column; None where nothing was measured.
         local: found among the reader's own results; not in the file.

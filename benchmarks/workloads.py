@@ -1,15 +1,15 @@
 """The eight workloads: lengths of prompts and answers, and times at which requests are sent.
 
 A workload is a line of a table (`WORKLOADS`). `build` turns the line into a plan, one `PlannedRequest` per request,
-each with its prompt and its send time. The same name and seed give the same plan on every machine, so two servers
-measured with it have had exactly the same work.
+each with its prompt and its send time. The same name and seed give the same plan on every machine, so all servers
+get exactly the same requests.
 
 ```text
 uniform     |  |  |  |  |  |      one every 1 / rate seconds
 poisson     | ||   |  |    ||     independent clients: bursts and gaps, the same rate on average
-burst       |||||||               everybody at once
+burst       |||||||               all requests at once
 sequential  |----||----||----|    one client, who waits for each answer before asking again
-turns       |----||------||--|    several such clients; what they ask goes on from what was answered
+turns       |----||------||--|    several such clients; each prompt continues the conversation
             |------||----||----|
 ```
 """
@@ -44,7 +44,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One line of the table.
+    """One workload of `WORKLOADS`.
 
     Attributes:
         requests: how many are sent.
@@ -55,8 +55,9 @@ class Workload:
         shared_prefix: tokens that every prompt begins with, in addition to `prompts`.
         turns: requests of one conversation. The prompt of each is the prompt before, its answer, and tokens of its
             own, as many as `prompts` says.
-        shows: what the workload was made to show.
-        phase: number of the phase that it was made to show beside the one before it; 0 where it is none's.
+        shows: the effect that the workload was made to show.
+        phase: number of the phase whose gain over the previous phase this workload shows; 0 if it was made for no
+            phase.
     """
 
     name: str
@@ -182,8 +183,8 @@ class PlannedRequest:
         prompt: token ids, or text.
         prompt_tokens: length of the prompt (of a text: as our tokenizer counts).
         max_tokens: tokens to generate.
-        follows: index of the request before it in a conversation. It is sent when that one is answered, and its
-            prompt is what comes after that one's prompt and answer (`prompt_tokens` counts them, too).
+        follows: index of the request before it in a conversation. This request is sent when that answer ends.
+            `prompt` has the new tokens only; `prompt_tokens` also counts the earlier prompt and answer.
     """
 
     index: int
@@ -249,8 +250,8 @@ def _evenly(count: int, rate: float, _rng: random.Random) -> list[float]:
 def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
     """Draw a Poisson process, given that `count` requests come in `count / rate` seconds.
 
-    Exponential gaps, stretched together until their mean is exact. Without that, forty-eight requests would come
-    up to a third too fast or too slow depending on the seed, and the load would not be the one asked for.
+    The gaps are exponential, all stretched by one factor that makes their mean exact. Without that, forty-eight
+    requests would come up to a third too fast or too slow, depending on the seed.
     """
     gaps = [rng.expovariate(1.0) for _ in range(count)]
     stretch = count / (rate * sum(gaps))
@@ -276,7 +277,7 @@ def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.R
         arrivals: the pattern.
         count: how many requests.
         rate: requests per second; patterns without one ignore it.
-        rng: what a random pattern draws from.
+        rng: the generator for random patterns.
     """
     return _SEND_TIMES[arrivals](count, rate or 1.0, rng)
 
@@ -318,9 +319,9 @@ def build(
 def planned_requests(
     workload: Workload, write: Write, *, seed: int = 0, factor: float = 1.0, quick: bool = False
 ) -> Iterator[PlannedRequest]:
-    """Yield the requests of a workload as token ids. There may be any number: each is made when asked for."""
+    """Yield the requests of a workload as token ids. Each is made when asked for, so there may be millions."""
     count = workload.count(quick=quick)
-    # One stream of random numbers for each decision: a longer prompt must not move the arrivals.
+    # Each kind of draw has its own generator, so that a longer prompt does not move the arrivals.
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
     texts = random.Random(f"{workload.name}:{seed}:texts")
     arrivals = random.Random(f"{workload.name}:{seed}:arrivals")
@@ -332,9 +333,9 @@ def planned_requests(
     shared = write(texts, workload.shared_prefix) if workload.shared_prefix else []
 
     clients = count // workload.turns
-    lengths_before: deque[int] = deque()  # of everybody's turn before: prompt and answer
+    lengths_before: deque[int] = deque()  # of each client's previous turn, prompt and answer
     for index, (send_at_s, own, new) in enumerate(zip(times, prompt_lengths, new_lengths, strict=True)):
-        is_first = index < clients  # everybody's first turn, then the second, …
+        is_first = index < clients  # first turns of all clients come first, then second turns, …
         begin = shared if is_first else []
         ids = begin + write(texts, own, continues=bool(shared) or not is_first)
         tokens = len(ids) + (0 if is_first else lengths_before.popleft())

@@ -12,17 +12,21 @@ import importlib
 import inspect
 import multiprocessing
 import re
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import torch
 from rich.console import Console
 
 from benchmarks.results import LOCAL, TABLES
 from benchmarks.tables import MeasuredTable
+from benchmarks.workloads import PromptWriter
+from common.models.registry import open_checkpoint
 
+Key = TypeVar("Key")
 Measurement = Callable[..., Iterable[MeasuredTable]]
 Dtype = Literal["bfloat16", "float32"]
 
@@ -38,7 +42,7 @@ ENTRIES = {
     "batch_invariance": Entry("how many answers change under load", "batch_invariance.changes"),
     "batch_size": Entry("a decode step by the number of sequences, beside a roofline", "batch_size.steps"),
     "cluster_cost": Entry("a burst to a plain server, and to clusters", "cluster.cost"),
-    "cluster_loss": Entry("a replica is killed under load, and replaced", "cluster_loss.loss"),
+    "cluster_loss": Entry("a replica is killed under load, and replaced", "cluster.loss"),
     "cluster_profile": Entry("processor time of a token in a cluster, by process", "cluster.profile"),
     "cluster_routing": Entry("prefix routing against random routing", "cluster.routing"),
     "cpu_steps": Entry("what each native kernel brings", "cpu_steps.stages"),
@@ -47,10 +51,8 @@ ENTRIES = {
     "kv_cache": Entry("the next token with a KV cache and without", "kv_cache.steps"),
     "kv_cache_answer": Entry("a whole answer with a KV cache and without", "kv_cache.answers"),
     "live_view": Entry("throughput while the live view is open", "live_view.throughput"),
-    "long_prompt": Entry("traces of a long prompt beside short answers", "long_prompt.traces"),
     "memory_pressure": Entry("one burst on less and less KV memory", "memory_pressure.pools"),
     "pipeline": Entry("a decode step of phase 9 at each depth", "pipeline.depths"),
-    "pipeline_trace": Entry("when host and stream do what, at each depth", "pipeline.timelines"),
     "prefill_profile": Entry("where a prompt's time goes, operator by operator", "prefill_profile.parts"),
     "prefix_tree": Entry("what the prefix cache costs on the host", "prefix_tree.books"),
     "server_cost": Entry("a decode step alone and through the server", "server_cost.steps"),
@@ -77,8 +79,6 @@ def main(words: Sequence[str], console: Console) -> int:
     measurement = find(name)
     given = vars(parser(name, measurement).parse_args(rest))
     out = given.pop("out")
-    own = inspect.signature(measurement).parameters
-    given |= {word: value for word, value in (("console", console), ("out", out)) if word in own}
     tables: dict[str, MeasuredTable] = {}
     for table in measurement(**given):
         if not any(word.startswith("threads") for word in table.setup):
@@ -87,8 +87,7 @@ def main(words: Sequence[str], console: Console) -> int:
         tables[table.name] = table
     for table in tables.values():
         table.print(console)
-    if tables:
-        console.print(f"written to {out / TABLES}: {', '.join(tables)}")
+    console.print(f"written to {out / TABLES}: {', '.join(tables)}")
     return 0
 
 
@@ -110,14 +109,12 @@ def parser(name: str, measurement: Measurement) -> argparse.ArgumentParser:
     )
     for parameter in inspect.signature(measurement, eval_str=True).parameters.values():
         default = parameter.default
-        if default is inspect.Parameter.empty:  # `console` and `out`, which `main` gives
-            continue
         several = isinstance(default, tuple)
         shown = " ".join(map(str, default)) if several else default
         command.add_argument(
             f"--{parameter.name.replace('_', '-')}",
             action="extend" if several else "store",
-            default=argparse.SUPPRESS,  # the measurement's own
+            default=argparse.SUPPRESS,  # without the option, the function uses its own default
             type=type(default[0] if several else default),
             nargs="+" if several else None,
             choices=get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else None,
@@ -125,6 +122,38 @@ def parser(name: str, measurement: Measurement) -> argparse.ArgumentParser:
         )
     command.add_argument("--out", type=Path, default=LOCAL, help=f"folder for results ({LOCAL})")
     return command
+
+
+# ---------------------------------------------------------------------- helpers of measurements
+
+
+def say(progress: str) -> None:
+    """Print a line of a measurement's progress."""
+    Console().print(progress, highlight=False, markup=False)
+
+
+def in_turns(ways: Mapping[Key, Callable[[], float]], turns: int) -> dict[Key, float]:
+    """Measure every way once a turn, so that a machine that slows down slows all of them. Returns medians.
+
+    A turn before the first one warms up and is not counted.
+    """
+    found: dict[Key, list[float]] = {key: [] for key in ways}
+    for turn in range(turns + 1):
+        for key, measure in ways.items():
+            value = measure()
+            if turn:
+                found[key].append(value)
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def medians(turns: Iterable[Sequence[float]]) -> list[float]:
+    """Return the median of each number over turns that have measured the same numbers."""
+    return [statistics.median(values) for values in zip(*turns, strict=True)]
+
+
+def writer_for(model: str) -> PromptWriter:
+    """Return a writer of prompts for a model's tokenizer."""
+    return PromptWriter(open_checkpoint(model).tokenizer())
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,9 +2,9 @@
 
 Every request is answered twice by an engine with the same options: alone, and among all others, which arrive in
 shuffled order while memory is so short that some are preempted. Prompts are English-like text of varied lengths.
-Half of the requests are greedy; the others are sampled with a seed each, some with penalties and stop strings.
-Counted is how many answers have another token, and how many have a token with another log-probability, be it in
-the last bit: for each number type, with the native kernels and without. Nothing is timed: the machine need not be
+Half of the requests are greedy; the others are sampled with a seed each, some with penalties and stop strings. The
+table has the number of answers with another token, and of answers with another log-probability (even in the last
+bit only), for each number type, with the native kernels and without. Nothing is timed: the machine need not be
 idle.
 """
 
@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.micro import in_new_process
+from benchmarks.micro.engines import build_engine
 from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PromptWriter
 from common.engine import Engine
-from common.phases import find_phase
 from common.request import SamplingParams, StepOutput
 from common.text import Tokenizer
 from kernels.dispatch import kernels_on
@@ -30,7 +30,7 @@ NEW_TOKENS = (8, 48)
 SEATS = 32
 BLOCK_SIZE, NUM_BLOCKS = 16, 160  # about half of what so many sequences need
 CHUNK = 64
-ARRIVALS = (0, 2)  # in a step
+ARRIVALS = (0, 2)  # fewest and most in a step
 
 DTYPES = ("bfloat16", "float32")
 COLUMNS = [
@@ -74,8 +74,8 @@ class Served:
     """An engine's answers to all orders, and how crowded its steps were.
 
     Attributes:
-        answers: of each order.
-        sequences: that shared a step, the mean.
+        answers: one for each order.
+        sequences: the mean number of sequences in a step.
     """
 
     answers: list[Answer]
@@ -84,6 +84,7 @@ class Served:
 
 
 def greedy_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
+    """Draw greedy requests."""
     return [
         Order(prompt, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, logprobs=0))
         for _, prompt, new_tokens in _draw(tokenizer, count, "greedy")
@@ -155,19 +156,18 @@ def serve(engine: Engine, orders: Sequence[Order], most_arrivals: int = ARRIVALS
 
 def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) -> list[Cell]:
     """Return a row of the table for one model, type and choice of kernels; cells as in `COLUMNS`."""
-    package = find_phase(phase)
-    options = {
-        "model": model,
-        "device": "cpu",
-        "dtype": dtype,
-        "native_kernels": native,
-        "max_batch_size": SEATS,
-        "max_seq_len": PROMPT_TOKENS[1] + NEW_TOKENS[1],
-        "block_size": BLOCK_SIZE,
-        "num_blocks": NUM_BLOCKS,
-        "prefill_chunk_size": CHUNK,
-    }
-    engine = package.build_engine(package.Config.model_validate(options))
+    engine = build_engine(
+        phase,
+        model=model,
+        device="cpu",
+        dtype=dtype,
+        native_kernels=native,
+        max_batch_size=SEATS,
+        max_seq_len=PROMPT_TOKENS[1] + NEW_TOKENS[1],
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        prefill_chunk_size=CHUNK,
+    )
     kinds = [orders(engine.tokenizer, count) for orders in (greedy_orders, sampled_orders)]
     together = [serve(engine, orders) for orders in kinds]
     pairs = [

@@ -1,8 +1,8 @@
 """The time of a decode step by the number of sequences in it, beside the least that the machine allows.
 
-The model alone, one token of each sequence. Two bounds stand beside each step (Williams et al. 2009, *Roofline*):
-none is done before all weights and all keys have been read, nor before everything has been multiplied. How fast
-this machine reads and multiplies is measured in the same run.
+Only the model runs, with one token of each sequence. Two lower bounds stand beside the time of each step (Williams
+et al. 2009, *Roofline*): the time to read all weights, keys and values, and the time to do all multiplications. The
+machine's bandwidth and arithmetic rate are measured in the same run.
 
 ```text
 reading      weights once a step, keys and values of every row          bytes / bandwidth
@@ -12,14 +12,14 @@ arithmetic   two operations for every weight and row, and attention's   operatio
 
 from __future__ import annotations
 
-import statistics
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.micro import Dtype
+from benchmarks.micro import Dtype, in_turns
 from benchmarks.micro.passes import CONTEXT, Passes, load_as_served, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
 from common.kv import kv_bytes
@@ -86,16 +86,10 @@ def work_of(model: CausalLM, rows: int) -> Work:
 def measure(model: CausalLM, rows: Sequence[int], repeats: int, machine: Machine) -> list[list[Cell]]:
     """Time decode steps of each number of sequences in turns, and return a row of the table for each."""
     passes = Passes(model, rows)
-    runs = [passes.plain(*passes.decode(count)) for count in rows]
-    found: list[list[float]] = [[] for _ in rows]
-    for turn in range(repeats + 1):
-        for place, run in enumerate(runs):
-            taken = milliseconds(run, 10)
-            if turn:  # the first turn warms up
-                found[place].append(taken)
+    runs = {count: passes.plain(*passes.decode(count)) for count in rows}
+    ways = {count: functools.partial(milliseconds, run, 10) for count, run in runs.items()}
     table: list[list[Cell]] = []
-    for count, times in zip(rows, found, strict=True):
-        step = statistics.median(times)
+    for count, step in in_turns(ways, repeats).items():
         reading, arithmetic = work_of(model, count).bounds_ms(machine)
         share = step / max(reading, arithmetic)
         table.append([count, step, step / count, 1e3 * count / step, reading, arithmetic, share])

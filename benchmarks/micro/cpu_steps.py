@@ -1,20 +1,20 @@
-"""The gain of each native CPU kernel: the same pass with one kernel more in each row, in one run.
+"""The gain of each native CPU kernel: the same pass with more native kernels in each row, in one run.
 
-A decode step and a prompt through the model alone, with torch's operations first, then with one native kernel more
-in each row; last the whole pass played from a tape, so that Python is not on the way from operator to operator. All
+Only the model runs, on a decode step and on a prompt. The first row has torch's operations, and each further row
+adds native kernels. In the last row the pass is played from a tape, so that no Python runs between operators. All
 stages take turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
 
-from benchmarks.micro import Dtype
+from benchmarks.micro import Dtype, in_turns
 from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
 from kernels.native import load_native_kernels
@@ -27,7 +27,8 @@ STAGES: list[tuple[str, tuple[str, ...]]] = [
     ("norms and rope", ("rms_norm", "rope")),
 ]
 TAPE = "played from a tape"
-_CHOICE = {"linear": "has_native_products", "attention": "has_native_products"}  # others: use_native
+#: The function by which a module of `kernels` chooses; in all other modules it is `use_native`.
+_CHOICE = {"linear": "has_native_products", "attention": "has_native_products"}
 
 
 @contextmanager
@@ -45,28 +46,27 @@ def measure(name: str, batch: Sequence[int], repeats: int, dtype: torch.dtype) -
     """Return a row for each stage: median milliseconds of decode steps by batch, then of the prompt."""
     unpacked, packed = (load_unpacked(name, dtype, max(CONTEXT + 1, PROMPT)) for _ in range(2))
     packed.pack()
-    stages: list[tuple[str, list[str], list[tuple[Run, int]]]] = []
+    ways: dict[tuple[str, int], Callable[[], float]] = {}
+
+    def add(stage: str, modules: Sequence[str], passes: Passes, run: Callable[..., Run]) -> None:
+        inputs = [*((passes.decode(count), 20) for count in batch), (passes.prompt(), 3)]
+        for column, ((tokens, view), times) in enumerate(inputs):
+            ways[stage, column] = functools.partial(timed, modules, run(tokens, view), times)
+
     chosen: list[str] = []
     for stage, added in STAGES:
         chosen = [*chosen, *added]
         passes = Passes(packed if "linear" in chosen else unpacked, batch)
-        runs = [(passes.plain(*passes.decode(count)), 20) for count in batch]
-        stages.append((stage, chosen, [*runs, (passes.plain(*passes.prompt()), 3)]))
-    taped = [(passes.taped(*passes.decode(count)), 20) for count in batch]
-    stages.append((TAPE, chosen, [*taped, (passes.taped(*passes.prompt()), 3)]))
+        add(stage, chosen, passes, passes.plain)
+    add(TAPE, chosen, passes, passes.taped)
+    found = in_turns(ways, repeats)
+    columns = range(len(batch) + 1)
+    return [[stage, *(found[stage, column] for column in columns)] for stage in (*dict(STAGES), TAPE)]
 
-    found: list[list[list[float]]] = [[[] for _ in runs] for _, _, runs in stages]
-    for turn in range(repeats + 1):
-        for place, (_, modules, runs) in enumerate(stages):
-            with only(modules):
-                for column, (run, times) in enumerate(runs):
-                    taken = milliseconds(run, times)
-                    if turn:  # the first turn warms up
-                        found[place][column].append(taken)
-    return [
-        [stage, *(statistics.median(times) for times in columns)]
-        for (stage, _, _), columns in zip(stages, found, strict=True)
-    ]
+
+def timed(modules: Sequence[str], run: Run, times: int) -> float:
+    with only(modules):
+        return milliseconds(run, times)
 
 
 def stages(

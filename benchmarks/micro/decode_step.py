@@ -1,11 +1,12 @@
-"""One pass of our engine against one of other libraries, on the same weights, each in a process of its own.
+"""One pass of our engine against one pass of other libraries, on the same weights, each in a process of its own.
 
-A batch of prompts is generated from, greedily. Prefill is the time until every sequence has its first token; a
-decode step is the mean of those that bring each of them one more. All processes are up with the weights loaded, and
-take turns, so that a machine that slows down slows all. Every turn has prompts of its own: no cache has seen them.
-Nobody decodes beside a prompt, so all may compute 2048 tokens at once: chunks only spare others' gaps.
+Each library continues a batch of prompts, greedily. Prefill is the time until every sequence has its first token. A
+decode step is the mean time of the steps that give every sequence one more token. All processes have the weights
+loaded, and take turns, so that a machine that slows down slows all. Every turn has new prompts, which no cache
+holds. No sequence decodes beside a prompt, so all libraries may compute 2048 prompt tokens at once: smaller chunks
+would only shorten the gaps of other sequences.
 
-The floor of a decode step is measured beside them: every weight must be read once.
+A lower bound of a decode step is measured in the same turns: the time to read every weight once.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
 
-from benchmarks.micro import Dtype
+from benchmarks.micro import Dtype, say
+from benchmarks.micro.passes import milliseconds
 from benchmarks.peers.environments import LIBRARIES, Environment, find_environment
-from benchmarks.peers.library import start
 from benchmarks.peers.process import WorkerProcess
-from benchmarks.peers.weights import Weights, weights_of
+from benchmarks.peers.weights import Weights, converted, weights_of
 from benchmarks.peers.workers.protocol import Options, Timing
 from benchmarks.tables import Cell, MeasuredTable
 from common.errors import StartupError
@@ -38,12 +38,12 @@ SEQUENCES = 16
 MAX_SEQ_LEN = LONG_PROMPT_TOKENS + 64
 SETTLE_S = 0.5  # the previous contender's threads stop spinning before the next turn
 
-OWN_ENVIRONMENT = "transformers"  # the peer that lives in ours
+OWN_ENVIRONMENT = "transformers"  # the peer that is installed in this project's environment
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts that are generated from at once."""
+    """Prompts that are continued together."""
 
     sequences: int
     prompt_tokens: int
@@ -55,7 +55,7 @@ MANY = Batch(SEQUENCES, PROMPT_TOKENS, NEW_TOKENS)
 LONG = Batch(1, LONG_PROMPT_TOKENS, 1)
 BATCHES = (SINGLE, MANY, LONG)
 
-#: Headings, and where each finds its seconds.
+#: Headings, each with the batch and the field of its timings that it shows.
 COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
     "decode step, 1 sequence, ms": (SINGLE, lambda timing: timing.decode_s),
     f"{SEQUENCES} sequences, ms": (MANY, lambda timing: timing.decode_s),
@@ -79,9 +79,8 @@ class Contender:
     def turn(self, turn: int, vocab_size: int) -> None:
         """Measure every batch once."""
         for batch in BATCHES:
-            order = {"measure": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
-            timing = Timing(**self.worker.ask(order))
-            self.found.setdefault(batch, []).append(timing)
+            order = {"prompts": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
+            self.found.setdefault(batch, []).append(Timing(**self.worker.ask(order)))
 
     def medians_s(self) -> list[float]:
         """Return the median seconds of every column."""
@@ -98,20 +97,13 @@ class Contender:
 
 
 def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
-    """Draw the prompts of a turn: others in each turn, the same for every contender."""
+    """Draw the prompts of a turn. They differ from turn to turn, and are the same for every contender."""
     draw = random.Random(f"{batch}:{turn}")
     return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
 
 
-def options_of(weights: Weights, threads: int) -> Options:
-    """Return the options of every worker: memory for the largest batch."""
-    return weights.options(
-        max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
-    )
-
-
 def find_peer(name: str) -> tuple[str, Environment | None]:
-    """Return a peer and its virtual environment, which stands after the `=`; None: it lives in ours.
+    """Return a peer and its virtual environment, named after the `=`; None: this project's environment.
 
     Raises:
         StartupError: there is no such peer, or it is not installed.
@@ -127,21 +119,21 @@ def find_peer(name: str) -> tuple[str, Environment | None]:
 def start_peer(
     peer: str, environment: Environment | None, weights: Weights, options: Options
 ) -> WorkerProcess:
+    """Start a library's worker on the weights, converted if the library reads another format."""
     if environment is None:
         return WorkerProcess(peer, options)
-    options = options._replace(max_pass_tokens=LIBRARIES[peer].max_pass_tokens)
-    return start(peer, environment, weights, options)
+    library = LIBRARIES[peer]
+    options = options._replace(max_pass_tokens=library.max_pass_tokens)
+    if library.converts:
+        folder = converted(weights, library.module, environment.python, environment.version)
+        options = options._replace(folder=str(folder))
+    return WorkerProcess(library.module, options, environment.python)
 
 
 def reading_s(num_bytes: int) -> float:
     """Return the seconds that reading so much memory takes with torch's threads: the best of a few."""
     memory = torch.ones(num_bytes // 4)
-    times = []
-    for _ in range(20):
-        started_s = time.perf_counter()
-        memory.sum()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
+    return min(milliseconds(memory.sum, 1) for _ in range(20)) / 1e3
 
 
 def measure(
@@ -167,7 +159,7 @@ def measure(
 
 
 def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
-    """Return a row for each contender, one for the floor, and our last phase over the best of the others."""
+    """Return a row for each contender, one for the lower bound, and our last phase's ratio to the best peer."""
     found = {contender.worker.name: contender.medians_s() for contender in contenders}
     (*_, own), others = (
         [contender for contender in contenders if contender.ours],
@@ -188,7 +180,6 @@ def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]
 
 
 def passes(
-    console: Console,
     model: str = "dummy:llama-135m",
     phase: tuple[str, ...] = (phase_names()[-1],),
     peer: tuple[str, ...] = (OWN_ENVIRONMENT,),
@@ -206,16 +197,17 @@ def passes(
     torch.set_num_threads(threads)
     peers = [find_peer(name) for name in peer]
     weights = weights_of(model, dtype)
-    options = options_of(weights, threads)
+    options = weights.options(
+        max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
+    )
     with ExitStack() as stack:
         contenders = []
         for name in phase:
-            console.print(f"starting phase {name}")
+            say(f"starting phase {name}")
             ours = options._replace(phase=name, max_pass_tokens=LONG_PROMPT_TOKENS)
-            worker = WorkerProcess("ours", ours)
-            contenders.append(Contender(stack.enter_context(worker), ours=True))
+            contenders.append(Contender(stack.enter_context(WorkerProcess("ours", ours)), ours=True))
         for name, environment in peers:
-            console.print(f"starting {name}")
+            say(f"starting {name}")
             worker = start_peer(name, environment, weights, options)
             contenders.append(Contender(stack.enter_context(worker), ours=False))
         num_bytes = weight_bytes(weights.config, weights.dtype)

@@ -1,7 +1,7 @@
 """The time of a decode step on the host, part by part: everything but the model.
 
-The engine is a real one on the tiny zoo model, with real requests in it; only the forward pass is left out, and
-answers with the same logits each time. So what is timed is Python and small tensors, the same for any model.
+A real engine serves real requests on the tiny zoo model. Only the forward pass is replaced, by a function that
+returns the same logits each time. So the times are those of Python and of small tensors, the same for any model.
 
 ```text
 scheduling   retire, release, make_room, admit, plan
@@ -19,33 +19,26 @@ from typing import Any
 
 import torch
 
+from benchmarks.micro.engines import add, build_engine
 from benchmarks.servers import BLOCK_SIZE, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
-from common.phases import find_phase
-from common.request import SamplingParams
 from common.step_parts import StepParts
 
 MODEL = "zoo:llama-tiny"
 PROMPT_TOKENS, STEPS = 16, 200
-#: Columns, and what the engine calls those parts of its step.
+#: Columns, and the engine's names of these parts of its step (`common.step_parts`).
 PARTS = {"scheduling": "plan", "metadata": "pass", "sampling": "sample", "commit": "commit"}
 
 
 def engine_without_passes(phase: str, sequences: int) -> Engine:
     """Build an engine for `sequences` sequences whose forward passes take no time."""
-    package = find_phase(phase)
-    whole_blocks = (
-        -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE
-    )  # or the pool could not hold all of them
-    engine = package.build_engine(
-        package.Config(model=MODEL, max_batch_size=sequences, max_seq_len=whole_blocks)
-    )
-    runner: Any = engine.runner  # whose parts are about to be replaced
-    logits = torch.randn(
-        sequences, runner.model.config.vocab_size, generator=torch.Generator().manual_seed(0)
-    )
+    # Whole blocks, or the pool could not hold all sequences.
+    length = -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE
+    engine = build_engine(phase, model=MODEL, max_batch_size=sequences, max_seq_len=length)
+    runner: Any = engine.runner  # Any: its model is replaced below
     model = runner.model
+    logits = torch.randn(sequences, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
 
     class Instant:
         config, dtype, device, max_positions = model.config, model.dtype, model.device, model.max_positions
@@ -57,13 +50,13 @@ def engine_without_passes(phase: str, sequences: int) -> Engine:
     return engine
 
 
-def step_times(phase: str, sequences: int, params: SamplingParams) -> dict[str, float]:
+def step_times(phase: str, sequences: int, new_tokens: int = STEPS) -> dict[str, float]:
     """Return the median milliseconds of each part of a step in which all sequences decode."""
     engine = engine_without_passes(phase, sequences)
     watch = StepParts(engine)
     watch.start()
     for _ in range(sequences):
-        engine.add_request(engine.create_request([1] * PROMPT_TOKENS, params))
+        add(engine, [1] * PROMPT_TOKENS, new_tokens)
     steps: list[dict[str, float]] = []
     while engine.has_work:
         started_s = engine.clock()
@@ -79,8 +72,7 @@ def step_times(phase: str, sequences: int, params: SamplingParams) -> dict[str, 
 def parts(phase: str = "7", sequences: tuple[int, ...] = (1, 16, 64, 256)) -> Iterator[MeasuredTable]:
     """Time the parts of a step for several numbers of sequences."""
     module = find_phase_module(phase)
-    params = SamplingParams(temperature=0.0, max_new_tokens=STEPS, ignore_eos=True)
-    rows: list[list[Cell]] = [[count, *step_times(module, count, params).values()] for count in sequences]
+    rows: list[list[Cell]] = [[count, *step_times(module, count).values()] for count in sequences]
     yield MeasuredTable(
         name="host_cost",
         title="a decode step on the host",

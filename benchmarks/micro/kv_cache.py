@@ -1,24 +1,23 @@
 """The next token of a text, with the keys and values of the tokens before it in a cache and without.
 
 ```text
-with      a pass over the last token     its query meets the keys and values that are kept
-without   a pass over the whole text     everything is computed again; all but the last row's logits are dropped
+with      a pass over the last token     its query is compared with the cached keys
+without   a pass over the whole text     all keys and values are computed again; only the last row gets logits
 ```
 
-Both go through the same model, cache and position rule: without, the pass begins at column 0 every time.
+Both ways use the same model, cache and position rule. Without the cache, each pass begins at column 0.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.micro import Dtype
+from benchmarks.micro import Dtype, in_turns, medians
 from benchmarks.micro.passes import load_as_served, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
 from common.generate import ContiguousCache
@@ -30,7 +29,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
 
 class Answer(NamedTuple):
-    """An answer, and what computing it took."""
+    """An answer, and the passes, tokens and seconds that it took."""
 
     token_ids: list[int]
     passes: int
@@ -65,10 +64,10 @@ def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list
     for length in lengths:
         text = Text(model, length + 1)
         token_ids = [place % model.config.vocab_size for place in range(length + 1)]
-        text.next_token(token_ids[:-1], 0)  # what the cache holds of it
-        ways = [functools.partial(text.next_token, token_ids, start) for start in (length, 0)]
-        turns = [[milliseconds(way, 3) for way in ways] for _ in range(repeats + 1)][1:]
-        kept, again = (statistics.median(times) for times in zip(*turns, strict=True))
+        text.next_token(token_ids[:-1], 0)  # fills the cache
+        passes = {start: functools.partial(text.next_token, token_ids, start) for start in (length, 0)}
+        ways = {start: functools.partial(milliseconds, run, 3) for start, run in passes.items()}
+        kept, again = in_turns(ways, repeats).values()
         megabytes = (length + 1) * text.cache.shape.bytes_per_token / 2**20
         rows.append([length, kept, again, again / kept, megabytes])
     return rows
@@ -91,20 +90,16 @@ def answer(model: CausalLM, prompt: Sequence[int], new_tokens: int, *, cached: b
 def measure_answers(model: CausalLM, repeats: int) -> list[list[Cell]]:
     """Return a row for each way: the answer, and the median of its times."""
     prompt = [place % model.config.vocab_size for place in range(PROMPT_TOKENS)]
-    found: dict[bool, list[Answer]] = {True: [], False: []}
-    for _ in range(repeats):
-        for cached, answers in found.items():
-            answers.append(answer(model, prompt, NEW_TOKENS, cached=cached))
+    ways = {"with the cache": True, "without": False}
+    turns = [
+        [answer(model, prompt, NEW_TOKENS, cached=cached) for cached in ways.values()] for _ in range(repeats)
+    ]
+    seconds = medians([each.seconds for each in turn] for turn in turns)
+    expected = turns[0][0].token_ids
     rows: list[list[Cell]] = []
-    for cached, answers in found.items():
-        seconds = statistics.median(each.seconds for each in answers)
-        same = sum(
-            mine == other for mine, other in zip(answers[0].token_ids, found[True][0].token_ids, strict=True)
-        )
-        name = "with the cache" if cached else "without"
-        rows.append(
-            [name, answers[0].passes, answers[0].computed_tokens, seconds, NEW_TOKENS / seconds, same]
-        )
+    for name, found, taken in zip(ways, turns[0], seconds, strict=True):
+        same = sum(mine == other for mine, other in zip(found.token_ids, expected, strict=True))
+        rows.append([name, found.passes, found.computed_tokens, taken, NEW_TOKENS / taken, same])
     return rows
 
 

@@ -11,29 +11,19 @@ draws nothing: that is the browser's work. `zoo:llama-tiny` has steps so short t
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import socket
-import statistics
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
-from urllib.parse import urlsplit
-
-from rich.console import Console
 
 from benchmarks.calibrate import warmup_requests
-from benchmarks.client import Endpoint, EventParser
-from benchmarks.loadgen import LoadPlan, run_load
-from benchmarks.results import RequestRecord
+from benchmarks.client import BackgroundReader, Endpoint, EventParser
+from benchmarks.loadgen import run_whole_load
+from benchmarks.micro import medians, say, writer_for
 from benchmarks.servers import Setup, find_phase_module, open_server, phase_target
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PlannedRequest, PromptWriter, identical_requests
-from common.models.registry import open_checkpoint
 
 PROMPT_TOKENS, NEW_TOKENS, SEATS = 64, 128, 8
-LEAST_S = 6.0  # a run is as many loads, one after the other, as take so long
+LEAST_S = 6.0  # a run sends the load again until it has measured so many seconds
 
 COLUMNS = [
     "model",
@@ -44,121 +34,59 @@ COLUMNS = [
 ]
 
 
-class Watching:
-    """Reads a server's live view in a thread, as an open page does.
-
-    Attributes:
-        frames: how many it has got.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.frames = 0
-        self._connection = http.client.HTTPConnection(urlsplit(url).netloc)
-        self._thread = threading.Thread(target=self._read)
-
-    def start(self) -> None:
-        """Open the view.
-
-        Raises:
-            RuntimeError: the server has none.
-        """
-        self._connection.request("GET", "/steps")
-        self._response = self._connection.getresponse()
-        if self._response.status != HTTPStatus.OK:
-            raise RuntimeError(f"the live view did not open: {self._response.read(300)!r}")
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Hang up. The socket is shut down, because closing it while a thread reads from it sends nothing."""
-        assert self._connection.sock is not None
-        self._connection.sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._connection.close()
-
-    def _read(self) -> None:
-        parser = EventParser()
-        with contextlib.suppress(http.client.IncompleteRead):  # which is how `stop` ends it
-            while chunk := self._response.read1(1 << 16):
-                self.frames += sum(name == b"step" for name, _ in parser.feed(chunk))
-
-
 @contextmanager
-def watching(url: str) -> Iterator[Watching]:
-    watched = Watching(url)
-    watched.start()
-    try:
-        yield watched
-    finally:
-        watched.stop()
-
-
-def orders_of(writer: PromptWriter, count: int) -> list[PlannedRequest]:
-    return identical_requests(
-        writer, count=count, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, seed="live view"
-    )
-
-
-def duration_s(records: Sequence[RequestRecord]) -> float:
-    """Return the seconds from the first request to the last token.
+def watching(url: str) -> Iterator[list[bytes]]:
+    """Context manager: keep a server's live view open. Yields a list that grows by the name of each event.
 
     Raises:
-        RuntimeError: a request failed.
+        OSError: the server has none.
     """
-    errors = [record.error for record in records if record.error is not None]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(records)} requests failed: {errors[0]}")
-    sent = [record.sent_s for record in records if record.sent_s is not None]
-    return max(record.token_times_s[-1] for record in records) - min(sent)
+    parser, names = EventParser(), list[bytes]()
+    reader = BackgroundReader(f"{url}/steps")
+    reader.start(lambda chunk: names.extend(name for name, _ in parser.feed(chunk)))
+    try:
+        yield names
+    finally:
+        reader.stop()
 
 
-def measure(phase: str, model: str, requests: int, turns: int, console: Console) -> list[Cell]:
+def run(endpoint: Endpoint, writer: PromptWriter, requests: list[PlannedRequest]) -> tuple[float, float]:
+    """Send loads until `LEAST_S` seconds are measured. Returns tokens a second, and the seconds."""
+    tokens, seconds = 0, 0.0
+    while seconds < LEAST_S:
+        result = run_whole_load(endpoint, requests, warmup_requests(writer))
+        seconds += result.duration_s
+        tokens += sum(len(record.token_times_s) for record in result.requests)
+    return tokens / seconds, seconds
+
+
+def measure(phase: str, model: str, requests: int, turns: int) -> list[Cell]:
     """Return a row of the table for one model; cells as in `COLUMNS`."""
-    writer = PromptWriter(open_checkpoint(model).tokenizer())
-    target = phase_target(
-        phase, Setup(model=model, slots=SEATS, max_seq_len=2 * (PROMPT_TOKENS + NEW_TOKENS))
+    writer = writer_for(model)
+    orders = identical_requests(
+        writer, count=requests, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, seed="live view"
     )
-    pairs, frames = [], []
-    with open_server(target) as server:
-        plan = LoadPlan(
-            Endpoint(server.url, server.model), orders_of(writer, requests), warmup=warmup_requests(writer)
-        )
+    setup = Setup(model=model, slots=SEATS, max_seq_len=2 * (PROMPT_TOKENS + NEW_TOKENS))
+    found: list[tuple[float, float, float, float]] = []
+    with open_server(phase_target(phase, setup)) as server:
 
-        def run() -> tuple[float, float]:
-            """Return tokens a second, and how many seconds were measured."""
-            tokens, seconds = 0, 0.0
-            while seconds < LEAST_S:
-                records = run_load(plan).requests
-                seconds += duration_s(records)
-                tokens += sum(len(record.token_times_s) for record in records)
-            return tokens / seconds, seconds
-
-        def run_open() -> float:
-            with watching(server.url) as watched:
-                rate, seconds = run()
-            frames.append(watched.frames / seconds)
-            return rate
+        def run_open() -> tuple[float, float]:
+            with watching(server.url) as names:
+                rate, seconds = run(server.endpoint, writer, orders)
+            return rate, names.count(b"step") / seconds
 
         for turn in range(turns):
             if turn % 2:
-                opened, closed = run_open(), run()[0]
+                (opened, frames), (closed, _) = run_open(), run(server.endpoint, writer, orders)
             else:
-                closed, opened = run()[0], run_open()
-            pairs.append((closed, opened))
-            console.print(
-                f"{model}, turn {turn + 1} of {turns}: {closed:.4g} closed, {opened:.4g} open",
-                highlight=False,
-            )
-    return [
-        model,
-        statistics.median(closed for closed, _ in pairs),
-        statistics.median(opened for _, opened in pairs),
-        round(statistics.median(opened / closed for closed, opened in pairs), 4),
-        statistics.median(frames),
-    ]
+                (closed, _), (opened, frames) = run(server.endpoint, writer, orders), run_open()
+            found.append((closed, opened, round(opened / closed, 4), frames))
+            said = f"turn {turn + 1} of {turns}: {closed:.4g} closed, {opened:.4g} open"
+            say(f"{model}, {said}")
+    return [model, *medians(found)]
 
 
 def throughput(
-    console: Console,
     phase: str = "7",
     models: tuple[str, ...] = ("dummy:llama-60m", "zoo:llama-tiny"),
     requests: int = 32,
@@ -182,5 +110,5 @@ def throughput(
             "median of": f"{turns} turns",
         },
         columns=COLUMNS,
-        rows=[measure(phase, model, requests, turns, console) for model in models],
+        rows=[measure(phase, model, requests, turns) for model in models],
     )

@@ -1,33 +1,28 @@
 """One burst of requests on less and less KV memory: it costs time, and changes no token.
 
-The pool shrinks from room for everybody to room for the longest request alone, the smallest that is legal. Two
-things can make that slow, and each has a column: fewer sequences are computed together (tokens per step), and what
-a preempted sequence had in the cache is computed once more (prefilled again). Every request's tokens are compared
-with those it got from the largest pool. In float32, since in a type with fewer digits rounding depends on who
-shares a pass, and a flipped token would be nobody's fault.
+The largest pool holds all requests at once. The smallest holds only the longest request, the least that an engine
+accepts. A small pool is slower for two reasons, and each has a column: fewer sequences are computed together
+(tokens per step), and a preempted sequence's tokens are computed again (prefilled again). Every request's tokens
+are compared with its tokens from the largest pool. The type is float32, because in a type with fewer digits the
+rounding depends on which sequences share a pass, and may change a token.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import torch
-
-from benchmarks.micro.passes import load_unpacked
+from benchmarks.micro.engines import add, build_engine
+from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
-from common.models.layers import CausalLM
 from common.models.registry import open_checkpoint
-from common.phases import find_phase
-from common.request import SamplingParams
-from common.text import Tokenizer
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (32, 256)
 NEW_TOKENS = (32, 96)
-SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the memory that holds everybody at once
+SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the memory that holds all requests at once
 
 COLUMNS = [
     "blocks",
@@ -41,11 +36,20 @@ COLUMNS = [
     "same tokens",
 ]
 
-Order = tuple[list[int], int]  # prompt, new tokens
+
+class Order(NamedTuple):
+    """A request to send."""
+
+    prompt: list[int]
+    new_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """Return the blocks of memory that the request needs at its end."""
+        return -(-(len(self.prompt) + self.new_tokens) // BLOCK_SIZE)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The burst on one pool size: its seconds, and the tokens of every request.
 
     Attributes:
@@ -59,71 +63,67 @@ class Outcome:
     token_ids: list[list[int]]
 
 
-def draw_orders(count: int, vocab_size: int, seed: int = 0) -> list[Order]:
-    rng = random.Random(seed)
+def draw_orders(count: int, vocab_size: int) -> list[Order]:
+    rng = random.Random(0)
     return [
-        ([rng.randrange(vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS))], rng.randint(*NEW_TOKENS))
+        Order(rng.choices(range(vocab_size), k=rng.randint(*PROMPT_TOKENS)), rng.randint(*NEW_TOKENS))
         for _ in range(count)
     ]
 
 
-def blocks_of(order: Order) -> int:
-    prompt, new_tokens = order
-    return -(-(len(prompt) + new_tokens) // BLOCK_SIZE)
-
-
-def pool_sizes(orders: list[Order]) -> list[int]:
+def pool_sizes(orders: Sequence[Order]) -> list[int]:
     """Return pool sizes in blocks, from memory for all orders down to memory for the largest one."""
-    ample = sum(map(blocks_of, orders))
-    smallest = max(map(blocks_of, orders))
+    ample, smallest = (of(order.blocks for order in orders) for of in (sum, max))
     return [*(size for share in SHARES if (size := round(ample * share)) > smallest), smallest]
 
 
-def serve(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order], num_blocks: int) -> Outcome:
-    package = find_phase(phase)
-    options: dict[str, int] = {  # of a phase that is known by name only
-        "max_batch_size": len(orders),
-        "max_seq_len": max(len(prompt) + new for prompt, new in orders),
-        "block_size": BLOCK_SIZE,
-        "num_blocks": num_blocks,
-    }
-    engine = package.build_engine(package.Config(**options), model=model, tokenizer=tokenizer)
-    requests = [
-        engine.create_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True))
-        for prompt, new in orders
-    ]
-    for request in requests:
-        engine.add_request(request)
+def serve(phase: str, model: str, orders: Sequence[Order], num_blocks: int) -> Outcome:
+    """Serve all orders at once on a pool of so many blocks.
+
+    Raises:
+        RuntimeError: a request did not finish.
+    """
+    engine = build_engine(
+        phase,
+        model=model,
+        device="cpu",
+        dtype="float32",
+        max_batch_size=len(orders),
+        max_seq_len=max(len(prompt) + new for prompt, new in orders),
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+    )
+    requests = [add(engine, prompt, new) for prompt, new in orders]
     steps = 0
-    started = time.perf_counter()
+    started_s = time.perf_counter()
     while engine.has_work:
         engine.step()
         steps += 1
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started_s
     unfinished = [request.request_id for request in requests if request.finish_reason != "length"]
     if unfinished:
         raise RuntimeError(f"{num_blocks} blocks: {', '.join(unfinished)} did not finish")
     recomputed = engine.telemetry.counters.prefill_tokens - sum(len(prompt) for prompt, _ in orders)
-    return Outcome(seconds, steps, engine.scheduler.preemptions, recomputed, [r.token_ids for r in requests])
+    token_ids = [request.token_ids for request in requests]
+    return Outcome(seconds, steps, engine.scheduler.preemptions, recomputed, token_ids)
 
 
-def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Order]) -> list[list[Cell]]:
+def measure(phase: str, model: str, orders: Sequence[Order]) -> list[list[Cell]]:
     """Return a row for each pool size; cells as in `COLUMNS`."""
     new_tokens = sum(new for _, new in orders)
-    serve(phase, model, tokenizer, orders[:2], pool_sizes(orders)[0])  # warm
+    sizes = pool_sizes(orders)
+    serve(phase, model, orders[:2], sizes[0])  # warms up
+    outcomes = [serve(phase, model, orders, num_blocks) for num_blocks in sizes]
+    first = outcomes[0]
     rows: list[list[Cell]] = []
-    first: Outcome | None = None
-    for num_blocks in pool_sizes(orders):
-        outcome = serve(phase, model, tokenizer, orders, num_blocks)
-        first = first or outcome
+    for num_blocks, outcome in zip(sizes, outcomes, strict=True):
         same = sum(a == b for a, b in zip(outcome.token_ids, first.token_ids, strict=True))
-        rate, of_first = (new_tokens / each.seconds for each in (outcome, first))
         rows.append(
             [
                 num_blocks,
                 num_blocks * BLOCK_SIZE,
-                rate,
-                rate / of_first,
+                new_tokens / outcome.seconds,
+                first.seconds / outcome.seconds,
                 outcome.steps,
                 new_tokens / outcome.steps,
                 outcome.preemptions,
@@ -134,26 +134,23 @@ def measure(phase: str, model: CausalLM, tokenizer: Tokenizer, orders: list[Orde
     return rows
 
 
-def pools(
-    model: str = "dummy:llama-60m", phase: str = "phase6_paged", requests: int = 24
-) -> Iterator[MeasuredTable]:
+def pools(model: str = "dummy:llama-60m", phase: str = "6", requests: int = 24) -> Iterator[MeasuredTable]:
     """Serve one burst from pools of several sizes.
 
     Args:
         phase: one with blocks
     """
-    positions = PROMPT_TOKENS[1] + NEW_TOKENS[1]
-    loaded = load_unpacked(model, torch.float32, positions)
-    orders = draw_orders(requests, loaded.config.vocab_size)
+    module = find_phase_module(phase)
+    orders = draw_orders(requests, open_checkpoint(model).config.vocab_size)
     yield MeasuredTable(
         name="memory_pressure",
         title=f"{len(orders)} requests at once on less and less memory",
         setup={
             "model": f"{model} in float32",
-            "phase": phase,
+            "phase": module,
             "prompts of": f"{PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens",
             "answers of": f"{NEW_TOKENS[0]}-{NEW_TOKENS[1]}",
         },
         columns=COLUMNS,
-        rows=measure(phase, loaded, open_checkpoint(model).tokenizer(), orders),
+        rows=measure(module, model, orders),
     )

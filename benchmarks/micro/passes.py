@@ -23,7 +23,7 @@ Run = Callable[[], object]
 
 
 class Passes:
-    """One model, and the passes that are timed through it."""
+    """Builds passes of one model: decode steps after `CONTEXT` columns, and a prompt of `PROMPT` tokens."""
 
     def __init__(self, model: CausalLM, batch: Sequence[int]) -> None:
         self.model = model
@@ -50,7 +50,7 @@ class Passes:
         return lambda: self.model(batch, view)
 
     def taped(self, batch: TokenBatch, view: KVView) -> Run:
-        """Return the same pass played from a tape. The tape has indices of its own: it fits these inputs alone."""
+        """Return the same pass played from a tape. It holds this view's indices, so it fits these inputs only."""
         tape, _ = record(
             lambda ids, positions: (self.model(TokenBatch(ids, positions, batch.logit_rows), view),),
             batch.token_ids,
@@ -60,7 +60,7 @@ class Passes:
 
 
 def milliseconds(run: Run, times: int) -> float:
-    """Return the median time of a few calls."""
+    """Return the median milliseconds of a call, over `times` calls."""
     taken = []
     for _ in range(times):
         started_s = time.perf_counter()

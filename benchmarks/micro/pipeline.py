@@ -1,45 +1,40 @@
 """Decode steps of phase 9 at each pipeline depth, without a server.
 
-Every way to step is an engine in a process of its own. They take turns, so that a machine that slows down slows
-all. A step is what `Engine.step` does, text and stop decisions included, while all sequences decode.
+Each variant (`WAYS`) is an engine in a process of its own. The engines take turns, so that a machine that slows
+down slows all. The time is that of `Engine.step`, text and stop decisions included, while all sequences decode.
 
 ```text
 called     operators are called from Python, by a thread of the stream's own; on a GPU by the engine's
 played     a recording is played in C++ (`kernels.tape`); on a GPU a graph is launched
 ```
 
-A second table is of the same steps beside a thread that is busy in Python and takes the interpreter's lock whenever
-it can: what an event loop full of work does to an engine. `pipeline_trace` writes down when the host and the stream
-did what, with and without a grammar that answers follow.
+A second table has the same steps beside a thread that is busy in Python, and takes the interpreter's lock whenever
+it can, like an event loop full of work.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.micro import in_new_process
+from benchmarks.micro import in_turns
+from benchmarks.micro.engines import add, build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
-from common.grammar import Grammar
-from common.phases import find_phase
-from common.request import SamplingParams
-from common.step_parts import StepParts
 
 MODELS = ("zoo:llama-tiny", "dummy:llama-60m")
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
 BUSY_TOKENS = 16  # beside a busy thread a step may take a second
-TRACED_SEQUENCES, TRACED_STEPS = 8, 5
-LETTERS = Grammar.regex("[a-z ]+")  # goes on for as long as tokens are asked for
 
-#: Heading, phase and options of every way to step.
+#: Heading, phase and options of each variant.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "phase 8": ("8", {}),
     "depth 0, called": ("9", {"pipeline_depth": 0, "captured_steps": False}),
@@ -57,25 +52,22 @@ def start(way: str, model: str, sequences: int) -> None:
     """Build this process's engine."""
     global _engine
     phase, options = WAYS[way]
-    package = find_phase(phase)
     tokens = PROMPT_TOKENS + NEW_TOKENS
-    settings: dict[str, Any] = {
-        "model": model,
-        "max_batch_size": sequences,
-        "max_seq_len": tokens,
-        "num_blocks": sequences * -(-tokens // 16),
-        "enable_prefix_caching": False,
-    }
-    config = package.Config(**(settings | options))
-    _engine = package.build_engine(config)
+    _engine = build_engine(
+        phase,
+        model=model,
+        max_batch_size=sequences,
+        max_seq_len=tokens,
+        num_blocks=sequences * -(-tokens // 16),
+        enable_prefix_caching=False,
+        **options,
+    )
 
 
-def decode(sequences: int, new_tokens: int = NEW_TOKENS, grammar: Grammar | None = None) -> Iterator[float]:
+def decode(sequences: int, new_tokens: int = NEW_TOKENS) -> Iterator[float]:
     """Serve a batch, and yield the seconds of each step in which all sequences decode."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, grammar=grammar)
     for number in range(sequences):
-        prompt = [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)]
-        assert _engine.add_request(_engine.create_request(prompt, params))
+        add(_engine, [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)], new_tokens)
     before = time.perf_counter()
     while _engine.has_work:
         outputs = _engine.step()
@@ -110,47 +102,6 @@ def busy_in_python() -> Iterator[None]:
         thread.join()
 
 
-# ---------------------------------------------------------------------- a trace
-
-
-class Traced(NamedTuple):
-    """A part of a step on the host or on the stream, and when it ran."""
-
-    lane: str
-    what: str
-    from_ms: float
-    to_ms: float
-
-
-def trace(sequences: int, steps: int, grammar: Grammar | None = None) -> list[Traced]:
-    """Return the parts of some steps in the middle of an answer."""
-    parts = StepParts(_engine)
-    parts.start()
-    ends = [time.monotonic() for _ in decode(sequences, grammar=grammar)]
-    taken = parts.take()
-    parts.stop()
-    middle = len(ends) // 2
-    first, last = ends[middle], ends[middle + steps]
-    return [
-        Traced(lane, what, (max(began, first) - first) * 1e3, (min(ended, last) - first) * 1e3)
-        for lane, what, began, ended in sorted(taken, key=lambda part: part.began_s)
-        if began < last and ended > first
-    ]
-
-
-def busy_share(spans: Sequence[Traced]) -> float:
-    """Return the share of a trace in which the stream was busy, in percent."""
-    whole_ms = max(span.to_ms for span in spans)
-    taken_ms, until_ms = 0.0, 0.0
-    for span in sorted((span for span in spans if span.lane == "stream"), key=lambda span: span.from_ms):
-        taken_ms += max(0.0, span.to_ms - max(span.from_ms, until_ms))
-        until_ms = max(until_ms, span.to_ms)
-    return 100 * taken_ms / whole_ms
-
-
-# ---------------------------------------------------------------------- the program
-
-
 def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the median milliseconds of a step by way, alone and beside a busy thread."""
     spawn = multiprocessing.get_context("spawn")
@@ -158,23 +109,13 @@ def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float],
         processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}
         for way, process in processes.items():
             process.submit(start, way, model, sequences).result()
-        found: dict[tuple[str, bool], list[float]] = {}
-        for turn, busy in itertools.product(range(repeats + 1), (False, True)):
-            for way in BUSY if busy else WAYS:
-                taken = processes[way].submit(step_ms, sequences, busy).result()
-                if turn:  # the first turn warms up
-                    found.setdefault((way, busy), []).append(taken)
-    alone, beside = (
-        {way: statistics.median(t) for (way, b), t in found.items() if b is busy} for busy in (False, True)
-    )
-    return alone, beside
 
+        def step_of(way: str, busy: bool) -> float:
+            return processes[way].submit(step_ms, sequences, busy).result()
 
-def traced(model: str, depth: int, grammar: Grammar | None) -> list[Traced]:
-    """Return the trace of some steps at a depth. To be called in a process of its own."""
-    start(f"depth {depth}, played", model, TRACED_SEQUENCES)
-    step_ms(TRACED_SEQUENCES, False)  # warms up
-    return trace(TRACED_SEQUENCES, TRACED_STEPS, grammar)
+        asked = [*((way, False) for way in WAYS), *((way, True) for way in BUSY)]
+        found = in_turns({each: functools.partial(step_of, *each) for each in asked}, repeats)
+    return {way: found[way, False] for way in WAYS}, {way: found[way, True] for way in BUSY}
 
 
 def depths(
@@ -202,22 +143,4 @@ def depths(
         setup=dict(setup),
         columns=["model", "sequences", *(f"{way}, ms" for way in BUSY)],
         rows=beside,
-    )
-
-
-def timelines(models: tuple[str, ...] = MODELS) -> Iterator[MeasuredTable]:
-    """Trace when host and stream did what, for the drawings on phase 9's page."""
-    rows: list[list[Cell]] = []
-    setup = {"sequences": str(TRACED_SEQUENCES), "steps": str(TRACED_STEPS)}
-    for model, grammar, depth in itertools.product(models, (None, LETTERS), (0, 2)):
-        spans = in_new_process(traced, model, depth, grammar)
-        runs = model if grammar is None else f"{model}, with a grammar"
-        rows += [[runs, depth, *span] for span in spans]
-        setup[f"{runs}, depth {depth}, stream busy"] = f"{busy_share(spans):.0f} %"
-    yield MeasuredTable(
-        name="pipeline_trace",
-        title="where the time goes",
-        setup=setup,
-        columns=["what runs", "depth", "lane", "what", "from, ms", "to, ms"],
-        rows=rows,
     )

@@ -1,6 +1,6 @@
 """The time of a prompt's pass, operator by operator.
 
-The prompts of `decode_step`, each set in one pass, under the profiler of torch. It adds microseconds to
+The prompts of `decode_step`, each set in one pass, run under torch's profiler. The profiler adds microseconds to
 each operator, so the sum is more than a pass takes without it.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.micro.decode_step import LONG, MANY, MAX_SEQ_LEN, SEQUENCES, Batch, prompts
+from benchmarks.micro.engines import add, build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
-from common.phases import find_phase, phase_names
-from common.request import SamplingParams
+from common.phases import phase_names
 
-#: What operators are part of; all others are the rest.
+#: The part that each operator counts for; all other operators count for `REST`.
 PARTS = {
     "infer::gated_linear": "gate and up, activated",
     "infer::linear": "other products",
@@ -32,9 +32,8 @@ REST = "all else"
 
 def parts_ms(engine: Engine, batch: Batch, turn: int) -> dict[str, float]:
     """Return the milliseconds of each part while a batch gets its first tokens."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     for prompt in prompts(batch, turn, engine.runner.model.config.vocab_size):
-        assert engine.add_request(engine.create_request(prompt, params))
+        add(engine, prompt, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         while engine.has_work:
             engine.step()
@@ -52,10 +51,15 @@ def parts(
     Args:
         phase: one whose passes are called, not played
     """
-    package = find_phase(phase)
     longest = LONG.prompt_tokens
-    settings = {"max_batch_size": SEQUENCES, "max_seq_len": MAX_SEQ_LEN, "prefill_chunk_size": longest}
-    engine = package.build_engine(package.Config(model=model, device="cpu", **settings))
+    engine = build_engine(
+        phase,
+        model=model,
+        device="cpu",
+        max_batch_size=SEQUENCES,
+        max_seq_len=MAX_SEQ_LEN,
+        prefill_chunk_size=longest,
+    )
     rows: list[list[Cell]] = []
     for batch in (MANY, LONG):
         turns = [parts_ms(engine, batch, turn) for turn in range(repeats + 1)][1:]

@@ -1,11 +1,11 @@
 """The time that prefix caching takes on the host, for prompts in the cache and for others.
 
 ```text
-match            a prompt that is in the tree, whole
-match, insert    a prompt that is not: looked for, then added
-let go           the same prompt's sequence leaves
-evict            as many blocks as that prompt has are needed
-look             whether its keys and values are numbers, before they are shared
+match            find a prompt that is in the tree as a whole
+match, insert    look for a prompt that is not in the tree, then add it
+let go           release the prompt's blocks when its sequence ends
+evict            evict as many blocks as the prompt has
+look             check that the prompt's keys and values are finite, before they are shared
 ```
 """
 
@@ -81,7 +81,7 @@ def look_times(pool: Any, rng: random.Random) -> list[float]:
     """Return the seconds that checking a prompt's keys and values takes, without registering them."""
     times = []
     for store in (pool.k[-1], pool.v[-1]):
-        store.fill_(1.0)  # memory that nothing was written to may not be there yet
+        store.fill_(1.0)  # the system provides memory only when it is first written
     for _ in range(ROUNDS):
         request = Request("look", draw_prompt(rng), SamplingParams())
         assert pool.reserve(request, PROMPT_TOKENS)

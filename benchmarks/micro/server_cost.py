@@ -1,15 +1,15 @@
 """A decode step in the engine alone, against the gap between tokens that the server's clients see.
 
-What lies between the two is what the server costs: HTTP, events, and whatever keeps the engine's thread from
-computing. Both get the same options, prompts and answers, and both are timed only while all of the streams decode.
+The difference is the server's cost: HTTP, events, and everything else that delays the engine's thread. Both get the
+same options, prompts and answers, and both are timed only while all streams decode.
 
 ```text
 engine alone   a process of its own: builds the engine in its main thread and calls step()
 server         a process of its own, as users start it  <── HTTP ──  the load generator, in another
 ```
 
-They take turns (engine, server, engine, ...), so that a machine that slows down slows both. All processes have the
-cores that this one has: `taskset -c 0,1 python -m benchmarks micro server_cost` measures on two.
+They take turns (engine, server, engine, ...), so that a machine that slows down slows both. All processes inherit
+the cores of this process: `taskset -c 0,1 python -m benchmarks micro server_cost` measures on two cores.
 """
 
 from __future__ import annotations
@@ -19,27 +19,22 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
 from benchmarks.calibrate import warmup_requests
-from benchmarks.client import Endpoint
-from benchmarks.loadgen import LoadPlan, run_load
-from benchmarks.micro import in_new_process
+from benchmarks.loadgen import run_whole_load
+from benchmarks.micro import in_new_process, say, writer_for
+from benchmarks.micro.engines import add, build_engine
 from benchmarks.results import RequestRecord
 from benchmarks.servers import Options, Setup, Target, find_phase_module, open_server, phase_target
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PlannedRequest, PromptWriter, identical_requests
 from common.engine import Engine
-from common.models.registry import open_checkpoint
-from common.phases import find_phase
-from common.request import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 128
-SERVER_ONLY = ("host", "port")  # options that an engine has not
+SERVER_ONLY = ("host", "port")  # options that an engine does not have
 
 COLUMNS = ["model", "streams", "engine alone, ms a step", "through the server, ms a token", "ratio"]
 
-Seconds = dict[int, float]  # by how many streams
+Seconds = dict[int, float]  # by number of streams
 
 
 def target_of(phase: str, model: str, streams: Sequence[int]) -> Target:
@@ -54,14 +49,10 @@ def orders_of(writer: PromptWriter, count: int) -> list[PlannedRequest]:
     )
 
 
-# ---------------------------------------------------------------------------------------------- engine alone
-
-
 def engine_times(module: str, options: Options, streams: Sequence[int]) -> Seconds:
     """Return the median seconds of a decode step by number of streams, computed in the calling thread."""
-    package = find_phase(module)
     fields = {name.replace("-", "_"): value for name, value in options.items() if name not in SERVER_ONLY}
-    engine = package.build_engine(package.Config.model_validate(fields))
+    engine = build_engine(module, **fields)
     writer = PromptWriter(engine.tokenizer)
     return {count: step_time_s(engine, orders_of(writer, count)) for count in streams}
 
@@ -69,8 +60,7 @@ def engine_times(module: str, options: Options, streams: Sequence[int]) -> Secon
 def step_time_s(engine: Engine, orders: Sequence[PlannedRequest]) -> float:
     """Return the median seconds of the steps that bring every stream a token."""
     for order in orders:
-        params = SamplingParams(temperature=0.0, max_new_tokens=order.max_tokens, ignore_eos=True)
-        engine.add_request(engine.create_request(order.prompt, params))
+        add(engine, order.token_ids, order.max_tokens)
     steps = []
     began = set[str]()
     while engine.has_work:
@@ -86,29 +76,23 @@ def step_time_s(engine: Engine, orders: Sequence[PlannedRequest]) -> float:
     return statistics.median(steps)
 
 
-# ---------------------------------------------------------------------------------------------- server
-
-
 def server_times(target: Target, writer: PromptWriter, streams: Sequence[int]) -> Seconds:
     """Return the median seconds between two tokens of a stream by number of streams."""
-    found = {}
     with open_server(target) as server:
-        endpoint = Endpoint(server.url, server.model)
-        for count in streams:
-            plan = LoadPlan(endpoint, orders_of(writer, count), warmup=warmup_requests(writer))
-            found[count] = gap_s(run_load(plan).requests)
-    return found
+        return {
+            count: gap_s(
+                run_whole_load(server.endpoint, orders_of(writer, count), warmup_requests(writer)).requests
+            )
+            for count in streams
+        }
 
 
 def gap_s(records: Sequence[RequestRecord]) -> float:
     """Return the median gap between tokens while all streams run.
 
     Raises:
-        RuntimeError: a request failed, or they never streamed all at once.
+        RuntimeError: the streams never all ran at once.
     """
-    errors = [record.error for record in records if record.error is not None]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(records)} requests failed: {errors[0]}")
     begin_s = max(record.token_times_s[0] for record in records)
     end_s = min(record.token_times_s[-1] for record in records)
     gaps = [
@@ -122,21 +106,18 @@ def gap_s(records: Sequence[RequestRecord]) -> float:
     return statistics.median(gaps)
 
 
-# ---------------------------------------------------------------------------------------------- both
-
-
-def measure(phase: str, model: str, streams: Sequence[int], turns: int, console: Console) -> list[list[Cell]]:
+def measure(phase: str, model: str, streams: Sequence[int], turns: int) -> list[list[Cell]]:
     """Return a row for each number of streams; cells as in `COLUMNS`."""
     target = target_of(phase, model, streams)
     assert target.module is not None, "a phase is a module"
-    writer = PromptWriter(open_checkpoint(model).tokenizer())
+    writer = writer_for(model)
     pairs = []
     for turn in range(1, turns + 1):
         alone = in_new_process(engine_times, target.module, target.options, streams)
         served = server_times(target, writer, streams)
         pairs.append((alone, served))
         said = ", ".join(f"{n}: {alone[n] * 1e3:.3g} and {served[n] * 1e3:.3g} ms" for n in streams)
-        console.print(f"{model}, turn {turn} of {turns}: {said}", highlight=False)
+        say(f"{model}, turn {turn} of {turns}: {said}")
     return [
         [
             model,
@@ -150,7 +131,6 @@ def measure(phase: str, model: str, streams: Sequence[int], turns: int, console:
 
 
 def steps(
-    console: Console,
     phase: str = "7",
     models: tuple[str, ...] = ("dummy:llama-60m", "zoo:llama-tiny"),
     streams: tuple[int, ...] = (1, 8, 16),
@@ -172,5 +152,5 @@ def steps(
             "median of": f"{turns} turns",
         },
         columns=COLUMNS,
-        rows=[row for model in models for row in measure(phase, model, streams, turns, console)],
+        rows=[row for model in models for row in measure(phase, model, streams, turns)],
     )

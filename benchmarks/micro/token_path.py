@@ -1,8 +1,9 @@
 """The way of a request and its tokens through a server, from socket to socket: the time of each leg.
 
-A server in this process, as it is, and a client in another one, which sends one request at a time. Between them a
-token passes the marks below, where the time is noted; a leg is what lies between two of them. Both processes read
-the same clock. While a token is on its way from `handed` to `arrived`, the engine computes the next one.
+An unchanged server runs in this process. A client in another process sends one request at a time. On its way a
+token passes the marks below, where the time is noted; a leg is the way between two marks. Both processes read the
+same clock. The engine itself times the parts of its steps. While a token is on its way from `handed` to `arrived`,
+the engine computes the next token.
 
 ```text
 client    sent                                                                            arrived
@@ -20,7 +21,7 @@ import multiprocessing
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,11 +33,14 @@ from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
 from common.phases import find_phase
+from common.request import Request
 from common.server.app import create_app
+from common.server.backlogs import Backlog
 from common.server.intake import Intake
 from common.server.middleware import RequestIds
-from common.server.serve import bind
-from common.server.stream import EventStream
+from common.server.sockets import bind
+from common.step_parts import StepParts
+from common.telemetry import Part
 from common.worker import EngineWorker
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4
@@ -49,7 +53,7 @@ class Leg(NamedTuple):
 
     until: str
     where: str
-    once: bool = False  # on the way in: a request's first token only
+    once: bool = False  # passed once by each request, before its first token
 
 
 #: In the order in which a request, and then each of its tokens, passes.
@@ -59,8 +63,7 @@ LEGS = (
     Leg("queued", "Intake: a place in the queue, token ids", once=True),
     Leg("taken", "EngineWorker: from the event loop to the engine's thread", once=True),
     Leg("planned", "Scheduler: retire, make_room, admit, plan"),
-    Leg("prepared", "Runner.prepare: tokens, positions, addresses"),
-    Leg("computed", "CausalLM: the forward pass"),
+    Leg("computed", "Runner.forward: tokens, positions, addresses, the forward pass"),
     Leg("sampled", "sample: logits to token ids"),
     Leg("committed", "Runner.commit: text, stop decisions, an output"),
     Leg("handed", "Engine.step, its end: books and telemetry"),
@@ -69,15 +72,18 @@ LEGS = (
     Leg("arrived", "EventStream, uvicorn, socket: into the client's hands"),
 )
 
+#: The parts of a step (`common.step_parts`), and the mark at the end of each.
+ENDS = {"plan": "planned", "pass": "computed", "sample": "sampled", "commit": "committed"}
+
 
 class Marks:
-    """The times at which each mark was passed. Requests come one at a time, so the n-th is of the n-th token."""
+    """The times at which each mark was passed, in the order of tokens: requests come one at a time."""
 
     def __init__(self) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
 
-    def note(self, name: str) -> None:
-        self.times[name].append(time.monotonic())
+    def note(self, name: str, times: int = 1) -> None:
+        self.times[name] += [time.monotonic()] * times
 
     def before(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that its calls are noted."""
@@ -88,62 +94,58 @@ class Marks:
 
         return noted
 
-    def after(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its returns are noted. An empty list is not: that step computed nothing."""
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            if result != []:
-                self.note(name)
-            return result
-
-        return noted
-
     @contextmanager
     def on(self, worker: EngineWorker) -> Iterator[None]:
         """Context manager: note every mark in a server with this worker."""
-        engine, runner = worker.engine, worker.engine.runner
-        plan, hand_back = engine._plan, worker._hand_back
-        call, send = RequestIds.__call__, EventStream._send
-
-        def planned(*args: Any) -> Any:
-            began_s = time.monotonic()
-            result = plan(*args)
-            if result.decode or result.prefill:  # the step that lets go of the last request computes nothing
-                self.times["stepped"].append(began_s)
-                self.note("planned")
-            return result
-
-        def handed(outputs: Any) -> None:
-            if outputs:
-                self.note("handed")
-            hand_back(outputs)
+        engine = worker.engine
+        add_request, hand_back = engine.add_request, worker._hand_back
+        call, next_piece = RequestIds.__call__, Backlog.next_piece
 
         async def called(middleware: RequestIds, scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http":  # not the app's own start and end
                 self.note("called")
             await call(middleware, scope, receive, send)
 
-        async def written(stream: EventStream, to: Any, body: bytes, **options: Any) -> None:
-            # One write has all that was made since the one before.
-            self.times["written"] += [time.monotonic()] * body.count(TOKEN_EVENT)
-            await send(stream, to, body, **options)
+        def taken(request: Request) -> bool:
+            added = add_request(request)
+            self.note("taken")
+            return added
 
+        def handed(outputs: Any) -> None:
+            self.note("handed", times=bool(outputs))
+            hand_back(outputs)
+
+        async def written(backlog: Backlog, *args: Any) -> bytes:
+            piece = await next_piece(backlog, *args)
+            self.note("written", times=piece.count(TOKEN_EVENT))  # all events since the previous piece
+            return piece
+
+        parts = StepParts(engine)
+        parts.start()
         with (
             patch.object(RequestIds, "__call__", called),
             patch.object(Intake, "submit", self.before("submitted", Intake.submit)),
             patch.object(worker, "submit", self.before("queued", worker.submit)),
-            patch.object(engine, "add_request", self.after("taken", engine.add_request)),
-            patch.object(engine, "_plan", planned),
-            patch.object(runner, "prepare", self.after("prepared", runner.prepare)),
-            patch.object(runner, "forward", self.after("computed", runner.forward)),
-            patch.object(runner, "_sample", self.after("sampled", runner._sample)),
-            patch.object(runner, "commit", self.after("committed", runner.commit)),
+            patch.object(engine, "add_request", taken),
             patch.object(worker, "_hand_back", handed),
             patch.object(worker, "_deliver", self.before("delivered", worker._deliver)),
-            patch.object(EventStream, "_send", written),
+            patch.object(Backlog, "next_piece", written),
         ):
             yield
+        self.note_steps(parts.take())
+
+    def note_steps(self, parts: Iterable[Part]) -> None:
+        """Note when each step began, and when its parts ended. A step that computes nothing does not count."""
+        steps: list[list[Part]] = []
+        for part in parts:
+            if part.what == "plan":
+                steps.append([])
+            steps[-1].append(part)
+        for step in steps:
+            if any(part.what == "pass" for part in step):
+                self.times["stepped"].append(step[0].began_s)
+                for part in step:
+                    self.times[ENDS[part.what]].append(part.ended_s)
 
 
 def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, list[float]]]:

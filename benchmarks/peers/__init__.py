@@ -1,13 +1,11 @@
-"""Other ways to serve the same model, to be put in the same table.
+"""Other programs that serve or compute the same model, to be put in the same table.
 
-Each peer is a small file of its own. Those that bring libraries of their own live in virtual environments of their
-own; what runs there is in `workers`, which is why this file imports nothing.
+vLLM, OpenVINO and llama.cpp live in virtual environments of their own. Code that runs in such an environment is in
+`workers`, which is why this file imports nothing.
 
 ```text
-our environment                                        the peer's environment
-
-registry ──> library, a server ──> front ── process ──pipe──> workers.openvino, workers.llama_cpp
-        └──> vllm_server, which becomes ─────────────────────> vLLM's server
-decode_step ─────────────────────────────── process ──pipe──> workers.*
+compare      ── registry ──> generate, our own loop behind HTTP
+                        └──> vllm_server, which becomes vLLM's own server
+decode_step  ── process ──pipe──> workers.ours, .transformers, .vllm, .openvino, .llama_cpp
 ```
 """

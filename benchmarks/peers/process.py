@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ def command(python: Path | str, module: str, *arguments: str) -> list[str]:
     return [str(python), "-P", "-m", f"{WORKERS}.{module}", *arguments]
 
 
-#: How many threads compute is said in a worker's options; how long they spin is its library's choice.
+#: The number of threads is in a worker's options. The time that they spin is left to its library.
 NOT_INHERITED = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
 
 
@@ -71,39 +72,29 @@ class WorkerProcess:
         """Send an order and return its answer.
 
         Raises:
-            StartupError: the worker says what went wrong, or has ended.
+            StartupError: the worker answered with an error, or has ended.
         """
-        self.send(order)
-        answer = self.receive()
-        if "error" in answer:
-            raise StartupError(f"{self._module}: {answer['error']}")
-        return answer
-
-    def send(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next answer. StartupError: there will be none."""
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise self._ended()
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise StartupError(f"{self._module}: {answer['error']}")
         return answer
 
     def stop(self) -> None:
         """Close the input, which ends the worker; send SIGKILL if it does not end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.close()
-        except BrokenPipeError:
-            """It has ended already."""
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
 """Starts vLLM's own server on our weights: `python -m benchmarks.peers.vllm_server FOLDER`, and its options.
 
-This program exports a dummy, counts what the KV memory takes, and becomes vLLM's server. Its threads are bound to a
-core each, to all that this process has: the load generator runs on the same, as it does beside our own servers.
+This program exports a dummy's weights, computes the bytes of KV memory, and replaces itself with vLLM's server. One
+thread is bound to each core that this process may use. The load generator shares these cores, as with our own
+servers.
 """
 
 from __future__ import annotations

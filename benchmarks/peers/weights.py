@@ -1,7 +1,7 @@
-"""The weights that peers serve: a checkpoint's folder, or a dummy's that is exported, converted if needed.
+"""The weights that peers serve: a checkpoint's folder, or a dummy's exported weights, converted if needed.
 
-What is made is made once, in `peers` in the user's cache folder, and found again as long as what it was made from
-is the same.
+Exported and converted weights are kept in `peers` in the user's cache folder, and reused while their source is the
+same.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.export import export_dummy
+from benchmarks.export import export_dummy, find_dummy
 from benchmarks.peers.process import command, environment
 from benchmarks.peers.workers.protocol import Options
 from common.config import resolve_dtype
 from common.errors import StartupError
 from common.kv import KVShape
+from common.models.checkpoint import DUMMY_SEED
 from common.models.config import ModelConfig
-from common.models.registry import DUMMY_SEED, open_checkpoint
+from common.models.registry import open_checkpoint
 from common.zoo.presets import PRESETS
 from kernels.native import default_cache
 
@@ -34,7 +35,7 @@ class Weights:
     """A Hugging Face folder, and the type to compute in.
 
     Attributes:
-        key: of what it holds.
+        key: a hash of the weights' source; the cache's folder for conversions has this name.
     """
 
     model: str
@@ -70,18 +71,19 @@ def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
 
     Args:
         model: any name that a server takes.
-        dtype: to be computed in, or `auto`.
-        cache: where a dummy's are kept; default: `peers` in the user's cache folder.
+        dtype: the number type to compute in, or `auto`.
+        cache: where a dummy's weights are kept; default: `peers` in the user's cache folder.
 
     Raises:
         StartupError: there is no such model.
     """
     checkpoint = open_checkpoint(model)
     resolved = resolve_dtype(dtype, checkpoint.config.dtype, torch.device("cpu"))
-    if checkpoint.weights is not None:
-        folder = checkpoint.weights.resolve()
+    if checkpoint.folder is not None:
+        folder = checkpoint.folder.resolve()
         files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
         return Weights(model, folder, resolved, checkpoint.config, _key(folder, files))
+    find_dummy(model)
     shape = PRESETS[model.removeprefix("dummy:")]
     key = _key(model, sorted(shape.items()), resolved, DUMMY_SEED, torch.__version__)
     name = str(resolved).removeprefix("torch.")
@@ -95,7 +97,7 @@ def converted(weights: Weights, module: str, python: Path, version: str, cache: 
     """Return the weights in the form that a library reads; its worker converts them.
 
     Raises:
-        StartupError: the library cannot convert them; with what it said last.
+        StartupError: the library cannot convert them; the message has the last line that it printed.
     """
 
     def convert(target: Path) -> None:
@@ -109,7 +111,7 @@ def converted(weights: Weights, module: str, python: Path, version: str, cache: 
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Make `target` unless it exists: under another name, and moved there when it is whole."""
+    """Make `target` unless it exists: under another name, and moved there when it is whole. Returns `target`."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +121,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         try:
             os.rename(scratch / target.name, target)
         except OSError:
-            if not target.exists():  # else somebody was faster
+            if not target.exists():  # else another process has made it meanwhile
                 raise
     finally:
         shutil.rmtree(scratch)

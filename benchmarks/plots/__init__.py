@@ -1,12 +1,13 @@
 """Draws every figure from the results alone: the same results give the same bytes.
 
-A figure is two files, light and dark. `captions.json` beside them says what each shows and which runs it is made
-of; it is also how a later run knows which files are its own to remove, when the results they came from are gone.
+A figure is two files, light and dark. `captions.json` beside them has each figure's caption and the comparison that
+it shows. A later run reads there which files were drawn, and removes those whose results are gone.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from xml.etree import ElementTree
 
 from matplotlib.figure import Figure
 
-from benchmarks.plots.figures import KINDS, FigureKind, runs_drawn
+from benchmarks.plots.figures import KINDS, FigureKind
 from benchmarks.plots.groups import Group, load_groups
 from benchmarks.plots.replicas import CAPTION, KIND, NAME, draw_replicas
 from benchmarks.plots.style import THEMES, Theme, themed
@@ -25,7 +26,7 @@ CAPTIONS = "captions.json"
 
 
 def draw_all(results: Path, out: Path) -> list[Path]:
-    """Draw all figures and remove those that no result stands behind any more. Returns the files written.
+    """Draw all figures, and remove figures whose results are gone. Returns the files written.
 
     Raises:
         ValueError: a file in `results` is not a result, or `results` is not a folder.
@@ -37,16 +38,18 @@ def draw_all(results: Path, out: Path) -> list[Path]:
     stale = set(_drawn_before(out))
     captions: dict[str, Any] = {}
     written: list[Path] = []
-    for group in groups:
-        for kind in KINDS:
-            if kind.has_data(group):
-                files = _draw(functools.partial(kind.draw, group), f"{group.name}-{kind.name}", out)
-                written += files.values()
-                captions[f"{group.name}-{kind.name}"] = _entry(group, kind, files)
+
+    def draw(name: str, figure: Callable[[Theme], Figure], entry: dict[str, Any]) -> None:
+        files = _draw(figure, name, out)
+        written.extend(files.values())
+        named = {theme: path.name for theme, path in files.items()}
+        captions[name] = entry | {"size": _size(files), "files": named}
+
+    for group, kind in itertools.product(groups, KINDS):
+        if kind.has_data(group):
+            draw(f"{group.name}-{kind.name}", functools.partial(kind.draw, group), _entry(group, kind))
     if table := newest_table(NAME, results):
-        files = _draw(functools.partial(draw_replicas, table), table.name, out)
-        written += files.values()
-        captions[table.name] = _table_entry(table, files)
+        draw(table.name, functools.partial(draw_replicas, table), _table_entry(table))
     for name in stale - {path.name for path in written}:
         (out / name).unlink(missing_ok=True)
     text = json.dumps(captions, indent=1, ensure_ascii=False, sort_keys=True)
@@ -59,7 +62,7 @@ def _draw(draw: Callable[[Theme], Figure], name: str, out: Path) -> dict[str, Pa
     for theme in THEMES:
         path = out / f"{name}-{theme.name}.svg"
         with themed(theme):
-            # No date and no version inside: they would change the file where the figure is the same.
+            # Without date and version, the file changes only if the figure changes.
             draw(theme).savefig(path, metadata={"Date": None, "Creator": None})
         files[theme.name] = path
     return files
@@ -71,19 +74,7 @@ def _size(files: dict[str, Path]) -> list[int]:
     return [round(float(root.attrib[side].removesuffix("pt")) * 4 / 3) for side in ("width", "height")]
 
 
-def _table_entry(table: MeasuredTable, files: dict[str, Path]) -> dict[str, Any]:
-    return {
-        "title": table.title,
-        "caption": CAPTION,
-        "figure": KIND,
-        "workload": table.name,
-        "quick": False,
-        "size": _size(files),
-        "files": {theme: path.name for theme, path in files.items()},
-    }
-
-
-def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, Any]:
+def _entry(group: Group, kind: FigureKind) -> dict[str, Any]:
     run = group.first
     return {
         "title": group.title,
@@ -93,11 +84,19 @@ def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, 
         "model": run.server.model,
         "quick": run.workload.quick,
         "servers": [server.label for server in group.servers],
-        "repeats": max(drawn.repeat for drawn in runs_drawn(group)),
+        "repeats": max(drawn.repeat for server in group.servers for drawn in server.runs),
         "comparison": run.comparison,
         "factor": run.calibration.factor if run.calibration else None,
-        "size": _size(files),
-        "files": {theme: path.name for theme, path in files.items()},
+    }
+
+
+def _table_entry(table: MeasuredTable) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "caption": CAPTION,
+        "figure": KIND,
+        "workload": table.name,
+        "quick": False,
     }
 
 

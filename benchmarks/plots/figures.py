@@ -12,7 +12,6 @@ from matplotlib.patches import Patch
 from benchmarks.plots.groups import Group, Server, prefill_start_s, thin, watched_client
 from benchmarks.plots.style import BLUE, GREY, ORANGE, SKY, VERMILION, Theme
 from benchmarks.report import LINES, Line, format_seconds
-from benchmarks.results import Run
 
 WIDTH = 8.0  # inches
 
@@ -117,7 +116,7 @@ def _draw_cdf(group: Group, _theme: Theme) -> Figure:
             look = {"color": server.colour, "linestyle": server.dash, "label": server.label}
             axes.step(xs, found.shares, where="post", **look)
     ttft.set_xscale("log")
-    itl.set_xscale("symlog", linthresh=1.0)  # tokens that came together have no gap: 0 has a place, too
+    itl.set_xscale("symlog", linthresh=1.0)  # shows 0, the gap of tokens that came together; log does not
     itl.set_xlim(left=0.0)
     for axes, title in ((ttft, "time to first token, ms"), (itl, "gap between two tokens, ms")):
         axes.set_xlabel(title)
@@ -327,8 +326,3 @@ KINDS: Sequence[FigureKind] = (
     FigureKind("kv", _has_steps, _draw_kv, _kv_caption),
     FigureKind("waste", _has_steps, _draw_waste, _waste_caption),
 )
-
-
-def runs_drawn(group: Group) -> list[Run]:
-    """Return every run that a figure of this group is made of."""
-    return [run for server in group.servers for run in server.runs]

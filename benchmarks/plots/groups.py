@@ -17,11 +17,11 @@ from benchmarks.results import LOCAL, RequestRecord, Run, is_complete, slug
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server's complete runs of one workload, and its looks.
+    """One server's complete runs of one workload, and how it is drawn.
 
     Attributes:
-        runs: those that are complete, one per repeat.
-        latencies: of all of them together.
+        runs: the complete runs, one per repeat.
+        latencies: the latencies of all these runs together.
         colour, dash, hatch: how it is drawn, everywhere.
     """
 
@@ -78,10 +78,10 @@ class Group:
 def load_groups(results: Path) -> list[Group]:
     """Return the groups below a folder of results, in the order of their names.
 
-    Runs of different comparisons are not mixed: their rates were scaled by different calibrations. Where one
-    workload and model was measured several times, the comparison with the most servers is drawn, of those the
-    latest; one that was cut short is not. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps
-    over a phase's options are tables of the site, not figures.
+    Runs of different comparisons are not mixed: their rates were scaled by different calibrations. If a workload
+    was measured several times on a model, the complete comparison with the most servers is drawn, and of several
+    such the latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's options
+    are tables of the site, not figures.
     """
     found: dict[tuple[str, str], list[Together]] = defaultdict(list)
     for each in load_comparisons(results):
@@ -118,7 +118,7 @@ def _servers(together: Together) -> list[Server]:
 
 
 def watched_client(group: Group) -> int:
-    """Return the request whose waits are shown: the longest answer among the second quarter of those sent.
+    """Return the request whose waits are drawn: the longest answer in the second quarter of the requests.
 
     The request is the same for every server. It finds the server busy, and others arrive while it is answered. The
     first requests find an empty server, and so would say nothing of the wait for a first token.
@@ -132,8 +132,8 @@ def watched_client(group: Group) -> int:
 def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:
     """Return the time at which a request's prefill began; None: the steps do not tell.
 
-    The client does not see it, but the engine's steps do: the first token left with the step that finished the
-    prompt, so that step and, going back, as many as it takes to compute the whole prompt, were its prefill.
+    The client does not see that time, so it is estimated from the engine's steps. Counted back from the arrival of
+    the first token, the prefill is the steps that together prefilled as many tokens as the prompt has.
     """
     if not record.token_times_s or not steps.get("started_s"):
         return None
@@ -151,7 +151,7 @@ def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) 
 def thin(
     times: Sequence[float], values: Sequence[float], limit: int = 400
 ) -> tuple[list[float], list[float]]:
-    """Reduce a curve to about `limit` points, each the highest of its stretch, so that peaks stay."""
+    """Reduce a curve to at most `limit` points: of each stretch, the highest, so that peaks stay."""
     stride = max(1, -(-len(times) // limit))
     kept_times, kept_values = [], []
     for start in range(0, len(times), stride):

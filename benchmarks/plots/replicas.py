@@ -1,4 +1,4 @@
-"""The figure of a table: throughput, TTFT and the router's limit against the number of replicas, by policy."""
+"""Draws the table of `simulator.plan`: throughput, TTFT and the router's limit by number of replicas and policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.tables import MeasuredTable
 NAME, KIND = "simulator_replicas", "replicas"
 WIDTH = 8.0  # inches
 
-#: Policies by name, from the one that knows most to the one that knows nothing.
+#: Colour and dashes of each policy, from the policy that uses most information to the one that uses none.
 LOOKS = dict(
     zip(
         ("prefix", "least_loaded", "round_robin", "random"),

@@ -1,4 +1,5 @@
-"""Programs that run in an environment of the peer's own, and import nothing else of ours than what is here.
+"""Programs that run in a peer's environment, and import nothing of this project outside this folder.
 
-`ours` and `transformers` run in our own environment: for `benchmarks micro decode_step`, which treats all alike.
+`ours` and `transformers` run in this project's environment, and `ours` imports the engine. `benchmarks micro
+decode_step` treats all workers alike.
 """

@@ -1,15 +1,14 @@
-"""llama.cpp by way of its C functions; in an environment with `llama-cpp-python` and `gguf`.
+"""Worker for llama.cpp, by its C functions. Its environment needs `llama-cpp-python` and `gguf`.
 
-The package's own server computes one request at a time, so requests are batched here, as llama.cpp's `llama-server`
-does it: in one batch the last token of every sequence that decodes, then of prompts as much as still fits.
+Requests are batched as llama.cpp's `llama-server` batches them: the last token of every sequence that decodes comes
+first, then as many prompt tokens as still fit.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,17 @@ from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request. `pending` are the tokens to be computed next, `computed` how many lie in KV memory."""
+    """A request. `pending` has the tokens to compute next; `computed` is the number of tokens in KV memory."""
 
     job: int
     pending: list[int]
     max_tokens: int
-    slot: int = -1
     computed: int = 0
-    generated: int = field(default=0)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Return the tokens of KV memory at the sequence's end. Call it while `generated` is 0."""
-        return len(self.pending) + self.max_tokens
+    generated: int = 0
 
 
 class LlamaCpp(SteppingWorker):
-    """Continuous batching on one KV pool. A request is admitted when all memory that it may need is free."""
+    """Continuous batching on one KV pool, which must hold all sequences of a batch."""
 
     def __init__(self, options: Options) -> None:
         llama_cpp.llama_backend_init()
@@ -64,20 +57,13 @@ class LlamaCpp(SteppingWorker):
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch_size = llama_cpp.llama_n_batch(self._context)
         self._batch = llama_cpp.llama_batch_init(self._batch_size, 0, 1)
-        self._max_seq_len = min(options.max_seq_len, options.kv_tokens)
-        self._free_slots = list(range(options.max_sequences))
-        self._free_tokens = options.kv_tokens
-        self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self.name = f"llama-cpp-python {llama_cpp.__version__}"
 
     def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
-        if len(prompt) + max_tokens > self._max_seq_len:
-            raise ValueError(f"{len(prompt)} + {max_tokens} tokens are more than {self._max_seq_len}")
-        self._waiting.append(_Sequence(job, list(prompt), max_tokens))
+        self._running.append(_Sequence(job, list(prompt), max_tokens))
 
     def step(self) -> Iterable[tuple[int, int]]:
-        self._admit()
         rows = self._fill()
         status = llama_cpp.llama_decode(self._context, self._batch)
         if status != 0:
@@ -88,31 +74,17 @@ class LlamaCpp(SteppingWorker):
             sequence.pending = [token]
             sequence.generated += 1
             if sequence.generated == sequence.max_tokens:
-                self._retire(sequence)
+                self._running.remove(sequence)
+                llama_cpp.llama_memory_seq_rm(self._memory, sequence.job, -1, -1)
             yield sequence.job, token
-
-    def _admit(self) -> None:
-        while self._waiting and self._free_slots and self._waiting[0].kv_tokens <= self._free_tokens:
-            sequence = self._waiting.popleft()
-            self._free_tokens -= sequence.kv_tokens
-            sequence.slot = self._free_slots.pop()
-            self._running.append(sequence)
-
-    def _retire(self, sequence: _Sequence) -> None:
-        """Free the memory of a sequence: its computed tokens, and the last token, which is never computed."""
-        self._running.remove(sequence)
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence.slot, -1, -1)
-        self._free_slots.append(sequence.slot)
-        self._free_tokens += sequence.computed + 1
 
     def _fill(self) -> list[tuple[_Sequence, int]]:
         """Build the next batch. Returns the sequences that get a token from it, each with its row of logits."""
         rows: list[tuple[_Sequence, int]] = []
         batch = self._batch
         batch.n_tokens = 0
-        for sequence in sorted(
-            self._running, key=lambda each: each.generated == 0
-        ):  # those that decode first
+        decoding_first = sorted(self._running, key=lambda each: each.generated == 0)
+        for sequence in decoding_first:
             chunk = sequence.pending[: self._batch_size - batch.n_tokens]
             sequence.pending = sequence.pending[len(chunk) :]
             for token in chunk:
@@ -120,7 +92,7 @@ class LlamaCpp(SteppingWorker):
                 batch.token[row] = token
                 batch.pos[row] = sequence.computed
                 batch.n_seq_id[row] = 1
-                batch.seq_id[row][0] = sequence.slot
+                batch.seq_id[row][0] = sequence.job
                 batch.logits[row] = False
                 batch.n_tokens += 1
                 sequence.computed += 1
@@ -149,7 +121,7 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _STORED: dict[str, tuple[np.dtype[Any], Any]] = {
-    "BF16": (np.dtype("uint16"), gguf.GGMLQuantizationType.BF16),  # numpy has no such type: bits do as well
+    "BF16": (np.dtype("uint16"), gguf.GGMLQuantizationType.BF16),  # numpy has no bfloat16: bits are copied
     "F16": (np.dtype("float16"), gguf.GGMLQuantizationType.F16),
     "F32": (np.dtype("float32"), gguf.GGMLQuantizationType.F32),
 }

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching; in an environment with `openvino-genai` and `optimum-intel`."""
+"""Worker for OpenVINO GenAI's continuous batching. Its environment needs `openvino-genai` and `optimum-intel`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISION = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 class OpenVino(SteppingWorker):
-    """Keys and values have the type that is computed in, as for all others; the library's default is 8 bits."""
+    """Keeps keys and values in the type of the computation, instead of the library's default of 8 bits."""
 
     def __init__(self, options: Options) -> None:
         scheduler = openvino_genai.SchedulerConfig()
@@ -34,12 +34,9 @@ class OpenVino(SteppingWorker):
             options.folder, scheduler, "CPU", properties
         )
         self._handles: dict[int, openvino_genai.GenerationHandle] = {}
-        self._limit = min(options.max_seq_len, scheduler.num_kv_blocks * BLOCK_SIZE)
         self.name = f"OpenVINO GenAI {openvino_genai.__version__.partition('-')[0]}"
 
     def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
-        if len(prompt) + max_tokens > self._limit:
-            raise ValueError(f"{len(prompt)} + {max_tokens} tokens are more than {self._limit}")
         config = openvino_genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, do_sample=False)
         ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         self._handles[job] = self._pipeline.add_request(job, ids, config)

@@ -3,29 +3,24 @@
 ```text
 {"folder": "...", "threads": 2, ...}                  once, at the start
                                                       {"ready": "Library 1.2.3"}
-{"measure": [[1, 2, 3], ...], "new_tokens": 40}
+{"prompts": [[1, 2, 3], ...], "new_tokens": 40}
                                                       {"prefill_s": 0.6, "decode_s": 0.02, "first_tokens": [7]}
-{"add": 5, "prompt": [1, 2, 3], "max_tokens": 2}
-                                                      {"tokens": [[5, 17]]}
-                                                      {"tokens": [[5, 4]]}
 ```
 
-Anything wrong is `{"error": "...", "id": 5}`; without an id the worker has ended. It ends, too, with its input.
-Libraries print what they like: their standard output is turned into standard error.
+If anything goes wrong, the worker answers `{"error": "..."}` and ends. It also ends when its input ends. Libraries
+may print: their standard output is redirected to standard error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 
 class Options(NamedTuple):
@@ -34,13 +29,13 @@ class Options(NamedTuple):
     Attributes:
         model: its name, such as `dummy:llama-60m`.
         folder: its weights, in the form that the library reads.
-        dtype: what to compute in and to keep keys and values in, such as `bfloat16`.
+        dtype: number type of the computation and of keys and values, such as `bfloat16`.
         max_seq_len: tokens of the longest sequence.
-        max_sequences: computed together.
-        kv_tokens, kv_bytes: KV memory, in tokens and what they take.
-        threads: that compute.
-        max_pass_tokens: of prompts that are computed at once; 0: as the library's default is.
-        phase: for ours.
+        max_sequences: the largest number of sequences computed together.
+        kv_tokens, kv_bytes: the size of KV memory, in tokens and in bytes.
+        threads: the number of threads that compute.
+        max_pass_tokens: prompt tokens computed at once; 0: the library's default.
+        phase: the phase that the worker `ours` runs.
     """
 
     model: str
@@ -59,9 +54,9 @@ class Timing(NamedTuple):
     """The times of one batch, from its prompts to its last tokens.
 
     Attributes:
-        prefill_s: until every sequence had its first token.
-        decode_s: of a step that brought a token to every sequence, the mean; None where there was no such step.
-        first_tokens: of each sequence, in order.
+        prefill_s: seconds until every sequence had its first token.
+        decode_s: mean seconds of the steps that gave every sequence a token; None if there was no such step.
+        first_tokens: the first token of each sequence, in order.
     """
 
     prefill_s: float
@@ -88,17 +83,15 @@ class SteppingWorker(Worker):
 
     @abstractmethod
     def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
-        """Queue a request. ValueError: it cannot be served."""
+        """Queue a request."""
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, int]]:
-        """Compute once. Returns jobs and the tokens they got."""
+        """Compute one step. Returns (job, token) for each token of the step."""
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         first: dict[int, int] = {}
-        steps: list[
-            float
-        ] = []  # those that brought every sequence a token, and no prompt was computed beside
+        steps: list[float] = []  # seconds of steps without prompts in which every sequence got a token
         prefill_s = 0.0
         left = len(prompts) * new_tokens
         for job, prompt in enumerate(prompts):
@@ -120,63 +113,22 @@ class SteppingWorker(Worker):
 
 
 def main(make: Callable[[Options], Worker], convert: Callable[[Path, Path], None] | None = None) -> None:
-    """Run a worker: `convert FROM TO`, or without arguments orders from standard input."""
+    """Run a worker: convert weights (`convert FROM TO`), or without arguments serve orders from standard input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     if convert is not None and sys.argv[1:2] == ["convert"]:
         source, target = sys.argv[2:]
         convert(Path(source), Path(target))
         return
     try:
         worker = make(Options(**json.loads(sys.stdin.readline())))
-        _say(answers, {"ready": worker.name})
-        _serve(worker, answers)
+        answer({"ready": worker.name})
+        for order in sys.stdin:
+            answer(worker.measure(**json.loads(order))._asdict())
     except Exception as error:
-        _say(answers, _described(error))
+        answer({"error": " ".join(f"{type(error).__name__}: {error}".split())})
         raise
-
-
-def _serve(worker: Worker, answers: TextIO) -> None:
-    """Follow orders until there are no more."""
-    orders: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            orders.put(line)
-        orders.put("")
-
-    threading.Thread(target=read, name="orders", daemon=True).start()
-    left: dict[int, int] = {}  # tokens that each running job still gets
-    while True:
-        while not left or not orders.empty():
-            line = orders.get()
-            if not line:
-                return
-            order = json.loads(line)
-            if "measure" in order:
-                _say(answers, worker.measure(order["measure"], order["new_tokens"])._asdict())
-            else:
-                assert isinstance(worker, SteppingWorker), "only a worker with steps takes single requests"
-                try:
-                    worker.add(order["add"], order["prompt"], order["max_tokens"])
-                except ValueError as error:
-                    _say(answers, _described(error) | {"id": order["add"]})
-                else:
-                    left[order["add"]] = order["max_tokens"]
-        assert isinstance(worker, SteppingWorker)
-        tokens = list(worker.step())
-        for job, _ in tokens:
-            left[job] -= 1
-            if not left[job]:
-                del left[job]
-        if tokens:
-            _say(answers, {"tokens": tokens})
-
-
-def _say(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
-
-
-def _described(error: Exception) -> dict[str, Any]:
-    return {"error": " ".join(f"{type(error).__name__}: {error}".split())}

