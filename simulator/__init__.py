@@ -6,7 +6,7 @@ from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 engine = simulate_engine("chunked", LinearCost(pass_base_s=0.01, token_s=1e-4), max_batch_size=4)
 seen = Timelines()
 run(engine, [Arrival(0, at_s=0.0, prompt=range(1000), new_tokens=20)], seen)
-seen.requests[0].ttft_s, len(seen.steps)
+seen.requests[0].ttft_s, engine.telemetry.counters.steps
 ```
 """
 

@@ -1,15 +1,14 @@
-"""`python -m simulator`: a workload through every phase in virtual time, a million requests of it if you like."""
+"""`python -m simulator`: simulates a workload on every phase in virtual time, with up to millions of requests."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,9 +17,10 @@ from rich.markup import escape
 
 from benchmarks.__main__ import parse_options, parse_variant
 from benchmarks.calibrate import fixed_factor, reference_capacity
-from benchmarks.environment import cpu_name, describe_environment
+from benchmarks.environment import cpu_name
+from benchmarks.measure import Measurement, blank_run
 from benchmarks.report import report
-from benchmarks.results import RESULTS, Calibration, Run, ServerInfo, WorkloadInfo
+from benchmarks.results import RESULTS, Calibration, Lineup, Run, ServerInfo
 from benchmarks.servers import Setup, Target, phase_target
 from benchmarks.workloads import WORKLOADS, Lengths, Workload, planned_requests
 from common.engine import Engine
@@ -31,7 +31,7 @@ from simulator.arrivals import Arrival, Unlike, arrivals_of
 from simulator.cost import Cost, Device, RooflineCost
 from simulator.engine import simulate_engine
 from simulator.loop import run
-from simulator.observers import Summary
+from simulator.observers import Summary, Timelines
 from simulator.prices import find_cost, load_fits, mode_of_config
 from simulator.replay import NO_SCHEDULE, options_of
 from simulator.routing import POLICIES, Routed
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     group = top.add_argument_group("time")
     group.add_argument(
-        "--machine", help="prices of a machine whose name begins so (this one, if it was measured; else any)"
+        "--machine", help="prices of a machine whose name begins so (this one if it was measured, else any)"
     )
     group.add_argument("--results", type=Path, default=RESULTS, help=f"folder with prices ({RESULTS})")
     group.add_argument(
@@ -99,6 +99,27 @@ def parser() -> argparse.ArgumentParser:
 
 def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
     """Simulate the workload for every column that the options name, and print the table."""
+    workload = find_workload(options)
+    columns = [Column(target, options) for target in find_targets(options)]
+    calibration = calibrate(workload, columns[0], options)
+    runs = []
+    for each in columns:
+        started = time.perf_counter()
+        found = each.serve(workload, calibration, options)
+        took = time.perf_counter() - started
+        runs.append(found)
+        assert found.metrics is not None
+        console.print(
+            f"{each.target.label}: {found.metrics.requests:,} requests, {found.metrics.duration_s:,.0f} s of "
+            f"theirs in {took:.1f} s ({each.source})",
+            highlight=False,
+        )
+    console.print(report(runs))
+    return runs
+
+
+def find_targets(options: argparse.Namespace) -> list[Target]:
+    """Return the phases and variants that the options name."""
     setup = Setup(
         model=options.model,
         slots=options.slots,
@@ -108,26 +129,7 @@ def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
     variants = [parse_variant(text) for text in options.variant]
     names = options.phases.split(",") if options.phases else [] if variants else phase_names()
     targets = [phase_target(name.strip(), setup) for name in names]
-    targets += [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
-    if options.replicas < 1:
-        raise ValueError(f"--replicas {options.replicas}: there must be one at least")
-    workload = find_workload(options)
-    servers = [Servers(target, options) for target in targets]
-    calibration = calibrate(workload, servers[0], options)
-    runs = []
-    for each in servers:
-        started = time.perf_counter()
-        found = each.serve(workload, calibration, options.seed)
-        runs.append(found)
-        took = time.perf_counter() - started
-        assert found.metrics is not None
-        console.print(
-            f"{each.target.label}: {found.metrics.requests:,} requests, {found.metrics.duration_s:,.0f} s of "
-            f"theirs in {took:.1f} s ({each.source})",
-            highlight=False,
-        )
-    console.print(report(runs))
-    return runs
+    return targets + [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
 
 
 def find_workload(options: argparse.Namespace) -> Workload:
@@ -156,20 +158,21 @@ def find_workload(options: argparse.Namespace) -> Workload:
     return found
 
 
-class Servers:
+class Column:
     """One column of the table: a phase's engines and their prices.
 
     Attributes:
-        source: where the prices come from.
+        source: the origin of the prices, in words.
     """
 
     def __init__(self, target: Target, options: argparse.Namespace) -> None:
         assert target.module is not None
+        if options.replicas < 1:
+            raise ValueError(f"--replicas {options.replicas}: there must be one at least")
         self.target = target
         self.package = find_phase(target.module)
         own = {name: value for name, value in target.options.items() if name not in NO_SCHEDULE}
         self.options = options_of(self.package.Config, own)
-        self.replicas, self.policy = options.replicas, options.policy
         self.cost, self.source = self._cost(options)
 
     def _cost(self, options: argparse.Namespace) -> tuple[Cost, str]:
@@ -187,38 +190,30 @@ class Servers:
     def engines(self, count: int) -> list[Engine]:
         return [simulate_engine(self.package, self.cost, **self.options) for _ in range(count)]
 
-    def serve(self, workload: Workload, calibration: Calibration, seed: int) -> Run:
+    def serve(self, workload: Workload, calibration: Calibration, options: argparse.Namespace) -> Run:
         """Simulate a workload to its end."""
-        engines, seen = self.engines(self.replicas), Summary()
-        route = Routed(POLICIES[self.policy](seed))
-        run(engines, arrivals_in(workload, seed, calibration.factor), seen, route=route)
-        rate = None if workload.rate is None else workload.rate * calibration.factor
-        return Run(
-            comparison="simulated",
-            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            status="ok",
-            workload=WorkloadInfo(name=workload.name, arrivals=workload.arrivals, rate=rate, seed=seed),
-            server=ServerInfo(
-                label=self.target.label,
-                order=self.target.order,
-                model=self.target.options["model"],
-                options=self.target.options,
-                variant=self.target.variant,
-            ),
-            calibration=calibration,
-            environment=describe_environment(),
-            metrics=seen.metrics(),
-            server_metrics=seen.server_metrics(engines),
+        engines = self.engines(options.replicas)
+        seen, route = Summary(engines), Routed(POLICIES[options.policy](options.seed))
+        plan = planned_requests(workload, Unlike(), seed=options.seed, factor=calibration.factor)
+        run(engines, arrivals_of(plan, sequential=workload.arrivals == "sequential"), seen, route=route)
+        target = self.target
+        server = ServerInfo(
+            label=target.label,
+            order=target.order,
+            model=target.options["model"],
+            options=target.options,
+            variant=target.variant,
         )
+        measurement = Measurement(comparison="simulated", seed=options.seed)
+        lineup = Lineup(servers=[target.label], repeats=1)
+        found = blank_run(workload, server, calibration, measurement, lineup=lineup)
+        found.status, found.reason = "ok", None
+        found.metrics, found.server_metrics = seen.metrics(), seen.server_metrics()
+        return found
 
 
-def arrivals_in(workload: Workload, seed: int, factor: float) -> Iterator[Arrival]:
-    plan = planned_requests(workload, Unlike(), seed=seed, factor=factor)
-    return arrivals_of(plan, sequential=workload.arrivals == "sequential")
-
-
-def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace) -> Calibration:
-    """Return the factor on the table's arrival rate, found as `benchmarks.calibrate` finds it, in virtual time.
+def calibrate(workload: Workload, column: Column, options: argparse.Namespace) -> Calibration:
+    """Return the factor for arrival rates, measured as in `benchmarks.calibrate`, but in virtual time.
 
     Raises:
         ValueError: `--rate` is not a rate.
@@ -228,10 +223,10 @@ def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace)
         return Calibration(mode="table", factor=1.0)
     if options.rate != "auto":
         return fixed_factor(workload, options.rate)
-    batch, write = int(servers.options["max_batch_size"]), Unlike()
+    batch, write = int(column.options["max_batch_size"]), Unlike()
     prompt, new = round(workload.mean_prompt_tokens), round(workload.new_tokens.mean)
     crowd = [Arrival(index, 0.0, write(random.Random(), prompt), new) for index in range(batch)]
-    seconds = run(servers.engines(1), crowd, Summary())
+    seconds = run(column.engines(1), crowd, Timelines())
     capacity = options.replicas * batch / seconds
     return Calibration(
         mode="auto",
@@ -240,7 +235,7 @@ def calibrate(workload: Workload, servers: Servers, options: argparse.Namespace)
         reference=reference,
         batch=batch,
         rounds_s=[seconds],
-        measured_on=servers.target.label,
+        measured_on=column.target.label,
     )
 
 

@@ -15,11 +15,11 @@ class Arrival:
 
     Attributes:
         index: its place among all requests, which identifies it.
-        at_s: when it is sent; with `after`, how long after that one's answer.
-        prompt: token ids. Only which prompts begin alike matters, so any numbers do.
-        new_tokens: how many it asks for, and gets.
-        after: index of one that must have been answered before.
-        continues: its prompt begins with the prompt and the answer of `after`.
+        at_s: when it is sent, in seconds from the start; with `after`, from the end of that request's answer.
+        prompt: token ids. Only their equality matters: prompts that begin alike may share blocks.
+        new_tokens: the number of tokens that it asks for and gets.
+        after: the index of the request whose answer must end first; None: no such request.
+        continues: whether its prompt begins with the prompt and the answer of `after`.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Arrival:
 
 
 class Unlike:
-    """Makes prompts that share no tokens, in the place of the English texts of `benchmarks`."""
+    """Writes prompts of which no two share a token id. Stands in for `PromptWriter.write`, which writes English."""
 
     def __init__(self) -> None:
         self._next = 1

@@ -4,17 +4,18 @@
             one pass of 3 sequences that decode and a chunk of a prompt
 
             A  ░░░░░░░░░░░░░░░█          rows     3    sequences with one query
-            B  ░░░░░█                    columns 42    what those three see, themselves included
-            C  ░░░░░░░░░░░░░░░░░░░█      tokens   4    queries of the others
-            D  ░░░░░░████                pairs   34    what those four see: 7 + 8 + 9 + 10
+            B  ░░░░░█                    columns 42    seen by these three queries, their own included
+            C  ░░░░░░░░░░░░░░░░░░░█      tokens   4    queries of the other sequences
+            D  ░░░░░░████                pairs   34    columns that these four see: 7 + 8 + 9 + 10
                                          logits   4    tokens chosen, if D's prompt ends here
 ```
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from common.kv import KVPool, KVShape
 from common.models.config import ModelConfig
@@ -26,12 +27,12 @@ class Work(NamedTuple):
     """The amounts of work in a forward pass that its time depends on.
 
     Attributes:
-        rows: sequences with one query: those that decode, and rows that go along idle.
-        columns: KV columns that they see, in all.
-        held: how many of those there are in memory. Fewer, where sequences share them: what one of them has read
-            is in the processor's cache for the others.
+        rows: sequences with one query: sequences that decode, and idle rows.
+        columns: KV columns that these rows see, summed over rows.
+        held: KV columns in memory that these rows see. A block that several sequences share counts once: when one
+            sequence has read it, it is in the processor's cache for the others.
         tokens: queries of all other sequences, padding included.
-        pairs: query and key, over those tokens.
+        pairs: pairs of one of these queries and a key that it sees.
         logits: rows of logits that a token is chosen from.
     """
 
@@ -57,44 +58,34 @@ class Work(NamedTuple):
         return cls(rows, columns, min(columns, pool.used_tokens + rows), tokens, pairs, logits)
 
 
-class Cost(Protocol):
+@dataclass(kw_only=True)
+class Cost(ABC):
     """The times of a server's work, in seconds.
 
     Attributes:
-        host_step_s: on the host for a step, whatever is in it.
-        host_row_s: and for each token that is read.
-        between_s: from a step's end to the next one's beginning, while there is work.
-        between_row_s: and for each token that the step has handed out: others write it to its client meanwhile.
+        host_step_s: host time of a step, whatever the step computes.
+        host_row_s: added to `host_step_s` for each token that the host reads from the device.
+        between_s: from a step's end to the next step's beginning, while there is work.
+        between_row_s: added to `between_s` for each token of the step, which the server writes to its client.
         arrival_s: from a client's sending to the engine's queue.
-        delivery_s: from a step's end to the client.
+        delivery_s: from a step's end to the arrival of its tokens at the clients.
     """
 
-    @property
-    def host_step_s(self) -> float: ...
+    host_step_s: float = 0.0
+    host_row_s: float = 0.0
+    between_s: float = 0.0
+    between_row_s: float = 0.0
+    arrival_s: float = 0.0
+    delivery_s: float = 0.0
 
-    @property
-    def host_row_s(self) -> float: ...
-
-    @property
-    def between_s(self) -> float: ...
-
-    @property
-    def between_row_s(self) -> float: ...
-
-    @property
-    def arrival_s(self) -> float: ...
-
-    @property
-    def delivery_s(self) -> float: ...
-
+    @abstractmethod
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one forward pass and its sampling on the device."""
-        ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearCost:
-    """A price for each kind of work in a pass. `simulator.calibrate` finds them for a machine."""
+@dataclass(kw_only=True)
+class LinearCost(Cost):
+    """Sums a price for each kind of work in a pass. `simulator.calibrate` fits the prices to a machine."""
 
     pass_base_s: float = 0.0
     row_s: float = 0.0
@@ -103,12 +94,6 @@ class LinearCost:
     token_s: float = 0.0
     pair_s: float = 0.0
     logit_s: float = 0.0
-    host_step_s: float = 0.0
-    host_row_s: float = 0.0
-    between_s: float = 0.0
-    between_row_s: float = 0.0
-    arrival_s: float = 0.0
-    delivery_s: float = 0.0
 
     def pass_s(self, work: Work) -> float:
         rows, columns, held, tokens, pairs, logits = work
@@ -123,7 +108,7 @@ class LinearCost:
         )
 
 
-#: A step takes a second, whatever is in it: for pictures, and for tests that count steps.
+#: Each pass takes one second: for pictures, and for tests that count steps.
 ONE_SECOND_A_PASS = LinearCost(pass_base_s=1.0)
 
 
@@ -132,10 +117,10 @@ class Device:
     """A device, by its data sheet.
 
     Attributes:
-        bytes_per_s: of its memory.
-        flops: multiplications and additions a second, each counted, in the model's type.
-        efficiency: the share of either that a pass gets.
-        launch_s: a pass takes so long whatever is in it.
+        bytes_per_s: bandwidth of its memory.
+        flops: multiplications plus additions a second, in the model's type.
+        efficiency: the share of both that a pass reaches.
+        launch_s: added to the time of every pass.
     """
 
     bytes_per_s: float
@@ -144,7 +129,7 @@ class Device:
     launch_s: float = 1e-3
 
 
-class RooflineCost:
+class RooflineCost(Cost):
     """The times of a device that was not measured: reading memory or computing, whichever takes longer.
 
     A pass reads every weight once, and the keys and values that its rows attend to. It writes those of its own
@@ -152,10 +137,10 @@ class RooflineCost:
     attends to all columns.
     """
 
-    host_step_s, host_row_s = 2e-4, 1e-5  # as `benchmarks micro host_cost` finds them, about
-    between_s = between_row_s = arrival_s = delivery_s = 0.0
-
     def __init__(self, model: ModelConfig, device: Device) -> None:
+        super().__init__(
+            host_step_s=2e-4, host_row_s=1e-5
+        )  # about as `benchmarks micro host_cost` finds them
         itemsize = model.dtype.itemsize
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency

@@ -12,15 +12,16 @@ from torch import Tensor
 from common.config import EngineConfig
 from common.engine import Engine
 from common.kv import KVShape
+from common.models.checkpoint import Checkpoint
 from common.models.config import ModelConfig
 from common.models.layers import CausalLM
-from common.models.registry import Checkpoint, open_checkpoint
+from common.models.registry import open_checkpoint
 from common.phases import PhasePackage, find_phase
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from simulator.clock import VirtualClock
 from simulator.cost import Cost
-from simulator.runner import make_runner
+from simulator.runner import simulated
 
 CPU = torch.device("cpu")
 
@@ -59,9 +60,9 @@ def simulate_engine(
 
     Args:
         phase: the package, or a name that `find_phase` knows.
-        cost: what takes how long.
+        cost: the times of passes and of the host's work.
         clock: the engine's; a new one if None.
-        options: of the phase's `Config`; `max_seq_len` is 4096, or what the model has, unless given.
+        options: fields of the phase's `Config`. Without `max_seq_len`, it is 4096 or the model's limit, if less.
 
     Raises:
         StartupError: there is no such phase or model.
@@ -81,7 +82,7 @@ def simulate_engine(
         phase=package.PHASE,
         config=config,
         scheduler=builder.scheduler(config, clock),
-        runner=make_runner(builder.runner, config, model, pool, telemetry, clock=clock, cost=cost),
+        runner=simulated(builder.runner(config, model, pool, telemetry), clock, cost),
         tokenizer=tokenizer,
         telemetry=telemetry,
         clock=clock,

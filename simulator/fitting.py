@@ -1,25 +1,44 @@
-"""Prices from measured steps: `time = a × passes + b × columns + … `, with no price below zero.
+"""Fits prices to replayed runs: `time = a × passes + b × columns + … `, with no price below zero.
 
-Steps differ a thousandfold in length, and the errors of long steps are larger. So a step's error is weighted like
-that of a count: by the inverse of the expected value (Poisson regression with an identity link). Weighed so,
-all steps together take as long as they were measured to, however wrong each of them is.
+Prices predict the runs that they were fitted to better than other runs. So errors are measured *held out*: each
+workload is predicted with prices that were fitted to the other workloads.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from rich.progress import track
+from scipy.optimize import nnls
+
+from benchmarks.files import load_comparisons
+from simulator.cost import LinearCost, Work
+from simulator.prices import PIPELINED, PRICES, Fit, Group, mode_of
+from simulator.replay import Replay, phase_of, replay
 
 Floats = npt.NDArray[np.float64]
 
-ROUNDS = 8  # of weighing anew; the prices stop moving after five or so
-SHORTEST_S = 1e-5  # a step is expected to take so long at least
+ROUNDS = 8  # of reweighting; prices converge after about five
+SHORTEST_S = 1e-5  # lower bound of the expected time of a step, in its weight
+RIDGE = 1e-4  # ridge penalty: kinds of work that always come together share one price
+
+KINDS = 1 + len(Work._fields)  # of work: passes, and the fields of `Work`; `PRICES` are in the same order
+TYPICAL_ARRIVAL_S = 0.0025  # if no run has a request that came to an idle engine
+ALONE_S = 0.1  # a request came alone if no other was sent within this time
 
 
 def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
     """Fit a price for each column of `amounts`, in seconds, none below zero.
+
+    Steps differ a thousandfold in length, and the errors of long steps are larger. So a step's error is weighted
+    like that of a count: by the inverse of the expected value (Poisson regression with an identity link). With
+    these weights, all steps together take as long as was measured, however wrong each of them is.
 
     Args:
         amounts: [steps, kinds] how much of each kind a step has.
@@ -33,32 +52,134 @@ def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
     """
     if not len(seconds):
         raise ValueError("there are no steps to fit prices to")
+    kinds = amounts.shape[1]
+    prices = np.zeros(kinds)
     expected = np.full(len(seconds), seconds.mean())
     for _ in range(ROUNDS):
-        prices = nonnegative_least_squares(amounts, seconds, 1 / np.maximum(expected, SHORTEST_S))
+        weights = 1 / np.sqrt(np.maximum(expected, SHORTEST_S))
+        weighted = amounts * weights[:, None]
+        scale = np.linalg.norm(weighted, axis=0)
+        scale[scale == 0] = 1
+        rows = np.vstack([weighted / scale, RIDGE * np.eye(kinds)])
+        prices = nnls(rows, np.append(seconds * weights, np.zeros(kinds)))[0] / scale
         expected = amounts @ prices
     return prices
 
 
-def nonnegative_least_squares(amounts: Floats, seconds: Floats, weights: Floats) -> Floats:
-    """Return the non-negative prices with the least weighted sum of squares.
+# ---------------------------------------------------------------------- what a run says
 
-    Every subset of the few kinds is tried: its prices without a limit, 0 for the other kinds. Of the subsets whose
-    prices are all positive, the one with the least error wins.
+
+def step_times(run: Replay) -> tuple[Floats, Floats]:
+    """Return the work of each step [steps, kinds], and its seconds.
+
+    Steps in flight overlap: the time from one step's start to the next one's belongs to the step that was launched
+    two steps before.
     """
-    scale = np.sqrt((weights[:, None] * amounts**2).sum(0))
-    kinds = np.flatnonzero(scale)
-    scaled = amounts[:, kinds] / scale[kinds]
-    products = scaled.T @ (weights[:, None] * scaled)
-    wanted = scaled.T @ (weights * seconds)
-    best, least = np.zeros(len(kinds)), 0.0  # error beyond that of no prices at all
-    for size in range(1, len(kinds) + 1):
-        for chosen in map(list, itertools.combinations(range(len(kinds)), size)):
-            found = np.linalg.lstsq(products[np.ix_(chosen, chosen)], wanted[chosen], rcond=None)[0]
-            error = -float(wanted[chosen] @ found)
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(len(kinds)), error
-                best[chosen] = found
-    prices = np.zeros(amounts.shape[1])
-    prices[kinds] = best / scale[kinds]
-    return prices
+    steps = run.steps
+    if mode_of(run.run) == PIPELINED:
+        rows = [
+            (before, behind.started_s - following.started_s)
+            for before, step, following, behind in zip(steps, steps[1:], steps[2:], steps[3:], strict=False)
+            if before.works and step.works and following.works and step.goes_on and following.goes_on
+        ]
+    else:
+        rows = [(step, step.duration_s) for step in steps if step.works and step.is_same]
+    amounts = [[len(step.works), *map(sum, zip(*step.works, strict=True))] for step, _ in rows]
+    return np.array(amounts, dtype=float).reshape(-1, KINDS), np.array([seconds for _, seconds in rows])
+
+
+def pauses(run: Replay) -> tuple[Floats, Floats]:
+    """Return a one and the delivered tokens of each step [steps, 2], and the pause until the next step.
+
+    Steps in flight have no pauses: they are part of a step's time.
+    """
+    pairs = [] if mode_of(run.run) == PIPELINED else itertools.pairwise(run.steps)
+    found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]
+    tokens = np.array([[1.0, tokens] for tokens, _ in found]).reshape(-1, 2)
+    return tokens, np.array([max(0.0, pause) for _, pause in found])
+
+
+def lone_arrivals(run: Replay) -> list[float]:
+    """Return the seconds that each request took to reach the idle engine.
+
+    Empty if any two requests of the run were sent within `ALONE_S`, and for phase 4, which waits for more requests.
+    """
+    sent = sorted(record.sent_s for record in run.run.requests if record.sent_s is not None)
+    is_crowded = any(later - earlier < ALONE_S for earlier, later in itertools.pairwise(sent))
+    return [] if is_crowded or phase_of(run.run).PHASE.number == 4 else run.arrivals_s
+
+
+# ---------------------------------------------------------------------- prices of a group
+
+
+def replayed_runs(results: Path) -> dict[Group, list[Replay]]:
+    """Replay all complete runs of phases below a folder that have their engine steps. Returns them by group."""
+    usable = [
+        run
+        for each in load_comparisons(results)
+        for run in each.runs
+        if run.status == "ok" and run.engine_steps and run.server.options is not None
+    ]
+    found: dict[Group, list[Replay]] = defaultdict(list)
+    for run in track(usable, "replaying", transient=True):
+        found[Group.of(run)].append(replay(run))
+    return dict(found)
+
+
+def cost_of(runs: Sequence[Replay]) -> LinearCost:
+    """Fit prices to the runs of one group.
+
+    Kinds of work that always come together cannot be told apart and share a price: columns attended to and columns
+    held if no blocks are shared; rows and passes if all passes have equally many rows.
+
+    Raises:
+        ValueError: no run has a step that could be used.
+    """
+    prices = fit_prices(*_together(map(step_times, runs)))
+    tokens, pause_s = _together(map(pauses, runs))
+    between, between_row = fit_prices(tokens, pause_s) if len(pause_s) else (0.0, 0.0)
+    deliveries = [each for run in runs for each in run.deliveries_s]
+    arrivals = [each for run in runs for each in lone_arrivals(run)]
+    return LinearCost(
+        **dict(zip(PRICES, map(float, prices), strict=True)),
+        between_s=float(between),
+        between_row_s=float(between_row),
+        arrival_s=max(0.0, statistics.median(arrivals)) if arrivals else TYPICAL_ARRIVAL_S,
+        delivery_s=max(0.0, statistics.median(deliveries)) if deliveries else 0.0,
+    )
+
+
+def _together(found: Iterable[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    amounts, seconds = zip(*found, strict=True)
+    return np.concatenate(amounts), np.concatenate(seconds)
+
+
+def held_out(runs: Sequence[Replay]) -> dict[str, LinearCost]:
+    """Return for each workload the prices fitted to the other workloads; empty if there is only one workload."""
+    workloads = sorted({each.run.workload.name for each in runs})
+    if len(workloads) == 1:
+        return {}
+    return {name: cost_of([each for each in runs if each.run.workload.name != name]) for name in workloads}
+
+
+def fit_group(group: Group, runs: Sequence[Replay], others: Mapping[str, LinearCost]) -> Fit:
+    """Return a group's prices, and the errors on each workload of prices that were fitted to the `others`."""
+    step_errors: list[float] = []
+    total_errors: list[float] = []
+    for each in runs:
+        if (cost := others.get(each.run.workload.name)) is not None:
+            amounts, seconds = step_times(each)
+            expected = amounts @ np.array([getattr(cost, name) for name in PRICES])
+            step_errors += list(np.abs(expected / seconds - 1))
+            total_errors.append(abs(float(expected.sum() / seconds.sum()) - 1))
+    steps = [step for each in runs for step in each.steps]
+    return Fit(
+        group=group,
+        cost=cost_of(runs),
+        newest=max(each.run.started_at for each in runs),
+        runs=len(runs),
+        steps=len(steps),
+        same_share=sum(step.is_same for step in steps) / len(steps),
+        step_error=statistics.median(step_errors) if step_errors else None,
+        total_error=statistics.median(total_errors) if total_errors else None,
+    )

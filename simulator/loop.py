@@ -1,13 +1,13 @@
-"""Servers and their clients in virtual time: the clock advances from one event to the next.
+"""Simulates servers and their clients: virtual time advances from one event to the next.
 
 ```text
    arrivals, in order ──> route ──> a server's door ──> add_request ──> step ──> outputs ──> observer
             ^                                                                        │
-            └────────────────── who waited for an answer comes again ────────────────┘
+            └─────────── the next request of a client that waited for them ──────────┘
 ```
 
-Each server has a clock of its own, which its steps move. Events are taken in the order of their times, so a server
-that is in the middle of a step is not asked before the others have caught up with it.
+Each server has a clock of its own, which its steps advance. Events are handled in the order of their times, so a
+server begins its next step only when all other servers have reached that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Protocol
 
 from common.engine import Engine
 from common.request import Request, SamplingParams, StepOutput
-from common.telemetry import StepRecord
 from simulator.arrivals import Arrival
 from simulator.runner import SimulatedRunner
 
@@ -35,17 +34,14 @@ class Observer(Protocol):
     def on_outputs(self, outputs: Sequence[StepOutput], time_s: float) -> None:
         """Clients receive the outputs of a step. Request ids are the arrivals' indices."""
 
-    def on_step(self, server: Server, record: StepRecord) -> None:
-        """An engine's step is over."""
-
 
 class Server:
-    """A simulated engine, and the requests that its queue had no room for.
+    """A simulated engine, and the requests that were sent to it and are not in its queue yet.
 
-    A request that finds the queue full waits at the door, like a client that retries at once.
+    A request that finds the queue full waits outside it, like a client that retries at once.
 
     Attributes:
-        changes: how often anything has happened here.
+        changes: a number that grows whenever the server's load may have changed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -62,7 +58,7 @@ class Server:
         self.changes += 1
 
     def next_s(self) -> float | None:
-        """Return when there is something to do; None: not before a request arrives."""
+        """Return the time at which the server can go on; None: not before another request arrives."""
         wake = self.engine.next_wake()
         if self._door and self.engine.scheduler.queue_room() > 0:
             arrival = max(self.clock.now, self._door[0][0])
@@ -72,7 +68,7 @@ class Server:
     def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
         """Queue the requests that arrived by `time_s`, and run a step if one is due. Returns its outputs.
 
-        None: no step was due, or it had to wait for an earlier one, and other requests may have arrived meanwhile.
+        None: no step was due, or waiting for the previous step took time in which other requests may have arrived.
         """
         self.changes += 1
         self.clock.wait_until(time_s)
@@ -114,17 +110,16 @@ def run(
     *,
     route: Route = first_server,
 ) -> float:
-    """Serve all arrivals to their end. Returns how many seconds that took.
+    """Serve all arrivals to their end. Returns the simulated seconds.
 
     Args:
-        engines: of `simulate_engine`, at rest.
-        arrivals: by time. Those that come after another one stand behind it, and are read when it is: nobody can
-            have been answered by then.
-        observer: is told.
-        route: which server gets a prompt; the first, unless told otherwise.
+        engines: made by `simulate_engine`, without requests.
+        arrivals: in the order of their times. A request with `after` comes behind the request that `after` names.
+        observer: is called for each event.
+        route: returns the place of the server that gets a prompt; by default the first server gets all.
 
     Raises:
-        ValueError: a request is too long for the engines; or comes after one that is not there.
+        ValueError: a request is too long for the engines, or follows a request that has not been read.
     """
     servers = [Server(engine) for engine in ([engines] if isinstance(engines, Engine) else engines)]
     return _Simulation(servers, arrivals, observer, route).run()
@@ -147,8 +142,10 @@ class _Simulation:
         # While all seats and queues are full, an arrival becomes a request only when another request ends.
         self._most_live = sum(config.max_batch_size + config.max_waiting_requests for config in configs)
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
-        self._places = itertools.count()  # what happens at the same time happens in the order it was found
-        # When each server goes on: an event with another time is out of date.
+        self._places = (
+            itertools.count()
+        )  # events of the same time and kind happen in the order they were found
+        # When each server goes on. A step event with another time is out of date.
         self._due: dict[Server, float] = {}
         self._live: dict[str, Request] = {}
         # Unanswered arrival -> arrivals that wait for its answer.
@@ -169,7 +166,10 @@ class _Simulation:
     # ------------------------------------------------------------------ clients
 
     def _read_on(self, now: float) -> None:
-        """Read arrivals up to the next one that has a time; those before it wait for other requests."""
+        """Read arrivals up to the next one without `after`. Arrivals with `after` are sent when that answer ends.
+
+        Reads nothing while as many requests are unanswered as all seats and queues hold.
+        """
         self._is_reading = len(self._followers) < self._most_live
         if not self._is_reading:
             return
@@ -227,7 +227,6 @@ class _Simulation:
         del self._due[server]
         outputs = server.go_on(now)
         if outputs is not None:
-            self._observer.on_step(server, server.engine.telemetry.latest)
             if outputs:
                 answer = functools.partial(self._answer, outputs)
                 self._at(server.clock.now + server.cost.delivery_s, _ANSWER, answer)

@@ -1,33 +1,31 @@
-"""Records of a simulation: all timelines, or only the numbers of a table, whatever the number of requests."""
+"""Observers that record a simulation: every request's timeline, or the metrics of a table in constant memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.metrics import GOOD_SHARE
 from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
 from common.engine import Engine
 from common.request import StepOutput
+from common.scheduling import StepPlan
 from common.telemetry import Counters, StepRecord
 from simulator.arrivals import Arrival
-from simulator.loop import Server
 
 
 @dataclass(slots=True)
 class Timelines:
-    """Keeps each request's timeline, as the load generator would record it, and each step.
+    """Keeps each request's timeline, as the load generator would record it.
 
     Attributes:
         requests: in the order they were sent.
-        steps: of all servers, in the order they ended.
     """
 
     requests: list[RequestRecord] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
     _open: dict[str, RequestRecord] = field(default_factory=dict)
 
     def on_sent(self, arrival: Arrival, prompt_tokens: int, time_s: float) -> None:
@@ -51,23 +49,20 @@ class Timelines:
                 record.finish_reason = output.finish_reason
                 del self._open[output.request_id]
 
-    def on_step(self, server: Server, record: StepRecord) -> None:  # noqa: ARG002 - whoever's it is
-        self.steps.append(dataclasses.replace(record))
 
-
-class Distribution:
-    """A histogram of durations over their logarithm: any number of them in a few kilobytes.
+class Durations:
+    """A histogram of durations with logarithmic bins. It takes a few kilobytes for any number of durations.
 
     Percentiles are good to 0.1 %; mean and maximum are exact.
     """
 
-    FINE = 500  # counts for each factor of e: neighbours are 0.2 % apart
+    FINE = 500  # bins for each factor of e: a bin is 0.2 % wide
 
     def __init__(self) -> None:
         self.count = 0
         self.total = 0.0
         self.max = 0.0
-        self._counts: defaultdict[int, int] = defaultdict(int)
+        self._counts: Counter[int] = Counter()
 
     def add(self, seconds: float) -> None:
         self.count += 1
@@ -100,38 +95,41 @@ class Distribution:
         return Percentiles(p50=p50, p95=p95, p99=p99, max=self.max, mean=self.total / self.count)
 
 
+@dataclass(slots=True)
 class _Open:
-    """A request whose answer is not complete."""
+    """A request whose answer is not complete. `slow_gaps`: the number of its gaps longer than the objective."""
 
-    __slots__ = ("first_s", "last_s", "prompt_tokens", "sent_s", "slow")
-
-    def __init__(self, sent_s: float, prompt_tokens: int) -> None:
-        self.sent_s = sent_s
-        self.prompt_tokens = prompt_tokens
-        self.first_s = self.last_s = -1.0
-        self.slow = 0  # gaps beyond the objective
+    sent_s: float
+    prompt_tokens: int
+    first_s: float = -1.0
+    last_s: float = -1.0
+    slow_gaps: int = 0
 
 
 class Summary:
     """Computes the numbers of `benchmarks compare` in memory that does not grow with the number of requests.
 
     Args:
+        engines: the engines that serve the requests; their steps are counted.
         slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps.
     """
 
-    def __init__(self, *, slo_ttft_s: float = 2.0, slo_itl_s: float = 0.2) -> None:
-        self.slo_ttft_s, self.slo_itl_s = slo_ttft_s, slo_itl_s
-        self.ttft, self.itl, self.latency = Distribution(), Distribution(), Distribution()
-        self.sent = self.completed = self.good = self.output_tokens = self.prompt_tokens = 0
-        self.first_sent_s, self.last_sent_s, self.last_answer_s = math.inf, 0.0, 0.0
+    def __init__(self, engines: Sequence[Engine], *, slo_ttft_s: float = 2.0, slo_itl_s: float = 0.2) -> None:
+        self._engines = engines
+        for engine in engines:
+            engine.watchers.append(self._on_step)
+        self._slo_ttft_s, self._slo_itl_s = slo_ttft_s, slo_itl_s
+        self._ttft, self._itl, self._latency = Durations(), Durations(), Durations()
+        self._sent = self._good = self._output_tokens = self._prompt_tokens = 0
+        self._first_sent_s, self._last_sent_s, self._last_answer_s = math.inf, 0.0, 0.0
         self._open: dict[str, _Open] = {}
-        self.decoding_steps = self.kv_used_max = self.kv_reserved_max = 0
-        self.kv_used_time = self.kv_reserved_time = 0.0
+        self._decoding_steps = self._kv_used_max = self._kv_reserved_max = 0
+        self._kv_used_time = self._kv_reserved_time = 0.0
 
     def on_sent(self, arrival: Arrival, prompt_tokens: int, time_s: float) -> None:
-        self.sent += 1
-        self.first_sent_s = min(self.first_sent_s, time_s)
-        self.last_sent_s = max(self.last_sent_s, time_s)
+        self._sent += 1
+        self._first_sent_s = min(self._first_sent_s, time_s)
+        self._last_sent_s = max(self._last_sent_s, time_s)
         self._open[str(arrival.index)] = _Open(time_s, prompt_tokens)
 
     def on_outputs(self, outputs: Sequence[StepOutput], time_s: float) -> None:
@@ -139,85 +137,83 @@ class Summary:
             request = self._open[output.request_id]
             if request.first_s < 0:
                 request.first_s = time_s
-                self.ttft.add(time_s - request.sent_s)
+                self._ttft.add(time_s - request.sent_s)
             else:
                 gap = time_s - request.last_s
-                self.itl.add(gap)
-                request.slow += gap > self.slo_itl_s
+                self._itl.add(gap)
+                request.slow_gaps += gap > self._slo_itl_s
             request.last_s = time_s
             if output.finished:
-                self._end(request, output.completion_tokens, time_s)
-                del self._open[output.request_id]
+                self._end(self._open.pop(output.request_id), output.completion_tokens)
 
-    def _end(self, request: _Open, tokens: int, time_s: float) -> None:
-        self.completed += 1
-        self.output_tokens += tokens
-        self.prompt_tokens += request.prompt_tokens
-        self.last_answer_s = max(self.last_answer_s, time_s)
-        self.latency.add(time_s - request.sent_s)
+    def _end(self, request: _Open, tokens: int) -> None:
+        self._output_tokens += tokens
+        self._prompt_tokens += request.prompt_tokens
+        self._last_answer_s = max(self._last_answer_s, request.last_s)
+        self._latency.add(request.last_s - request.sent_s)
         gaps = tokens - 1
-        in_time = request.first_s - request.sent_s <= self.slo_ttft_s
-        self.good += in_time and gaps - request.slow >= GOOD_SHARE * gaps
+        in_time = request.first_s - request.sent_s <= self._slo_ttft_s
+        self._good += in_time and gaps - request.slow_gaps >= GOOD_SHARE * gaps
 
-    def on_step(self, server: Server, record: StepRecord) -> None:  # noqa: ARG002 - whoever's it is
-        self.decoding_steps += record.decode_tokens > 0
-        self.kv_used_time += record.kv_used_tokens * record.duration_s
-        self.kv_reserved_time += record.kv_reserved_tokens * record.duration_s
-        self.kv_used_max = max(self.kv_used_max, record.kv_used_tokens)
-        self.kv_reserved_max = max(self.kv_reserved_max, record.kv_reserved_tokens)
+    def _on_step(self, record: StepRecord, _plan: StepPlan, _outputs: Sequence[StepOutput]) -> None:
+        self._decoding_steps += record.decode_tokens > 0
+        self._kv_used_time += record.kv_used_tokens * record.duration_s
+        self._kv_reserved_time += record.kv_reserved_tokens * record.duration_s
+        self._kv_used_max = max(self._kv_used_max, record.kv_used_tokens)
+        self._kv_reserved_max = max(self._kv_reserved_max, record.kv_reserved_tokens)
 
     # ------------------------------------------------------------------ tables
 
     def metrics(self) -> Metrics:
         """Return the clients' metrics. Called after the last answer."""
-        duration_s = self.last_answer_s - self.first_sent_s if self.completed else 0.0
+        completed = self._latency.count
+        duration_s = self._last_answer_s - self._first_sent_s if completed else 0.0
         per_s = 1 / duration_s if duration_s > 0 else 0.0
-        sending_s = self.last_sent_s - self.first_sent_s
+        sending_s = self._last_sent_s - self._first_sent_s
         return Metrics(
-            requests=self.sent,
-            completed=self.completed,
-            errors=self.sent - self.completed,
+            requests=self._sent,
+            completed=completed,
+            errors=self._sent - completed,
             short=0,
             duration_s=duration_s,
-            output_tokens=self.output_tokens,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens_per_s=self.output_tokens * per_s,
-            requests_per_s=self.completed * per_s,
-            arrival_rate=(self.sent - 1) / sending_s if self.sent > 1 and sending_s > 0 else None,
-            ttft_s=self.ttft.percentiles(),
-            itl_s=self.itl.percentiles(),
-            latency_s=self.latency.percentiles(),
-            longest_stall_s=self.itl.max if self.itl.count else None,
-            slo_attainment=self.good / self.sent if self.sent else 0.0,
-            slo_ttft_s=self.slo_ttft_s,
-            slo_itl_s=self.slo_itl_s,
+            output_tokens=self._output_tokens,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens_per_s=self._output_tokens * per_s,
+            requests_per_s=completed * per_s,
+            arrival_rate=(self._sent - 1) / sending_s if self._sent > 1 and sending_s > 0 else None,
+            ttft_s=self._ttft.percentiles(),
+            itl_s=self._itl.percentiles(),
+            latency_s=self._latency.percentiles(),
+            longest_stall_s=self._itl.max if self._itl.count else None,
+            slo_attainment=self._good / self._sent if self._sent else 0.0,
+            slo_ttft_s=self._slo_ttft_s,
+            slo_itl_s=self._slo_itl_s,
         )
 
-    def server_metrics(self, engines: Iterable[Engine]) -> ServerMetrics:
+    def server_metrics(self) -> ServerMetrics:
         """Return the metrics of all engines together."""
-        count = dict(_sums([engine.telemetry.counters for engine in engines]))
-        wasted = count["padded_tokens"] + count["idle_rows"]
-        computed = count["decode_tokens"] + count["prefill_tokens"] + wasted
-        busy_s = count["busy_s"]
+        total = _sum([engine.telemetry.counters for engine in self._engines])
+        wasted = total.padded_tokens + total.idle_rows
+        computed = total.decode_tokens + total.prefill_tokens + wasted
         return ServerMetrics(
-            steps=int(count["steps"]),
-            mean_batch=count["decode_tokens"] / self.decoding_steps if self.decoding_steps else 0.0,
-            prefill_tokens=int(count["prefill_tokens"]),
-            decode_tokens=int(count["decode_tokens"]),
-            padded_tokens=int(count["padded_tokens"]),
-            idle_rows=int(count["idle_rows"]),
+            steps=total.steps,
+            mean_batch=total.decode_tokens / self._decoding_steps if self._decoding_steps else 0.0,
+            prefill_tokens=total.prefill_tokens,
+            decode_tokens=total.decode_tokens,
+            padded_tokens=total.padded_tokens,
+            idle_rows=total.idle_rows,
             padded_share=wasted / computed if computed else 0.0,
-            preemptions=int(count["preemptions"]),
-            cached_share=count["cached_tokens"] / count["prompt_tokens"] if count["prompt_tokens"] else 0.0,
-            evictions=int(count["evictions"]),
-            busy_s=busy_s,
-            kv_used_mean=self.kv_used_time / busy_s if busy_s else 0.0,
-            kv_used_max=self.kv_used_max,
-            kv_reserved_mean=self.kv_reserved_time / busy_s if busy_s else 0.0,
-            kv_reserved_max=self.kv_reserved_max,
+            preemptions=total.preemptions,
+            cached_share=total.cached_tokens / total.prompt_tokens if total.prompt_tokens else 0.0,
+            evictions=total.evictions,
+            busy_s=total.busy_s,
+            kv_used_mean=self._kv_used_time / total.busy_s if total.busy_s else 0.0,
+            kv_used_max=self._kv_used_max,
+            kv_reserved_mean=self._kv_reserved_time / total.busy_s if total.busy_s else 0.0,
+            kv_reserved_max=self._kv_reserved_max,
         )
 
 
-def _sums(counters: Sequence[Counters]) -> Iterator[tuple[str, float]]:
-    for each in dataclasses.fields(Counters):
-        yield each.name, sum(getattr(one, each.name) for one in counters)
+def _sum(counters: Sequence[Counters]) -> Counters:
+    names = [each.name for each in dataclasses.fields(Counters)]
+    return Counters(**{name: sum(getattr(each, name) for each in counters) for name in names})

@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.progress import track
-
 from benchmarks.metrics import summarize
 from benchmarks.results import Metrics, Run
 from benchmarks.tables import Cell, MeasuredTable
@@ -18,19 +16,13 @@ from simulator.cost import Cost, LinearCost
 from simulator.engine import simulate_engine
 from simulator.loop import run as simulate
 from simulator.observers import Timelines
-from simulator.prices import GROUP, Group, Measured, cost_of, held_out
-from simulator.replay import order_of_arrival, phase_of, plan_of, schedule_options
+from simulator.prices import GROUP, Group
+from simulator.replay import Replay, order_of_arrival, phase_of, plan_of, schedule_options
 
 PREDICTIONS = "simulator_predictions"
 TOLERANCE = 0.15
-WIDE = 4096  # tokens of a pass that is none of the usual ones
-FEW = 20
-
-REASONS = {
-    "wide": "a pass of thousands of tokens decides, and took other than so many times one token's price",
-    "few": "the 99th percentile of so few requests is their slowest, and the simulation knows no bad luck",
-    "queue": "requests wait in a queue, and the wait adds up what each step is off by",
-}
+WIDE = 4096  # tokens of a pass much wider than most
+FEW = 20  # with fewer requests, the 99th percentile is the slowest request
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +31,11 @@ class Prediction:
 
     Attributes:
         group: the group whose prices were used.
-        measured, predicted, held_out: output tokens a second, and TTFT p99 in seconds. Held out: by prices of other
-            workloads; None where there are no others.
-        spread: of the repeats' own, the largest by the smallest.
-        reason: why a figure is off by more than `TOLERANCE`, as far as the run tells: a key of `REASONS`.
+        measured, predicted: output tokens a second, and TTFT p99 in seconds.
+        held_out: predicted with prices of the other workloads; None if there are no others.
+        spread: the largest measured value of the repeats, divided by the smallest.
+        reason: why a figure is off by more than `TOLERANCE`: "wide", "few" or "queue", as `docs/simulator.md`
+            explains them.
     """
 
     group: Group
@@ -63,7 +56,7 @@ class Prediction:
 
 
 def arrivals_in(run: Run) -> Iterator[Arrival]:
-    """Return the arrivals of a measured run: its plan's. Requests sent at once keep their measured order."""
+    """Yield the planned arrivals of a measured run. Requests sent at once come in the order of the measured run."""
     sequential = run.workload.arrivals == "sequential"
     planned = {each.index: each for each in arrivals_of(plan_of(run), sequential=sequential)}
     first = [record.index for record in order_of_arrival(run) if planned[record.index].after is None]
@@ -72,7 +65,7 @@ def arrivals_in(run: Run) -> Iterator[Arrival]:
 
 
 def simulate_run(run: Run, cost: Cost) -> Metrics:
-    """Return the metrics that the load generator would have measured."""
+    """Simulate a measured run, and return the metrics that the load generator would have measured."""
     engine = simulate_engine(phase_of(run), cost, **schedule_options(run))
     seen = Timelines()
     simulate(engine, arrivals_in(run), seen)
@@ -91,43 +84,46 @@ def figures(metrics: Metrics | None) -> tuple[float, float]:
     return metrics.output_tokens_per_s, metrics.ttft_s.p99
 
 
-def predictions(groups: Mapping[Group, Sequence[Measured]]) -> list[Prediction]:
-    """Simulate every run with its group's prices, and with the prices of the group's other workloads."""
-    found = []
-    for group, measured in track(list(groups.items()), "simulating", transient=True):
-        cost, others = cost_of(measured), held_out(measured)
-        columns: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
-        for each in measured:
-            run = each.run
-            columns[run.workload.name, run.server.label, run.comparison].append(run)
-        for (workload, server, _), runs in columns.items():
-            without = others[workload]
-            seen = [figures(run.metrics) for run in runs]
-            prediction = Prediction(
-                group,
-                workload,
-                server,
-                len(runs),
-                measured=_medians(seen),
-                predicted=_medians([figures(simulate_run(run, cost)) for run in runs]),
-                held_out=_medians([figures(simulate_run(run, without)) for run in runs]) if without else None,
-                spread=(_spread([each for each, _ in seen]), _spread([each for _, each in seen])),
-            )
-            if max(map(abs, prediction.errors)) > TOLERANCE:
-                own = [each for each in measured if each.run in runs]
-                prediction = dataclasses.replace(prediction, reason=_reason(own, cost))
-            found.append(prediction)
-    return found
+def predictions(
+    group: Group, replays: Sequence[Replay], cost: LinearCost, others: Mapping[str, LinearCost]
+) -> Iterator[Prediction]:
+    """Yield a prediction for each workload and server of a group, after simulating its runs.
+
+    Args:
+        replays: the group's runs.
+        cost: the group's prices.
+        others: for each workload, the prices that were fitted to the other workloads.
+    """
+    columns: dict[tuple[str, str, str], list[Replay]] = defaultdict(list)
+    for each in replays:
+        columns[each.run.workload.name, each.run.server.label, each.run.comparison].append(each)
+    for (workload, server, _), repeats in columns.items():
+        runs = [each.run for each in repeats]
+        without = others.get(workload)
+        seen = [figures(run.metrics) for run in runs]
+        prediction = Prediction(
+            group,
+            workload,
+            server,
+            len(runs),
+            measured=_medians(seen),
+            predicted=_medians([figures(simulate_run(run, cost)) for run in runs]),
+            held_out=_medians([figures(simulate_run(run, without)) for run in runs]) if without else None,
+            spread=(_spread([each for each, _ in seen]), _spread([each for _, each in seen])),
+        )
+        if max(map(abs, prediction.errors)) > TOLERANCE:
+            prediction = dataclasses.replace(prediction, reason=_reason(repeats, cost))
+        yield prediction
 
 
-def _reason(measured: Sequence[Measured], cost: LinearCost) -> str:
-    """Name the property of a run that best explains the error of its prediction."""
-    steps = [step for each in measured for step in each.replay.steps]
+def _reason(repeats: Sequence[Replay], cost: LinearCost) -> str:
+    """Name the property of a server's runs that best explains the error of their prediction."""
+    steps = [step for each in repeats for step in each.steps]
     wide = [step for step in steps if any(work.tokens > WIDE for work in step.works)]
     off = [step.duration_s / sum(map(cost.pass_s, step.works)) - 1 for step in wide]
     if off and abs(statistics.median(off)) > TOLERANCE:
         return "wide"
-    run = measured[0].run
+    run = repeats[0].run
     return "queue" if run.workload.rate is not None or len(run.requests) >= FEW else "few"
 
 

@@ -1,9 +1,9 @@
 """Replays a measured run: the same engine steps, and the work in each of them.
 
-A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests
-there were. It does not say what its forward passes had to look at. So the phase's own engine goes through
-the steps again, without a model: before each one it is given as many requests as the record counts. Where
-it then plans what the record says was computed, its passes are those that were measured.
+A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests there
+were. It does not say how many columns its forward passes read. So the phase's own engine runs the steps again,
+without a model: before each step, requests are added until there are as many as in the record. If the engine then
+plans as many tokens as the record counts, its passes do the work that was measured.
 
 ```text
 record          step 211   waiting 0   active 5   decode 4   prefill 256           31.2 ms
@@ -26,12 +26,12 @@ from common.engine import Engine
 from common.phases import PhasePackage, find_phase
 from common.request import Request
 from simulator.arrivals import Unlike
-from simulator.cost import Work
+from simulator.cost import Cost, Work
 from simulator.engine import simulate_engine
 from simulator.loop import params
 from simulator.runner import TOKEN, SimulatedRunner
 
-#: What a server is started with that is no matter of its engine's schedule.
+#: Options of a server on which its engine's schedule does not depend.
 NO_SCHEDULE = frozenset({"device", "dtype", "host", "port", "native-kernels", "no-native-kernels"})
 
 _COMPARED = ("waiting", "active", "passes", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows")
@@ -44,9 +44,9 @@ class ReplayedStep:
     Attributes:
         started_s, duration_s: as measured.
         works: its forward passes.
-        tokens: how many it handed out.
-        goes_on: whether there was something left to do at once.
-        is_same: whether what the engine planned is what the record says.
+        tokens: the number of tokens it delivered.
+        goes_on: whether the next step was due at once.
+        is_same: whether the engine planned the work that the record counts.
     """
 
     started_s: float
@@ -59,13 +59,14 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A run's steps, and the delays of its arrivals.
+    """A run, its steps, and the delays of its arrivals.
 
     Attributes:
         arrivals_s: seconds from a client's request to the step that queued it, while the engine was idle.
         deliveries_s: from a step's end to each of its tokens at the client.
     """
 
+    run: Run
     steps: list[ReplayedStep] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
     deliveries_s: list[float] = field(default_factory=list)
@@ -75,12 +76,11 @@ class Replay:
         return sum(step.is_same for step in self.steps) / len(self.steps) if self.steps else 0.0
 
 
-@dataclass(slots=True)
-class _Noted:
-    """A cost of zero that records the launched passes."""
+@dataclass
+class _Noted(Cost):
+    """A cost of zero that keeps the work of the launched passes."""
 
     works: list[Work] = field(default_factory=list)
-    host_step_s = host_row_s = between_s = between_row_s = arrival_s = delivery_s = 0.0
 
     def pass_s(self, work: Work) -> float:
         self.works.append(work)
@@ -115,7 +115,7 @@ def schedule_options(run: Run) -> dict[str, Any]:
 
 
 def plan_of(run: Run) -> list[PlannedRequest]:
-    """Return the planned requests of a run in the order of their indices, with other texts."""
+    """Return the planned requests of a run in the order of their indices, with prompts that share no tokens."""
     info, calibration = run.workload, run.calibration
     factor = calibration.factor if calibration is not None else 1.0
     return list(
@@ -137,7 +137,8 @@ def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
 def order_of_arrival(run: Run) -> list[RequestRecord]:
     """Return a run's requests in the order in which the engine got them.
 
-    Sockets decide the order within a burst. The first tokens show it: every phase begins with the first request.
+    Sockets decide the order within a burst. The times of first tokens show it: every phase begins with the request
+    that arrived first.
     """
 
     def key(record: RequestRecord) -> tuple[float, float]:
@@ -168,7 +169,7 @@ class _Replayer:
         self.to_come = deque(order_of_arrival(run))
         self.prompts = prompts_of(plan_of(run))
         self.tokens_read: dict[str, int] = dict.fromkeys(self.records, 0)
-        self.result = Replay()
+        self.result = Replay(run)
         # After `retire`, the ended requests are known. New requests must be queued before `admit`.
         self._retire = self.engine.scheduler.retire
         self.engine.scheduler.retire = self._retire_and_let_in  # type: ignore[method-assign]
@@ -208,7 +209,7 @@ class _Replayer:
             now = self.clock.now
             if was_idle:
                 self.result.arrivals_s.append(now - record.sent_s)
-            self.clock.now = min(now, record.sent_s)  # phase 4 counts the time from then on
+            self.clock.now = min(now, record.sent_s)  # phase 4's batch timer begins at that time
             request = Request(str(record.index), self.prompts[record.index], params(record.max_tokens))
             self.engine.add_request(request)
             self.clock.now = now

@@ -13,7 +13,7 @@ __all__ = ["POLICIES", "Routed"]
 
 
 class Routed:
-    """Asks a policy for each prompt, with the present loads instead of reported ones.
+    """Routes prompts by a policy, which sees the present loads instead of reported ones.
 
     Attributes:
         decisions: the number of prompts that were routed.
@@ -26,7 +26,7 @@ class Routed:
         self.seconds = 0.0
         self._names: dict[str, int] = {}
         self._loads: dict[str, Load] = {}
-        self._seen: list[int] = []  # each server's changes that its load knows of
+        self._seen: list[int] = []  # each server's `changes` when its load was computed
 
     def __call__(self, prompt: Sequence[int], servers: Sequence[Server]) -> int:
         if len(servers) == 1:
@@ -40,7 +40,7 @@ class Routed:
         return self._names[name]
 
     def _loads_of(self, servers: Sequence[Server]) -> Mapping[str, Load]:
-        """Return the loads; those of replicas where something has changed are computed anew."""
+        """Return the loads of all servers. A load is computed again only if its server has changed."""
         if not self._names:
             self._names = {f"replica {place:04}": place for place in range(len(servers))}
             self._seen = [-1] * len(servers)

@@ -1,7 +1,7 @@
-"""A phase's own runner with simulated forward passes: they take virtual time and compute nothing.
+"""Runners whose forward passes take virtual time and compute nothing.
 
-Plans become passes (`Runner.passes`), lengths advance, tokens end requests and full blocks are shared as always.
-Only the model is left out, and the index tensors that it would read.
+A phase's own runner turns plans into passes. Lengths advance, tokens end requests and full blocks are shared as
+always. Only the model is left out, and the index tensors that it would read.
 
 ```text
 synchronous   host    [plan][ pass ............ ][read][plan][ pass ……
@@ -12,24 +12,19 @@ pipelined     host    [plan t][plan t+1][ wait .. ][read t][plan t+2][ wait …�
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from common.commit import commit_token
-from common.config import EngineConfig
-from common.kv import KVPool
-from common.models.layers import CausalLM
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
 from common.scheduling import StepPlan
 from common.streams import Pending
-from common.telemetry import Telemetry
 from phase9_pipelined import Runner as PipelinedRunner
-from phase9_pipelined.slots import LaunchedPass
+from phase9_pipelined.state import LaunchedPass
 from simulator.clock import VirtualClock
 from simulator.cost import Cost, Work
 
@@ -39,15 +34,20 @@ _NOTHING = torch.zeros(0, dtype=torch.int64)  # in the place of a pass's tokens
 
 
 class SimulatedRunner(Runner):
-    """A base class that `simulated` puts before a phase's runner in the method resolution order.
+    """Asks a phase's own runner for the passes of a plan, and lets each take its time.
 
     Attributes:
+        planner: the phase's runner.
         clock: the engine's clock.
-        cost: what takes how long.
+        cost: the times of passes and of the host's work.
     """
 
-    clock: VirtualClock
-    cost: Cost
+    def __init__(self, planner: Runner, clock: VirtualClock, cost: Cost) -> None:
+        super().__init__(planner.config, planner.model, planner.pool, planner.telemetry)
+        self.planner, self.clock, self.cost = planner, clock, cost
+
+    def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
+        return self.planner.passes(plan)
 
     def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
         self.clock.advance(self.cost.pass_s(Work.of(forward_pass, self.pool)))
@@ -68,7 +68,7 @@ class SimulatedRunner(Runner):
             for request in done.requests
             if not request.is_terminal
         ]
-        if launched.sampled:  # not in a step that only lets go of those who are done
+        if launched.sampled:  # a step that only frees memory takes no time
             self.clock.advance(self.cost.host_step_s + self.cost.host_row_s * len(outputs))
         self.register_prefixes(launched.plan)
         return outputs
@@ -81,8 +81,8 @@ class _Due(Pending):
         self._clock = clock
         self._time_s = time_s
 
-    def done(self, within_s: float = 0.0) -> bool:
-        return self._clock.now + within_s >= self._time_s
+    def done(self) -> bool:
+        return self._clock.now >= self._time_s
 
     def wait(self) -> tuple[Tensor, ...]:
         self._clock.wait_until(self._time_s)
@@ -90,50 +90,25 @@ class _Due(Pending):
 
 
 class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
-    """A simulated device computes the submitted passes one after the other while the host's time goes on."""
+    """Phase 9's runner: a simulated device computes submitted passes in order while the host's time goes on."""
 
     _device_free_s = 0.0  # when all submitted passes will be done
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
         begins_s = max(self.clock.now, self._device_free_s)
         self._device_free_s = begins_s + self.cost.pass_s(Work.of(forward_pass, self.pool))
-        return LaunchedPass(self._count(forward_pass), _Due(self.clock, self._device_free_s))
+        return LaunchedPass(
+            forward_pass.shares, self._count(forward_pass), _Due(self.clock, self._device_free_s)
+        )
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:
-        return launched.forward  # choosing is part of the pass's time
+        return launched.work  # sampling is part of the pass's time
 
-    # Nothing computes beside the host, so there is no stream to go to.
-
-    def register_prefixes(self, plan: StepPlan) -> None:
-        Runner.register_prefixes(self, plan)
-
-    def release(self, requests: Iterable[Request]) -> None:
-        Runner.release(self, requests)
+    def _aside(self, function: Callable[[], None]) -> None:
+        function()  # nothing computes beside the host
 
 
-@functools.cache
-def simulated(runner: type[Runner]) -> type[Runner]:
-    """Return a subclass of a phase's runner with simulated passes."""
-    passes = SimulatedPipelinedRunner if issubclass(runner, PipelinedRunner) else SimulatedRunner
-
-    class Simulated(passes, runner):  # type: ignore[misc,valid-type]  # both classes are chosen at run time
-        """A phase's runner with simulated passes."""
-
-    return Simulated
-
-
-def make_runner(
-    runner: type[Runner],
-    config: EngineConfig,
-    model: CausalLM,
-    pool: KVPool,
-    telemetry: Telemetry,
-    *,
-    clock: VirtualClock,
-    cost: Cost,
-) -> Runner:
-    """Return a phase's runner whose passes take the time that `cost` says, and compute nothing."""
-    made = simulated(runner)(config, model, pool, telemetry)
-    assert isinstance(made, SimulatedRunner)
-    made.clock, made.cost = clock, cost
-    return made
+def simulated(runner: Runner, clock: VirtualClock, cost: Cost) -> SimulatedRunner:
+    """Return a runner that makes the same passes as a phase's runner, and computes nothing."""
+    made = SimulatedPipelinedRunner if isinstance(runner, PipelinedRunner) else SimulatedRunner
+    return made(runner, clock, cost)
