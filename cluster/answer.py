@@ -23,7 +23,7 @@ class Answer:
         self._send = send
         self._path = path
         self._head: Head | None = None
-        self._refusal = b""  # the body of a 503, which another replica may not give
+        self._refusal = b""  # body of a 503 that is held back
         self._ended: frozenset[int] = frozenset()  # indices into the head's `ends`
         self._left: int | None = None  # bytes of the body to come; None: a stream, whose length is not known
         self._complete = False
@@ -54,7 +54,7 @@ class Answer:
         return str(orjson.loads(self._refusal)["error"]["code"]) if self._refusal else None
 
     async def finish(self) -> None:
-        """Send what is held back, and end the answer."""
+        """Send the head or the 503 that is held back, and end the answer."""
         await self._begin()
         if not self._complete:
             await self._send_body(self._refusal, ends=True)
@@ -80,7 +80,11 @@ class Answer:
         await self._send({"type": "http.response.start", "status": self._head.status, "headers": headers})
 
     async def fail(self, error: ApiError) -> None:
-        """End the answer with an error. A stream that has begun gets the ends that its replica wrote in advance."""
+        """End the answer with an error.
+
+        If the stream has begun, send the error event of each choice that has not ended, then the stream's last
+        event. The replica supplied these events when the stream began.
+        """
         if not self.begun:
             response = json_response(error.body(), status_at(self._path, error), error.headers)
             await self.add(Head(response.status_code, tuple(response.raw_headers)))

@@ -1,4 +1,4 @@
-"""The Serve application: a front and its replicas. `build` is what a Serve config file names.
+"""The Serve application: a front and its replicas. A Serve config file names `build`.
 
 ```yaml
 applications:
@@ -29,8 +29,8 @@ from common.server.options import CommonOptions, UsageError
 NAME = "infer"  # of the application
 
 REPORT_S = 0.5  # between a replica's reports to routers
-HEALTH_S = 2.0  # between two questions whether a replica is well
-WAIT_S = 60.0  # for a replica, before a client is told that there is none
+HEALTH_S = 2.0  # between two health checks of a replica
+WAIT_S = 60.0  # that a request waits for a replica before it is answered 503
 SPARE = 32  # extra requests for each replica: refused by its engine, or only reading its state
 
 #: A resource that Ray gives to one node of each cluster. The front stands there, beside Ray's own head:
@@ -42,7 +42,7 @@ def build(args: Mapping[str, Any]) -> Application:
     """Return the application that `args` describe: options as on the command line, with underscores.
 
     Raises:
-        ValueError: an option is unknown, or its value is not one of its values.
+        ValueError: an option is unknown, or its value is invalid.
     """
     try:
         return application(read_mapping(args))

@@ -6,8 +6,8 @@ import os
 
 from common.errors import StartupError
 
-#: How Serve passes messages on: over gRPC from process to process instead of through Ray's object layer, and with
-#: no threads of their own for our code and for routers. `benchmarks micro cluster_profile` measures what it saves.
+#: Makes Serve pass messages quickly: over gRPC from process to process instead of through Ray's object layer, and
+#: without separate threads for our code and for routers. `benchmarks micro cluster_profile` measures what it saves.
 #: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
 #: Ray starts workers with niceness 15. The threads that should have less priority than the engine (masks, grammars,
 #: large bodies) would then have the same.
@@ -24,11 +24,11 @@ def settings() -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set the variables that are not set, for this process and the processes that it starts. They also keep Ray
+    """Set the variables that are not set, for this process and the processes that it starts. One of them keeps Ray
     from asking a server on the internet about updates.
 
     Raises:
-        StartupError: Ray's ports are to be open to everybody. Who reaches them can run any code here.
+        StartupError: `RAY_AUTH_MODE=disabled` would let anybody who reaches Ray's ports run code on this machine.
     """
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         raise StartupError(

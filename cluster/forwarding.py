@@ -128,7 +128,7 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
         return ()
 
 
-#: Parts of an answer that wait for the front. With more, the app waits: it bounds what slow readers leave unread.
+#: Parts of an answer that may wait for the front. With more, the app's `send` blocks, and its backlog grows.
 MOST_READY = 16
 
 

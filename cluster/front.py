@@ -37,10 +37,10 @@ from cluster.forwarding import GENERATING, Forwarded, Whole, read_keys, replica_
 from cluster.merging import HEALTH, MERGES, health, merge
 from common.errors import ShuttingDownError
 from common.server.bodies import Bodies, says_json
-from common.server.connections import Config, ConnectionLimits, allow_open_files, find_lost_peers
+from common.server.connections import Config, ConnectionLimits
 from common.server.errors import ApiError, from_exception, unavailable
 from common.server.middleware import REQUEST_ID, ApiKeys, RequestIds, client_of, cors_settings
-from common.server.serve import bind
+from common.server.sockets import allow_open_files, bind, find_lost_peers
 from common.server.stream import while_connected
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,14 @@ DEAD = "engine_dead"
 #: Routes that are answered 503 while the cluster drains, as by a single server. Others still report its state.
 REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
 
-#: Connections of clients, at the most: an engine refuses what is too much for it, with an answer.
+#: Most connections of clients. Requests that are too many for an engine are refused by the engine itself.
 MAX_CONNECTIONS = 8192
 
 #: The longest that `/health` waits for the replicas, in seconds.
 HEALTH_WAIT_S = 5.0
+
+#: Seconds for which the replicas' answers to `/health` are used. Replicas are asked anew after a quarter of that.
+HEALTH_AGE_S = 1.0
 
 
 class ReplicaLostError(Exception):
@@ -111,7 +114,10 @@ class Front:
         self._wanted = wanted
         self._wait_s = wait_s
         self._bodies = Bodies(body_timeout_s)
-        self._known: set[str] = set()  # names of replicas that have answered, and should still be there
+        self._known: set[str] = set()  # names of replicas that answered once; a missing one is lost
+        # When the replicas were asked for their `/health`, and their answers.
+        self._probed: tuple[float, dict[str, Whole]] = (-HEALTH_AGE_S, {})
+        self._probing: asyncio.Task[None] | None = None
         self._draining = False
         self._running = 0
         self.guarded: ASGIApp = self._answer
@@ -152,7 +158,7 @@ class Front:
         except LOST:
             await answer.fail(replica_lost())
         except ClientDisconnect:
-            pass  # the replica has heard of it when its stream was closed
+            pass  # closing the replica's stream has told the replica
         finally:
             self._running -= 1
 
@@ -164,7 +170,7 @@ class Front:
         """
         body = await self._bodies.read_json(request) if says_json(request) else b""
         path = request.url.path
-        # Bodies are merged for HEAD, too; the server in front leaves the merged one out.
+        # For HEAD, replicas are asked with GET: merging needs bodies. The HTTP server drops the merged one.
         is_merged = path == HEALTH or path in MERGES
         return Forwarded(
             method="GET" if request.method == "HEAD" and is_merged else request.method,
@@ -179,7 +185,7 @@ class Front:
     async def _reply(self, request: Forwarded, answer: Answer) -> None:
         """Send the answer of one replica, or one merged from the answers of all replicas."""
         if request.path == HEALTH:
-            replies = await self._ask_all(request, min(self._wait_s, HEALTH_WAIT_S))
+            replies = await self._probe(request)
             head, body = health(replies, wanted=self._wanted, known=self._known, draining=self._draining)
         elif request.path in MERGES:
             head, body = merge(request.path, await self._ask_all(request, self._wait_s))
@@ -232,6 +238,31 @@ class Front:
         finally:
             reply.cancel()  # harmless for one that is done
 
+    async def _probe(self, request: Forwarded) -> dict[str, Whole]:
+        """Return the replicas' answers to `/health`, at most `HEALTH_AGE_S` seconds old.
+
+        Replicas that are busy answer late. If probes keep coming, they are answered from the last answers, and the
+        replicas are asked anew meanwhile.
+
+        Raises:
+            ApiError: there is no replica.
+        """
+        if request.method != "GET":
+            return await self._ask_all(request, HEALTH_WAIT_S)
+
+        async def ask(now_s: float) -> None:
+            self._probed = (now_s, await self._ask_all(request, min(self._wait_s, HEALTH_WAIT_S)))
+
+        now_s = asyncio.get_running_loop().time()
+        age_s = now_s - self._probed[0]
+        if age_s > HEALTH_AGE_S / 4 and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(ask(now_s))
+            self._probing.add_done_callback(lambda probing: probing.exception())  # if no probe waits for it
+        if age_s > HEALTH_AGE_S:
+            assert self._probing is not None, "asked just now, or still being asked"
+            await asyncio.shield(self._probing)
+        return self._probed[1]
+
     async def _ask_all(self, request: Forwarded, wait_s: float) -> dict[str, Whole]:
         """Return the answers of all replicas that are not lost, by name.
 
@@ -263,7 +294,7 @@ def _headers_of(request: Request) -> tuple[tuple[bytes, bytes], ...]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server in an actor, whose signals are Ray's."""
+    """uvicorn's server without signal handlers: in an actor, Ray handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -271,7 +302,13 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve_http(app: ASGIApp, host: str, port: int, *, body_timeout_s: float) -> asyncio.Task[None]:
-    """Serve an app at an address, with the limits of a single server. Returns the task, once it listens.
+    """Serve an app at an address, with at most `MAX_CONNECTIONS` connections. Returns the server's task once the
+    server listens.
+
+    Args:
+        app: the ASGI app.
+        host, port: the address.
+        body_timeout_s: seconds for the head of a request to come. The app limits the time for the body.
 
     Raises:
         StartupError: the address cannot be used.

@@ -23,12 +23,13 @@ from ray import serve as ray_serve
 from cluster.app import NAME, application
 from cluster.options import Plan
 from common.errors import StartupError
-from common.server.serve import bind, exit_at_once, url_of
+from common.server.serve import exit_at_once
 from common.server.service import served_model_name
+from common.server.sockets import bind, url_of
 
 logger = logging.getLogger("cluster")
 
-#: For objects that are handed from process to process; what goes through here is small enough to go without.
+#: Size of Ray's store for objects shared between processes. Our messages are too small to go through it.
 OBJECT_STORE_BYTES = 80 * 2**20
 
 
@@ -36,7 +37,7 @@ def serve(plan: Plan) -> int:
     """Serve until a signal. Returns the exit code.
 
     Raises:
-        StartupError: the port is taken, there is too little of something, or a replica cannot be built.
+        StartupError: the port is taken, there are too few CPUs or GPUs, or a replica cannot be built.
     """
     signals = Signals()
     address, port = where(plan)
@@ -71,7 +72,7 @@ def where(plan: Plan) -> tuple[str, int]:
     """Return the address for clients, and its port. The front listens there once it is started.
 
     Raises:
-        StartupError: the port is taken.
+        StartupError: the port is taken, or it is 0 with `--address`.
     """
     options = plan.options
     if options.address is None:
@@ -115,7 +116,7 @@ def start_ray(plan: Plan) -> None:
     """Join a cluster, or start one of this machine.
 
     Raises:
-        StartupError: there is no cluster at the address, or it is too small.
+        StartupError: no cluster answers at the address, or this machine has too few CPUs or GPUs.
     """
     options = plan.options
     quiet: dict[str, Any] = {

@@ -19,8 +19,8 @@ OK, SERVER_ERROR = 200, 500
 def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
     """Return the merged answer to `path`, one of `MERGES`.
 
-    A replica that cannot answer (5xx: its engine is dead, or it drains) is left out, unless none can. A refusal of
-    the request (4xx) is the answer.
+    A replica that cannot answer (5xx: its engine is dead, or it drains) is left out. If no replica can answer, or
+    if one refuses the request (4xx), the merged answer is that replica's error.
     """
     refusal = _refusal(replies)
     if refusal is not None:
@@ -122,7 +122,7 @@ def merge_resets(bodies: Mapping[str, bytes]) -> bytes:
     return orjson.dumps({"dropped_blocks": sum(dropped)})
 
 
-#: Routes that every replica is asked, beside `HEALTH`, and the function that makes one body of theirs.
+#: Routes whose answer is merged from all replicas, beside `HEALTH`, and the function that merges their bodies.
 MERGES: dict[str, Callable[[Mapping[str, bytes]], bytes]] = {
     "/telemetry": merge_telemetry,
     "/metrics": merge_metrics,

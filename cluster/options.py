@@ -17,7 +17,7 @@ from common.server.options import CommonOptions
 
 DEFAULT_PORT = 9000
 
-#: The first phase that finds again what it has computed: where requests go matters from here on.
+#: The first phase with a prefix cache. From this phase on, it matters which replica gets a request.
 FIRST_CACHING_PHASE = 8
 
 
@@ -82,7 +82,7 @@ def read_flags(argv: Sequence[str], prog: str = "python -m cluster") -> Plan:
     """Return the plan that the command line and the environment describe.
 
     Raises:
-        UsageError: an option is unknown, or its value is not one of its values.
+        UsageError: an option is unknown, or its value is invalid.
         StartupError: there is no such phase.
     """
     package = find_phase(_phase_of(argv))

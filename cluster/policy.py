@@ -1,4 +1,4 @@
-"""Routing policies: from the replicas' loads and a prompt's keys to the name of a replica. No Ray, no clock.
+"""Routing policies: choose a replica by the replicas' loads and a prompt's keys. They use neither Ray nor a clock.
 
 ```text
 load of a replica = waiting / seats + max(active / seats, KV use)
@@ -8,7 +8,7 @@ load of a replica = waiting / seats + max(active / seats, KV use)
   a  0.25                          b  1.5
 
   least_loaded     a
-  prefix           b, if it holds more of the prompt than a, and 1.5 is within the margin of 0.25; else a
+  prefix           b, if it holds more of the prompt than a, and 1.5 is at most 0.25 + margin; else a
 ```
 
 A request count would say less: an engine whose few requests have filled its memory is busier than one whose many
@@ -37,7 +37,7 @@ class Load:
         seats: sequences it computes together.
         active: requests that hold KV memory.
         waiting: requests in its queue.
-        queue_room: how many more it takes, for its queue and what is free of its seats.
+        queue_room: how many more requests it accepts, for its free seats and its queue.
         kv_use: share of its KV memory that is held, 0 to 1.
     """
 
@@ -85,8 +85,8 @@ class LoadTable:
 
     def __init__(self) -> None:
         self._reported: dict[str, Load] = {}
-        self._in_flight: dict[str, int] = {}  # of this router's
-        self._counted: dict[str, int] = {}  # how many of those there were when the report came
+        self._in_flight: dict[str, int] = {}  # requests of this router
+        self._counted: dict[str, int] = {}  # requests in flight when the report came
         self._numbers: dict[str, int] = {}  # of the latest reports
 
     def report(self, replica: str, load: Load, number: int) -> None:
@@ -154,7 +154,7 @@ class Policy(ABC):
 
 
 class Random(Policy):
-    """A random replica that is not full: the baseline for the other policies."""
+    """Chooses a random replica that is not full: the baseline for the other policies."""
 
     name = "random"
 
@@ -163,7 +163,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """Replicas in turn, in the order of their names, without the full ones."""
+    """Chooses replicas in turn, in the order of their names, and skips full ones."""
 
     name = "round_robin"
 
@@ -178,7 +178,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The replica with the smallest load."""
+    """Chooses the replica with the smallest load."""
 
     name = "least_loaded"
 
@@ -187,14 +187,14 @@ class LeastLoaded(Policy):
 
 
 class Prefix(Policy):
-    """The replica that was sent the longest part of the prompt's beginning before, so its cache may hold it.
+    """Chooses the replica that was sent the longest beginning of the prompt before, so its cache may hold it.
 
     That is a guess: the replica may have evicted those blocks, and then they are computed again. SGLang's router
     and Ray's do the same with trees of text; here it is a table of hashes with a bounded number of entries.
 
     Args:
-        margin: in batches; who is loaded by more than this above the least loaded is passed over.
-        capacity: of the table, in pairs of a key and a replica that has it.
+        margin: in batches. A replica whose load exceeds the least load by more than this is not considered.
+        capacity: most pairs of a key and a replica in the table.
     """
 
     name = "prefix"
@@ -229,15 +229,15 @@ def _with_room(loads: Mapping[str, Load]) -> list[str]:
 
 
 def prefix_keys(prompt: bytes, salt: bytes = b"", *, block_bytes: int = BLOCK_BYTES) -> list[int]:
-    """A key for each whole block of a prompt, from all of the prompt up to its end.
+    """Return a key for each whole block of a prompt: a hash of the prompt up to that block's end.
 
     ```text
     prompt   You are a friendly │ assistant. User: W │ hat is a ra
     keys     h(salt, block 0)     h(key 0, block 1)    none: the block is not whole
     ```
 
-    Prompts share as many keys as they share whole blocks at their beginnings. Other prompts may share a key by
-    chance, once in 2⁶⁴; they would be sent to the same replica, which compares token ids.
+    Prompts share as many keys as they share whole blocks at their beginnings. Different blocks have the
+    same key with probability 2⁻⁶⁴. That is harmless: the replica's cache compares token ids.
     """
     keys: list[int] = []
     digest = hashlib.blake2b(salt, digest_size=8).digest()
@@ -274,7 +274,7 @@ class HolderTable:
         return best
 
     def add(self, keys: Sequence[int], replica: str) -> None:
-        """Add the keys that were sent to a replica."""
+        """Record that a prompt with these keys was sent to a replica. Drops old keys beyond the capacity."""
         for key in reversed(
             keys
         ):  # the first key ends as the most recently used: a later key is useless without it

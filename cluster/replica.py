@@ -38,7 +38,7 @@ class Replica:
     Args:
         phase: as `find_phase` takes it.
         config: the phase's options.
-        options: the server's.
+        options: the server's options (`CommonOptions`).
         created: when the cluster was started, in seconds since 1970. All replicas report it for their model.
     """
 
@@ -63,7 +63,7 @@ class Replica:
             hosts=AllowedHosts(server_options.host, server_options.allowed_host),
             body_timeout_s=server_options.body_timeout,
             step_timeout_s=server_options.step_timeout,
-            live_view=False,  # it would show one of the replicas, and not the one that is asked
+            live_view=False,  # it would show the steps of any one replica
         )
         self._service: Service = self._app.state.server
         self._service.created = created
@@ -90,7 +90,7 @@ class Replica:
         """Return this replica's name and its whole answer."""
         return self._name, *await collect(self._app, request)
 
-    # ------------------------------------------------------------------ what Serve asks
+    # ------------------------------------------------------------------ called by Serve
 
     def check_health(self) -> None:
         """Check that this replica still computes. Serve replaces it if this raises.

@@ -1,7 +1,7 @@
-"""The request router of Ray Serve that asks our policies.
+"""A request router for Ray Serve that uses our policies.
 
-Routers run in the front, which sends the requests. Serve tells a router which replicas exist and what each
-reports of itself (`Replica.record_routing_stats`), and asks it for one at a time.
+The router runs in the front, which sends the requests. Serve tells it which replicas exist, and passes on each
+replica's report (`Replica.record_routing_stats`). For each request, Serve asks the router for a replica.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.policy import POLICIES, Load, LoadTable, Policy, Prefix
 
 
 class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types where it is not installed
-    """Asks a policy. The loads include the requests that this router has sent since the last report."""
+    """Chooses replicas with a policy. The loads include the requests that it has sent since the last report."""
 
     def initialize_state(self, policy: str, seed: int, margin: float) -> None:
         """Set up the policy. Serve calls this once, with the arguments of the deployment."""
@@ -36,7 +36,7 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types whe
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
         request_id = pending_request.metadata.internal_request_id
         with self._lock:
-            self._end(request_id)  # where it was not taken
+            self._end(request_id)  # if it was sent to a replica that did not take it
             for name, replica in replicas.items():
                 self._read_report(name, replica.routing_stats)
             loads = {name: self._table.load(name) for name in replicas if name not in request.avoid}
