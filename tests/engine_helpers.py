@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine import Engine
 from common.generate import ContiguousCache, generate
 from common.kv import KVPool, KVShape, KVView, Span
+from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
@@ -22,10 +32,12 @@ from common.phases import find_phase
 from common.request import Request, SamplingParams, StepOutput
 from common.scheduling import Scheduler
 from common.text import Tokenizer
+from common.worker import EngineWorker, RequestStream
+from tests.pools import CPU, SMALLEST, assert_consistent
 
 EOS = 256
 VOCAB = 300  # ids above EOS are the model's alone
-CPU = torch.device("cpu")
+ALLERGEN = 299  # a pass with this token in it raises, or has NaN in it
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -108,6 +120,20 @@ def tiny_model(seed: int = 0, **changes: Any) -> CausalLM:
     return model.eval()
 
 
+def windowed_model() -> CausalLM:
+    """A small Llama with sliding and full layers, like Gemma's."""
+    local, full = LayerConfig(window=5, rope=RopeConfig(10_000.0)), LayerConfig(None, RopeConfig(50_000.0))
+    return tiny_model(layers=(local, full, local, full))
+
+
+def nan_model() -> CausalLM:
+    """A small Llama whose keys and values are NaN wherever `ALLERGEN` stands."""
+    model = tiny_model()
+    embedding = next(parameter for name, parameter in model.named_parameters() if "embed" in name)
+    embedding.data[ALLERGEN] = math.nan
+    return model
+
+
 # ---------------------------------------------------------------------- a model that only remembers
 
 
@@ -185,17 +211,26 @@ class RememberingModel:
         return torch.stack([one_hot(row) if isinstance(row, int) else row for row in rows])
 
 
+class Allergic(RememberingModel):
+    """Raises when a pass holds the allergen."""
+
+    def __call__(self, batch: TokenBatch, view: KVView) -> Tensor:
+        if (batch.token_ids == ALLERGEN).any():
+            raise RuntimeError("allergic")
+        return super().__call__(batch, view)
+
+
 # ---------------------------------------------------------------------- engines
 
 
 def build(
     phase: str, model: Any = None, *, clock: Callable[[], float] | None = None, **options: Any
 ) -> Engine:
-    """An engine of a phase (`static`, `continuous`) around `model`, or around a model that only remembers."""
+    """An engine of a phase (by its name or a part of it) around `model`, or around a model that only remembers."""
     package = find_phase(phase)
     model = model if model is not None else RememberingModel()
     defaults: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4}
-    if phase == "static":
+    if "batch_wait_timeout_s" in package.Config.model_fields:
         defaults["batch_wait_timeout_s"] = 0.0
     engine = package.build_engine(
         package.Config(**(defaults | options)),
@@ -242,6 +277,13 @@ def text_of(outputs: Sequence[StepOutput], request: Request) -> str:
     return "".join(o.text_delta for o in outputs if o.request_id == request.request_id)
 
 
+def assert_undisturbed(outputs: Sequence[StepOutput], requests: Sequence[Request]) -> None:
+    """Every request has the tokens that a model that remembers makes of its prompt, up to its limit."""
+    for request in requests:
+        count = request.params.max_new_tokens
+        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, count)
+
+
 def end_of(outputs: Sequence[StepOutput], request: Request) -> StepOutput:
     """The request's one terminal output, which is its last."""
     own = [o for o in outputs if o.request_id == request.request_id]
@@ -265,11 +307,39 @@ def solo(
     return [o.token_id for o in generate(model, request) if o.token_id is not None]
 
 
-def make_room(scheduler: Scheduler, pool: KVPool) -> None:
-    """What an engine does about memory before it admits: see `Scheduler.make_room`."""
-    while preempted := scheduler.make_room(pool):
-        for each in preempted:
-            pool.release(each)
+def llm_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """An LLM around an engine that is ready."""
+    phase = engine.phase.slug
+    monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
+    return LLM("a ready model", phase=phase)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that torch is asked for, each with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls.append((func._schema.name, args))
+        return func(*args, **(kwargs or {}))
+
+
+def assert_answered(outputs: Sequence[StepOutput], requests: Sequence[Request], model: Any = None) -> None:
+    """Each request got the tokens that it would have got alone, each once and in order, and one end."""
+    for request in requests:
+        own = [output for output in outputs if output.request_id == request.request_id]
+        if model is None or isinstance(model, RememberingModel):
+            expected = continuation(request.prompt_token_ids, request.params.max_new_tokens)
+        else:
+            expected = solo(model, request.prompt_token_ids, request.params)
+        assert [output.token_id for output in own] == expected
+        assert [output.completion_tokens for output in own] == list(range(1, len(expected) + 1))
+        assert [output.finished for output in own] == [False] * (len(own) - 1) + [True]
+        assert {output.error for output in own} == {None}
 
 
 def assert_all_free(engine: Engine) -> None:
@@ -281,6 +351,143 @@ def assert_all_free(engine: Engine) -> None:
     assert engine.telemetry.counters.reclaimed_slots == 0
 
 
+# ---------------------------------------------------------------------- a scheduler without an engine
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A phase with some options."""
+
+    phase: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.phase, *(str(value) for value in self.options.values())])
+
+    @classmethod
+    def of(cls, phase: str, **options: Any) -> Variant:
+        """Return a phase with the options that it knows."""
+        known = find_phase(phase).Config.model_fields
+        return cls(phase, {name: value for name, value in options.items() if name in known})
+
+    def config(self, **options: Any) -> Any:
+        return find_phase(self.phase).Config(**(self.options | options))
+
+    def pool(self, shape: KVShape = SMALLEST, **options: Any) -> Any:
+        return find_phase(self.phase).build_engine.pool(
+            self.config(**({"max_seq_len": 64} | options)), shape, CPU
+        )
+
+    def build(self, model: Any = None, **options: Any) -> Engine:
+        return build(self.phase, model, **(self.options | options))
+
+    def bench(self, **options: Any) -> Bench:
+        return Bench(self.phase, **(self.options | options))
+
+
+def ids(requests: Sequence[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def make_room(scheduler: Scheduler, pool: KVPool) -> None:
+    """Make room in memory as an engine does before it admits (`Scheduler.make_room`)."""
+    while preempted := scheduler.make_room(pool):
+        for each in preempted:
+            pool.release(each)
+
+
+class Bench:
+    """A scheduler and its pool without a model: every pass succeeds, and every token is a 1."""
+
+    def __init__(self, phase: str, **options: Any) -> None:
+        builder = find_phase(phase).build_engine
+        config = builder.config(**({"max_seq_len": 4096} | options))
+        self.clock = Clock()
+        self.scheduler = builder.scheduler(config, self.clock)
+        self.pool: Any = builder.pool(config, SMALLEST, CPU)
+        self._arrivals = itertools.count()
+
+    def request(self, prompt: int, new: int = 64) -> Request:
+        """Return the next request of r0, r1, …, with a prompt of so many tokens."""
+        arrival = next(self._arrivals)
+        request = Request(f"r{arrival}", [1] * prompt, greedy(new))
+        request.arrival = arrival
+        return request
+
+    def add(self, *prompts: int) -> list[Request]:
+        requests = [self.request(prompt) for prompt in prompts]
+        for request in requests:
+            assert self.scheduler.add_request(request)
+        return requests
+
+    def hold(self, tokens: int) -> Request:
+        """Return a request that decodes and has memory for so many tokens."""
+        (holder,) = self.add(tokens)
+        assert self.pool.reserve(holder, tokens)
+        self.scheduler.waiting.remove(holder)
+        self.scheduler.active.append(holder)
+        holder.start_prefill()
+        holder.start_decode()
+        return holder
+
+    def make_room(self) -> None:
+        make_room(self.scheduler, self.pool)
+
+    def begin(self) -> list[str]:
+        """Do what an engine does before it executes a plan. Returns the ids of the active requests."""
+        for done in self.scheduler.retire():
+            self.pool.release(done)
+        self.make_room()
+        self.scheduler.admit(self.pool)
+        assert_consistent(self.pool)
+        return self.active
+
+    def admitted(self) -> list[str]:
+        """Begin a step. Returns the ids of the requests that it admits."""
+        before = self.active
+        return [name for name in self.begin() if name not in before]
+
+    def step(self) -> tuple[list[str], list[tuple[str, int, int]]]:
+        """Run a step. Returns the ids of the requests that decode, and the chunks of the others."""
+        self.begin()
+        plan = self.scheduler.plan()
+        for chunk in plan.prefill:
+            chunk.request.prefill_progress = chunk.end
+            if chunk.is_last and not chunk.request.is_terminal:
+                chunk.request.start_decode()
+                chunk.request.token_ids.append(1)
+        for request in plan.decode:
+            if not request.is_terminal:
+                request.prefill_progress += 1
+                request.token_ids.append(1)
+        chunks = [(chunk.request.request_id, chunk.start, chunk.end) for chunk in plan.prefill]
+        return ids(plan.decode), chunks
+
+    @property
+    def active(self) -> list[str]:
+        return ids(self.scheduler.active)
+
+    @property
+    def waiting(self) -> list[str]:
+        return ids(list(self.scheduler.waiting))
+
+    @property
+    def state(self) -> Any:
+        """Everything that a plan must not change."""
+        requests = [*self.scheduler.waiting, *self.scheduler.active]
+        fields = [(f.name, str(getattr(each, f.name))) for each in requests for f in dataclasses.fields(each)]
+        return fields, self.waiting, self.active, str(vars(self.pool))
+
+
+def the_refusal(error: ValidationError) -> ErrorDetails:
+    """The one thing that is wrong. pydantic may add that a default which follows another option was not made."""
+    (refusal,) = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+    return refusal
+
+
+# ---------------------------------------------------------------------- logits
+
+
 def fresh_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
     """[vocab]: the logits after `token_ids`, computed from nothing in one pass."""
     request = Request("fresh", list(token_ids), GREEDY)
@@ -289,3 +496,51 @@ def fresh_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
     view = cache.view([Span.exact(0, 0, len(token_ids))])
     last = torch.tensor([len(token_ids) - 1])
     return model(TokenBatch(torch.tensor(list(token_ids)), view.positions, last), view)[0]
+
+
+# ---------------------------------------------------------------------- engines in a thread
+
+TIMEOUT_S = 20.0
+
+
+class Gate:
+    """A model hook that holds passes back until it is opened; `reached` says that one is being held."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, _: object) -> None:
+        self.reached.set()
+        assert self.open.wait(TIMEOUT_S)
+
+
+@contextlib.asynccontextmanager
+async def working(engine: Engine) -> AsyncIterator[EngineWorker]:
+    """A started worker, which is stopped in the end whatever happens."""
+    worker = EngineWorker(lambda: engine)
+    worker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield worker
+    finally:
+        await worker.stop()
+    assert not worker._thread.is_alive()
+
+
+def submit(worker: EngineWorker, prompt: str, params: SamplingParams) -> RequestStream:
+    with worker.hold_places() as places:
+        return places.submit([worker.engine.create_request(prompt, params)])[0]
+
+
+async def read(stream: RequestStream) -> list[StepOutput]:
+    return [output async for output in stream]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def tokens(outputs: Sequence[StepOutput]) -> list[int]:
+    return [output.token_id for output in outputs if output.token_id is not None]

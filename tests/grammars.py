@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
+import llguidance
 
-from common.grammar import Grammar
+from common.grammar import Grammar, Matcher
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ def _described(name: str, schema: dict[str, Any]) -> Form:
 
     def matches(text: str) -> bool:
         try:
-            return bool(validator.is_valid(json.loads(text)))
+            # Dates of RFC 3339 have a year 0, Python's have not.
+            return bool(validator.is_valid(json.loads(text.replace('"0000-', '"0004-'))))
         except json.JSONDecodeError:
             return False
 
@@ -139,3 +143,33 @@ AMBIGUOUS = "\n".join(
         *(f"r{i}: s* /[a-z ]/ s*" for i in range(8)),
     ]
 )
+
+
+# ---------------------------------------------------------------------- slow masks
+
+
+class SlowBackend:
+    """A matcher's backend whose masks take so many seconds of processor time; `hold`: and then until it is set."""
+
+    def __init__(
+        self, backend: llguidance.LLMatcher, mask_s: float, hold: threading.Event | None = None
+    ) -> None:
+        self._backend = backend
+        self._mask_s = mask_s
+        self._hold = hold
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        end_s = time.thread_time() + self._mask_s
+        while time.thread_time() < end_s:
+            pass
+        if self._hold is not None:
+            self._hold.wait(60)
+        self._backend.unsafe_compute_mask_ptr(pointer, size)
+
+
+def slowed(matcher: Matcher, mask_s: float, hold: threading.Event | None = None) -> Matcher:
+    matcher._backend = SlowBackend(matcher._backend, mask_s, hold)  # type: ignore[assignment]
+    return matcher

@@ -6,6 +6,9 @@ sequence at a time.
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -23,6 +26,7 @@ import phase7_chunked
 import phase8_prefix
 from common.generate import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
+from common.phases import find_phase, phase_names
 from common.request import Request
 from phase4_static.cache import StaticKVCache
 from phase5_continuous.cache import SlottedKVCache
@@ -424,3 +428,30 @@ def test_attention_over_any_history_is_plain_attention(
             (heir,) = seat(pool, rng.randint(1, 30))
             live[heir] = [(draw(0, KV_HEADS, HEAD_DIM),) * 2] * LAYERS
     assert compared > 30
+
+
+# ---------------------------------------------------------------------- those who use pools
+
+
+def modules() -> set[str]:
+    """The engine, the runner, and each phase's own, with its scheduler."""
+    own = {part.__module__ for name in phase_names() for part in parts(find_phase(name).build_engine)}
+    return {"common.engine", "common.runner", *own}
+
+
+def parts(builder: Any) -> tuple[Any, Any]:
+    return builder.runner, builder.scheduler
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_engine_runner_and_scheduler_do_not_ask_which_pool_it_is(name: str) -> None:
+    """They name no kind of pool, and find out in no other way which one it is."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(importlib.import_module(name)))))
+    names = {str(getattr(node, field, "")) for node in nodes for field in ("id", "attr", "name", "value")}
+    assert names.isdisjoint({"kv_cache_backend", "paged", "contiguous", "BlockAllocator"})
+    assert names.isdisjoint({"StaticKVCache", "SlottedKVCache", "PagedKVCachePool", "PrefixCachingPool"})
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    asked = [
+        ast.unparse(call) for call in calls if ast.unparse(call.func) in ("isinstance", "hasattr", "type")
+    ]
+    assert not [call for call in asked if "pool" in call.lower() or "cache" in call.lower()]

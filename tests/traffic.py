@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, SamplingParams, StepOutput
+from phase6_paged.cache import PagedKVCachePool
 from tests.engine_helpers import EOS, RememberingModel, assert_all_free, build, chained, greedy, one_hot
+from tests.pools import assert_consistent, shuffle_free_blocks
 
 NAN_TOKEN = 250  # whoever begins with it gets NaN logits after a few tokens
 MAX_SEQ_LEN = 40
@@ -110,28 +112,33 @@ class Traffic:
         assert None not in slots
         assert len(set(slots)) == len(slots) <= 3, "a slot is shared"
         assert set(pool._lengths) == set(slots), "a slot is held by nobody, or not by its pool"
+        latest = max((request.arrival for request in active), default=-1)
         for request in self.live.values():
             waits = request.state is RequestState.WAITING
             assert waits == (request.slot is None)
             assert waits != (request in active)
-            if request.state is RequestState.DECODE:
-                assert request.slot is not None
-                assert pool.get_seq_len(request.slot) == request.num_tokens - 1
+            assert not waits or (request.arrival > latest and request.prefill_progress == 0), "overtaken"
+            if request.slot is not None:
+                columns = pool.get_seq_len(request.slot)
+                assert columns == request.prefill_progress
+                if request.state is RequestState.PREFILL:
+                    assert columns < len(request.token_ids) <= pool.capacity(request.slot)
+                else:
+                    assert columns == request.num_tokens - 1
         waiting = sum(request.state is RequestState.WAITING for request in self.live.values())
         assert waiting <= scheduler.num_waiting <= 4 + 3
         assert pool.used_tokens <= pool.reserved_tokens
+        assert_consistent(pool)
+        if isinstance(pool, PagedKVCachePool):
+            shuffle_free_blocks(pool, seed=self.operations)
 
 
 class TrafficMachine(RuleBasedStateMachine):
     """Hypothesis chooses the operations, and the shortest ones that go wrong."""
 
-    phase = ""
-    kind: type[Traffic] = Traffic
-    options: dict[str, Any] = {}  # noqa: RUF012 - a constant of the subclass
-
-    @initialize()
-    def start(self) -> None:
-        self.traffic = self.kind(self.phase, **self.options)
+    def __init__(self, start: Callable[[], Traffic]) -> None:
+        super().__init__()
+        self.traffic = start()
 
     @rule(first=st.integers(240, NAN_TOKEN), prompt=st.integers(1, 20), new=st.integers(1, 12))
     def add(self, first: int, prompt: int, new: int) -> None:
@@ -165,23 +172,9 @@ class TrafficMachine(RuleBasedStateMachine):
         self.traffic.finish()
 
 
-def state_machine(
-    phase: str, examples: int, steps: int, kind: type[Traffic] = Traffic, **options: Any
-) -> Any:
-    """A unittest case that pytest collects."""
-    members = {"phase": phase, "kind": kind, "options": options}
-    machine = type(f"{phase.title()}Traffic", (TrafficMachine,), members)
-    case = machine.TestCase
-    case.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    return case
-
-
-def random_traffic(
-    phase: str, operations: int, seed: int, kind: type[Traffic] = Traffic, **options: Any
-) -> Traffic:
+def random_traffic(traffic: Traffic, operations: int, seed: int) -> None:
     """So many random operations on one engine, everything drained and checked at the end."""
     rng = random.Random(seed)
-    traffic = kind(phase, **options)
     while traffic.operations < operations:
         match rng.random():
             case draw if draw < 0.35:
@@ -193,7 +186,6 @@ def random_traffic(
             case _:
                 traffic.step()
     traffic.finish()
-    return traffic
 
 
 def assert_everything_happened(traffic: Traffic) -> None:

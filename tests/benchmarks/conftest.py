@@ -1,4 +1,4 @@
-"""What the benchmark tests share: plans, records, and whole runs made by hand."""
+"""Plans, records, and whole runs made by hand, for the tests of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-import benchmarks.load
+import benchmarks.environment
 from benchmarks.client import Endpoint
 from benchmarks.loadgen import LoadPlan
 from benchmarks.metrics import summarize, summarize_server
@@ -27,7 +27,7 @@ from common.text import Tokenizer
 @pytest.fixture(autouse=True)
 def quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for a moment only at how busy the machine is: nothing here depends on it."""
-    monkeypatch.setattr(benchmarks.load, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(benchmarks.environment, "SAMPLE_S", 0.01)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ TELEMETRY_PAGE = 2  # steps of one answer; readers must ask for more
 
 @dataclass
 class Script:
-    """What the server does.
+    """The behaviour of the server.
 
     Attributes:
         first_s: delay of the first token, in seconds.

@@ -99,7 +99,7 @@ def test_another_load_can_be_asked_for(writer: PromptWriter) -> None:
 
 
 def test_a_failed_request_is_no_measurement(writer: PromptWriter) -> None:
-    with pytest.raises(CalibrationError, match="8 of 8 requests failed, first: no"):
+    with pytest.raises(CalibrationError, match="8 of 8 requests failed: no"):
         measure(Machine(1.0, 1.0, error="no"), writer, "continuous_batching")
 
 

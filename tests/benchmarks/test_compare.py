@@ -15,7 +15,7 @@ from rich.progress import Progress, TaskID
 
 import benchmarks.__main__ as command_line
 import benchmarks.compare
-import benchmarks.load
+import benchmarks.environment
 from benchmarks.compare import Comparison, compare
 from benchmarks.files import load_comparisons, load_runs
 from benchmarks.measure import Measurement
@@ -115,7 +115,7 @@ def test_a_run_beside_busy_programs_says_so(
     """Looked at before the first run and after each: the second and the third touch a busy moment."""
     looks = iter([0.0, 0.0, 1.5, 0.0, 0.0])
     monkeypatch.setattr(benchmarks.compare, "cores_taken", lambda: next(looks))
-    monkeypatch.setattr(benchmarks.load, "cores", lambda: 2)
+    monkeypatch.setattr(benchmarks.environment, "cores", lambda: 2)
     targets = [fake_target(f"phase {number}", number) for number in (4, 5, 6, 7)]
     runs, printed = run_comparison(targets, writer, tmp_path)
     said = "other programs took 1.5 of 2 cores before or after run 1"
@@ -146,9 +146,9 @@ def test_every_progress_bar_has_a_total_from_its_beginning(
 
 
 def test_a_quiet_machine_is_not_called_busy() -> None:
-    assert not benchmarks.load.is_busy(0.05 * benchmarks.load.cores())
-    assert benchmarks.load.is_busy(0.9 * benchmarks.load.cores())
-    assert 0 <= benchmarks.load.cores_taken() <= benchmarks.load.cores()
+    assert not benchmarks.environment.is_busy(0.05 * benchmarks.environment.cores())
+    assert benchmarks.environment.is_busy(0.9 * benchmarks.environment.cores())
+    assert 0 <= benchmarks.environment.cores_taken() <= benchmarks.environment.cores()
 
 
 def test_every_metric_is_printed_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Phases that the demo would race; nothing is started."""
     raced: list[list[str]] = []
     monkeypatch.setattr(demo, "write", lambda phase, console: None)
-    monkeypatch.setattr(demo, "race", lambda phases, console: raced.append(list(phases)) or 0)
+    monkeypatch.setattr(demo, "chat", lambda phase, model, console: raced.append([model]))
+    monkeypatch.setattr(demo, "race", lambda phases, console, *model: raced.append([*phases, *model]) or 0)
     return raced
 
 
@@ -31,9 +32,29 @@ def test_what_is_no_phase_is_refused_with_a_list(
     assert served == []
 
 
+def test_without_a_model_it_names_the_next_step(
+    served: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--phases", "4"]) == 0
+    assert "make demo MODEL=smollm2" in capsys.readouterr().out
+
+
+def test_a_real_model_is_fetched_asked_and_compared(
+    served: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(demo, "fetch", lambda name: fetched.append(name) or f"/models/{name}")
+    assert demo.main(["--phases", "4", "--model", "smollm2"]) == 0
+    assert fetched == ["smollm2"]
+    assert "smollm2 is in /models/smollm2" in capsys.readouterr().out
+    assert served == [["smollm2"], ["phase4_static", "smollm2"]]
+    assert demo.main(["--phases", "4", "--model", "zoo:llama-tiny"]) == 0
+    assert fetched == ["smollm2"]
+
+
 def test_its_stories_end_by_themselves() -> None:
     llm = LLM(demo.WRITER_MODEL, phase=5)
-    params = SamplingParams(max_new_tokens=demo.MOST_TOKENS, temperature=0.7, seed=1)
+    params = SamplingParams(max_new_tokens=demo.MOST_TOKENS, temperature=0.3, seed=1)
     stories = llm.generate(list(demo.PROMPTS), params)
     assert [story.finish_reason for story in stories] == ["eos"] * len(demo.PROMPTS)
     assert all(len(story.token_ids) > 50 for story in stories)

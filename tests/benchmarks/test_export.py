@@ -127,7 +127,7 @@ def test_a_preset_that_changes_is_exported_anew(tmp_path: Path, monkeypatch: pyt
 
 def test_a_checkpoint_is_served_from_where_it_is(tmp_path: Path) -> None:
     weights = weights_of("zoo:llama-tiny", "float32", tmp_path)
-    assert weights.folder == open_checkpoint("zoo:llama-tiny").weights
+    assert weights.folder == open_checkpoint("zoo:llama-tiny").folder
     assert not list(tmp_path.iterdir())
 
 

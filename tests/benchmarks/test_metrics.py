@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.metrics import distribution, is_good, percentile, percentiles, summarize, summarize_server
+from benchmarks.metrics import distribution, is_good, percentiles, summarize, summarize_server
 from tests.benchmarks.conftest import record
 
 
@@ -19,16 +19,6 @@ def test_a_distribution_keeps_its_ends() -> None:
     small = distribution([2.0, 1.0])
     assert (small.seconds, small.shares) == ([1.0, 2.0], [0.5, 1.0])
     assert distribution([]).shares == []
-
-
-def test_percentiles_by_hand() -> None:
-    values = [40.0, 10.0, 30.0, 20.0, 50.0]
-    assert percentile(values, 0.0) == 10
-    assert percentile(values, 0.5) == 30
-    assert percentile(values, 0.95) == pytest.approx(48)  # place 3.8 of 0..4: 40 + 0.8 × 10
-    assert percentile(values, 1.0) == 50
-    assert percentile([7.0], 0.99) == 7
-    assert percentile([1.0, 2.0], 0.5) == 1.5
 
 
 def test_percentiles_as_numpy_computes_them() -> None:

@@ -42,7 +42,7 @@ def results(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What the figures of `results` are."""
+    """The figures of `results`: names and bytes."""
     folder = tmp_path_factory.mktemp("drawn")
     save(folder / "results", *two_phases())
     draw_all(folder / "results", folder / "out")

@@ -55,21 +55,21 @@ def test_best_of() -> None:
     assert best_of([1.0, 2.0], "") is None
 
 
-def test_phases_come_in_order_and_peers_are_compared_with_the_last_phase() -> None:
-    runs = [
-        make_run("generate()", 100.0),
-        make_run("phase 12", 12),
-        make_run("phase 5", 5),
-        make_run("transformers", 101.0),
-    ]
-    columns = columns_of(runs)
-    assert [column[0].server.label for column in columns] == [
-        "phase 5",
-        "phase 12",
-        "generate()",
-        "transformers",
-    ]
-    assert bases_of(columns) == [None, 0, 1, 1]
+@pytest.mark.parametrize(
+    ("servers", "bases"),
+    [
+        # A peer is compared with the last phase.
+        ({"phase 5": 5, "phase 12": 12, "generate()": 100.0, "vLLM": 101.0}, [None, 0, 1, 1]),
+        # A variant is compared with the first column of its phase.
+        ({"phase 6": 6, "phase 7, a": 7.001, "phase 7, b": 7.002, "generate()": 100.0}, [None, 0, 1, 1]),
+    ],
+)
+def test_columns_come_in_order_and_are_compared_with_those_before(
+    servers: dict[str, float], bases: list[int | None]
+) -> None:
+    columns = columns_of([make_run(label, servers[label]) for label in sorted(servers, reverse=True)])
+    assert [column[0].server.label for column in columns] == list(servers)
+    assert bases_of(columns) == bases
 
 
 def test_a_failed_run_has_no_part_in_the_medians_and_is_named() -> None:
@@ -169,20 +169,3 @@ def test_seconds() -> None:
     assert format_seconds(0.01234) == "12.3 ms"
     assert format_seconds(0.9999) == "1.00 s"
     assert format_seconds(12.5) == "12.50 s"
-
-
-def test_variants_are_compared_with_the_first_column_of_their_phase() -> None:
-    runs = [
-        make_run("phase 7, b", 7.002),
-        make_run("phase 6", 6),
-        make_run("phase 7, a", 7.001),
-        make_run("generate()", 100.0),
-    ]
-    columns = columns_of(runs)
-    assert [column[0].server.label for column in columns] == [
-        "phase 6",
-        "phase 7, a",
-        "phase 7, b",
-        "generate()",
-    ]
-    assert bases_of(columns) == [None, 0, 1, 1]

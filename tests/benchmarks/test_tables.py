@@ -6,13 +6,11 @@ import io
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from benchmarks.micro import memory_pressure
 from benchmarks.plots.groups import load_groups
 from benchmarks.tables import MeasuredTable, load_tables, show
-from common.models.registry import load_model, open_checkpoint
 from docs.building import ledger
 from docs.building import results as pages
 from tests.benchmarks.conftest import make_run
@@ -108,19 +106,16 @@ def test_numbers_are_shown_with_three_digits() -> None:
 
 
 def test_less_memory_gives_the_same_tokens_and_more_preemptions() -> None:
-    checkpoint = open_checkpoint("zoo:llama-tiny")
-    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=512)
-    orders = [
-        (prompt[:40], min(new, 40)) for prompt, new in memory_pressure.draw_orders(6, model.config.vocab_size)
-    ]
-    rows = memory_pressure.measure("phase6_paged", model, checkpoint.tokenizer(), orders)
+    drawn = memory_pressure.draw_orders(6, vocab_size=1024)
+    orders = [memory_pressure.Order(prompt[:40], min(new, 40)) for prompt, new in drawn]
+    rows = memory_pressure.measure("phase6_paged", "zoo:llama-tiny", orders)
     blocks, per_step, preemptions, again, same = (
         [row[memory_pressure.COLUMNS.index(name)] for row in rows]
         for name in ("blocks", "tokens per step", "preemptions", "prefilled again, tokens", "same tokens")
     )
     assert blocks == sorted(blocks, reverse=True)
-    assert blocks[0] == sum(map(memory_pressure.blocks_of, orders))
-    assert blocks[-1] == max(map(memory_pressure.blocks_of, orders))
+    assert blocks[0] == sum(order.blocks for order in orders)
+    assert blocks[-1] == max(order.blocks for order in orders)
     assert preemptions[0] == 0
     assert any(preemptions)
     assert [bool(tokens) for tokens in again] == [bool(count) for count in preemptions]

@@ -142,11 +142,8 @@ def test_quick_has_fewer_requests_of_the_same_kind(writer: PromptWriter) -> None
     }
 
 
-def test_uniform_arrivals() -> None:
+def test_arrivals_that_are_not_random() -> None:
     assert send_times("uniform", 5, 4.0, random.Random(0)) == [0.0, 0.25, 0.5, 0.75, 1.0]
-
-
-def test_burst_arrivals() -> None:
     assert send_times("burst", 3, None, random.Random(0)) == [0.0, 0.0, 0.0]
 
 

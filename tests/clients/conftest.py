@@ -1,4 +1,4 @@
-"""Real clients against our servers: phases, what a client says of them, and the table of results.
+"""Real clients against our servers: their servers, what they report, and the table of results.
 
 Every test's docstring says in its first line what was run: that is its row of the table.
 """
@@ -12,48 +12,20 @@ from typing import Any
 import pytest
 
 from benchmarks.tables import MeasuredTable
-from common.models.registry import ZOO, open_checkpoint
-from tests.clients.environments import NotInstalledError, Tool, run_script
-from tests.server.support import ServerProcess
-
-MODEL = "zoo:llama-tiny"
-KEY = "a-key-of-the-suite"
-PHASES = {
-    5: "phase5_continuous",
-    6: "phase6_paged",
-    7: "phase7_chunked",
-    8: "phase8_prefix",
-    9: "phase9_pipelined",
-}
-PROMPT = "Once upon a time"
-MESSAGES = [
-    {"role": "system", "content": "You tell short stories."},
-    {"role": "user", "content": "Tell me a story about a brave fox."},
-]
-MAX_TOKENS = 12
+from common.models.registry import ZOO
+from common.phases import find_phase
+from tests.clients.support import KEY, MAX_TOKENS, MODEL, PHASES, PROMPT, NotInstalledError, Tool, run_script
+from tests.server.support import MESSAGES, ServerProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients-table", metavar="FOLDER", type=Path, help="results: write the table there")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:  # others are handed in, too
-            item.add_marker(pytest.mark.clients)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "phase" in metafunc.fixturenames:
-        numbers = getattr(metafunc.module, "ON_PHASES", tuple(PHASES))
-        metafunc.parametrize("phase", numbers, indirect=True, scope="session")
-
-
 # ---------------------------------------------------------------------- servers and clients
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=PHASES)
 def phase(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -61,16 +33,15 @@ def phase(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def server(phase: int) -> Iterator[ServerProcess]:
     """A server that wants a key, so every tool's way to send one is tried."""
-    process = ServerProcess(
-        PHASES[phase],
+    with ServerProcess(
+        find_phase(phase).__name__,
         *("--model", MODEL, "--max-seq-len", "1024"),
         env={"INFER_API_KEY": KEY},
         headers={"Authorization": f"Bearer {KEY}"},
-    )
-    yield process
-    assert process.process.poll() is None, f"the server did not outlive its clients:\n{process.log_text}"
-    assert "Traceback" not in process.log_text
-    process.close()
+    ) as process:
+        yield process
+        assert process.process.poll() is None, f"the server did not outlive its clients:\n{process.log_text}"
+        assert "Traceback" not in process.log_text
 
 
 Run = Callable[..., dict[str, Any]]
@@ -81,7 +52,7 @@ def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run a tool's script against the server, once for each prefix; a tool that is not to be had is a skip."""
     done: dict[tuple[Tool, str, str], dict[str, Any]] = {}
 
-    def run_once(tool: Tool, script: str, prefix: str = "/openai/v1") -> dict[str, Any]:
+    def run_once(tool: Tool, script: str, prefix: str) -> dict[str, Any]:
         key = (tool, script, prefix)
         if key not in done:
             try:
@@ -105,11 +76,15 @@ def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_once
 
 
-def rendered(messages: list[dict[str, Any]]) -> list[int]:
-    """The tokens of a conversation, as the model reads it."""
-    tokenizer = open_checkpoint(MODEL).tokenizer()
-    assert tokenizer.chat_template is not None
-    return tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
+@pytest.fixture
+def prefix() -> str:
+    return "/openai/v1"
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest, run: Run, prefix: str) -> dict[str, Any]:
+    """The report of the module's tool, `TOOL`, and of its script, `SCRIPT`."""
+    return run(request.module.TOOL, request.module.SCRIPT, prefix)
 
 
 # ---------------------------------------------------------------------- the table

@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import MAX_TOKENS, Run, rendered
-from tests.clients.environments import GUIDELLM
-from tests.clients.judging import completed, part
-from tests.server.support import ServerProcess
+from tests.clients.support import GUIDELLM, MAX_TOKENS, ON_TWO_PHASES, completed, part
+from tests.server.support import ServerProcess, rendered
 
 TOOL = GUIDELLM
-ON_PHASES = (5, 9)
-
-
-@pytest.fixture
-def report(run: Run) -> dict[str, Any]:
-    return run(TOOL, "guidellm_run.py")
+SCRIPT = "guidellm_run.py"
+pytestmark = [pytest.mark.clients, ON_TWO_PHASES]
 
 
 def assert_measured(said: dict[str, Any], server: ServerProcess) -> None:

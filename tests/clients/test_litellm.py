@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import Run
-from tests.clients.environments import LITELLM
-from tests.clients.judging import assert_same, chatted, completed, part
+from tests.clients.support import LITELLM, assert_same, chatted, completed, part
 from tests.server.support import ServerProcess
 
 TOOL = LITELLM
-
-
-@pytest.fixture
-def report(run: Run) -> dict[str, Any]:
-    return run(TOOL, "litellm_calls.py")
+SCRIPT = "litellm_calls.py"
+pytestmark = pytest.mark.clients
 
 
 def test_chat(report: dict[str, Any], server: ServerProcess) -> None:

@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import MESSAGES, Run
-from tests.clients.environments import LLM
-from tests.clients.judging import assert_same, chatted, completed, part
-from tests.server.support import ServerProcess
+from tests.clients.support import LLM, assert_same, chatted, completed, part
+from tests.server.support import MESSAGES, ServerProcess
 
 TOOL = LLM
-
-
-@pytest.fixture
-def report(run: Run) -> dict[str, Any]:
-    return run(TOOL, "llm_command.py")
+SCRIPT = "llm_command.py"
+pytestmark = pytest.mark.clients
 
 
 def test_commands(report: dict[str, Any], server: ServerProcess) -> None:

@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import Run
-from tests.clients.environments import LM_EVAL
-from tests.clients.judging import completed, part
+from tests.clients.support import LM_EVAL, ON_TWO_PHASES, completed, part
 from tests.server.support import ServerProcess
 
 TOOL = LM_EVAL
-ON_PHASES = (5, 9)
-
-
-@pytest.fixture
-def report(run: Run) -> dict[str, Any]:
-    return run(TOOL, "lm_eval_task.py")
+SCRIPT = "lm_eval_task.py"
+pytestmark = [pytest.mark.clients, ON_TWO_PHASES]
 
 
 def test_likelihoods(report: dict[str, Any], server: ServerProcess) -> None:

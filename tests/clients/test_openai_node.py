@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import Run
-from tests.clients.environments import OPENAI_NODE
-from tests.clients.judging import assert_same, chatted, completed, part
+from tests.clients.support import OPENAI_NODE, assert_same, chatted, completed, part
 from tests.server.support import ServerProcess
 
 TOOL = OPENAI_NODE
+SCRIPT = "openai_node.mjs"
+pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(params=["/openai/v1", "/v1"])
 def prefix(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def report(run: Run, prefix: str) -> dict[str, Any]:
-    return run(TOOL, "openai_node.mjs", prefix)
 
 
 def test_completions(report: dict[str, Any], server: ServerProcess) -> None:

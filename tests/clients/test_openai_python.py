@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import MAX_TOKENS, MESSAGES, PROMPT, Run, rendered
-from tests.clients.environments import OPENAI
-from tests.clients.judging import assert_same, chatted, completed, part
-from tests.server.support import ServerProcess
+from tests.clients.support import MAX_TOKENS, OPENAI, PROMPT, assert_same, chatted, completed, part
+from tests.server.support import MESSAGES, ServerProcess, rendered
 
 TOOL = OPENAI
+SCRIPT = "openai_python.py"
+pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(params=["/openai/v1", "/v1"])
 def prefix(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def report(run: Run, prefix: str) -> dict[str, Any]:
-    return run(TOOL, "openai_python.py", prefix)
 
 
 def test_completions(report: dict[str, Any], server: ServerProcess) -> None:

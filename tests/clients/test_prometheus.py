@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import MAX_TOKENS, Run
-from tests.clients.environments import PROMETHEUS
-from tests.clients.judging import part
+from tests.clients.support import MAX_TOKENS, PROMETHEUS, part
 from tests.server.support import ServerProcess
 
 TOOL = PROMETHEUS
-
-
-@pytest.fixture
-def report(run: Run) -> dict[str, Any]:
-    return run(TOOL, "prometheus_scrape.py")
+SCRIPT = "prometheus_scrape.py"
+pytestmark = pytest.mark.clients
 
 
 def assert_counted(said: dict[str, Any], server: ServerProcess) -> None:

@@ -8,12 +8,12 @@ import subprocess
 
 import pytest
 
-from tests.clients.environments import Program
+from tests.clients.support import ON_TWO_PHASES, Program
 from tests.server.support import ServerProcess
 
 PROMTOOL = shutil.which("promtool")
 TOOL = Program("promtool", ["promtool", "--version"])
-ON_PHASES = (5, 9)
+pytestmark = [pytest.mark.clients, ON_TWO_PHASES]
 
 #: The one thing that it says of vLLM's names, and of ours that follow them.
 COLON = re.compile(r"\S+ metric names should not contain ':'")

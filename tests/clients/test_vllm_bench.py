@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import MAX_TOKENS, Run, rendered
-from tests.clients.environments import VLLM_BENCH
-from tests.clients.judging import completed, part
-from tests.server.support import ServerProcess
+from tests.clients.support import MAX_TOKENS, ON_TWO_PHASES, VLLM_BENCH, completed, part
+from tests.server.support import ServerProcess, rendered
 
 TOOL = VLLM_BENCH
-ON_PHASES = (5, 9)
-
-
-@pytest.fixture
-def report(run: Run) -> dict[str, Any]:
-    return run(TOOL, "vllm_bench.py")
+SCRIPT = "vllm_bench.py"
+pytestmark = [pytest.mark.clients, ON_TWO_PHASES]
 
 
 def assert_measured(said: dict[str, Any], expected: list[dict[str, Any]]) -> None:

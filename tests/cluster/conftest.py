@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.support import ServerProcess
-
-HERE = Path(__file__).parent
-
-#: What runs wherever tests run: without Ray.
-WITHOUT_RAY = {"test_policy", "test_pieces", "test_command"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents and item.path.stem not in WITHOUT_RAY:
-            item.add_marker(pytest.mark.cluster)
 
 
 @contextmanager
@@ -42,9 +30,15 @@ def phase() -> str:
 
 
 @pytest.fixture(scope="session")
-def server(phase: str) -> Iterator[ServerProcess]:
+def shared_server(phase: str) -> Iterator[ServerProcess]:
     """A cluster that tests of the API take for a server. They leave it as they find it."""
     with running(phase, "--max-seq-len", "1024", "--max-batch-size", "32") as process:
         yield process
         assert process.process.poll() is None, f"the cluster did not outlive its tests:\n{process.log_text}"
         assert "Traceback" not in process.log_text
+
+
+@pytest.fixture
+def server(shared_server: ServerProcess) -> Iterator[ServerProcess]:
+    yield shared_server
+    shared_server.assert_serves()

@@ -7,6 +7,8 @@ import pytest
 from tests.faults.attackers import ATTACKS
 from tests.faults.attacks import assert_ordinary_clients_are_served, serving
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.mark.timeout(900)
 def test_ordinary_clients_are_served(phase: str) -> None:

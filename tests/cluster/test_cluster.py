@@ -16,6 +16,8 @@ from tests.cluster.conftest import running
 from tests.cluster.mortal import DEATH
 from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
 
+pytestmark = pytest.mark.cluster
+
 PLACES = 4  # two replicas of one seat and one place in the queue
 KEY = "a-key"
 LONG = {"max_tokens": 3000, "ignore_eos": True}

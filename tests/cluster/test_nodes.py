@@ -13,6 +13,8 @@ import pytest
 from cluster.environment import prepare
 from tests.server.support import HANG_S, Event, eventually, read_events
 
+pytestmark = pytest.mark.cluster
+
 SEATS, STREAMS = 4, 16
 ANSWER = 1500  # tokens: seconds
 
@@ -34,7 +36,7 @@ class Nodes:
 
         from cluster.lifecycle import deploy, start_ray
         from cluster.options import read_flags
-        from common.server.serve import bind
+        from common.server.sockets import bind
 
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]

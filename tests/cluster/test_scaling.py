@@ -12,6 +12,8 @@ import pytest
 from tests.cluster.conftest import running
 from tests.server.support import ServerProcess, assert_error, eventually
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture
 def growing() -> Iterator[ServerProcess]:

@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from cluster.environment import prepare
-from common.server.serve import bind
+from common.server.sockets import bind
 from tests.server.support import HANG_S, eventually
+
+pytestmark = pytest.mark.cluster
 
 CLIENTS = 6
 

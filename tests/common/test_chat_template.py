@@ -16,93 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from common.chat_template import ChatTemplate
 from common.errors import InvalidRequestError, StartupError
 from common.models.registry import ZOO
+from tests.helpers import ZOO_NAMES
 
-CHATML = """
-{%- if messages[0].role != 'system' %}
-{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' ~ message.role }}
-    {%- if message.name is defined %} ({{ message.name }}){% endif %}
-    {{- '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
-HEADERS = """{{ bos_token }}
-{%- macro header(role) -%}
-<|start_header_id|>{{ role }}<|end_header_id|>
-
-{% endmacro %}
-{%- set today = strftime_now('%d %b %Y') if not date_string is defined else date_string %}
-{%- if messages[0]['role'] in ('system', 'developer') %}
-    {%- set opening, messages = messages[0]['content'] | trim, messages[1:] %}
-{%- else %}
-    {%- set opening = '' %}
-{%- endif %}
-{{- header('system') }}Today: {{ today }}
-
-{{ opening + eos_token }}
-{%- for message in messages %}
-    {{- header(message['role']) + message['content'] | trim + eos_token }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- header('assistant') }}
-{%- endif %}
-"""
-
-TURNS = """{{ bos_token }}
-{%- set first = namespace(system='') %}
-{%- if messages[0].role == 'system' %}
-    {%- set first.system = messages[0].content ~ '\\n\\n' %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 is even) %}
-        {{- raise_exception("roles must take turns, not " ~ message.role ~ " at " ~ loop.index) }}
-    {%- endif %}
-    {{- '<start_of_turn>' ~ {'assistant': 'model'}.get(message.role, message.role) ~ '\\n' }}
-    {{- first.system if loop.first }}
-    {%- if message.content is string %}{{ message.content | trim }}{% endif %}
-    {{- '<end_of_turn>\\n' }}
-{%- endfor %}
-{{- '<start_of_turn>model\\n' if add_generation_prompt }}
-"""
-
-THINKING = """
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and '</think>' in content and not loop.last %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-
-LOOPS = """{% for message in messages %}
-  {% if message.role == 'developer' %}{% continue %}{% endif %}
-  {% if loop.index > 4 %}
-[…]
-    {% break %}
-  {% endif %}
-  {% generation %}
-[{{ message | tojson }}|{{ message.content | tojson(indent=2) }}|{{ [tools, documents] | tojson }}]
-  {% endgeneration %}
-{% endfor %}
-{{ colours | default(['none'], true) | join(' ') | upper }}
-{{ dict(a=1)['a'] }}{{ unheard_of }}{# nothing #}
-"""
-
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "turns": TURNS, "thinking": THINKING, "loops": LOOPS}
-
+TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").iterdir()}
 QUESTION = {"role": "user", "content": " What <b>is</b> “this”, & why?\n"}
 ANSWER = {"role": "assistant", "content": "<think>\nWell.\n</think>\n\nA fox 🦊.  "}
 CONVERSATIONS: dict[str, list[dict[str, str]]] = {
@@ -122,7 +38,7 @@ def theirs(source: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source, **SPECIAL)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("end", ["generation", "nothing", "continued"])
 def test_texts_are_those_of_transformers(name: str, conversation: str, end: str) -> None:
@@ -143,23 +59,23 @@ def test_texts_are_those_of_transformers(name: str, conversation: str, end: str)
 
 def test_the_list_tries_what_it_should() -> None:
     """Texts are refused where a template says so, and differ where a variable or the end differs."""
-    template = ChatTemplate(TURNS, SPECIAL)
+    template = ChatTemplate(TEMPLATES["turns"], SPECIAL)
     with pytest.raises(InvalidRequestError, match="says: roles must take turns, not user at 2"):
         template.render(CONVERSATIONS["out of turn"])
-    thinking = ChatTemplate(THINKING, SPECIAL)
+    thinking = ChatTemplate(TEMPLATES["thinking"], SPECIAL)
     texts = {
         thinking.render(CONVERSATIONS["turns"]),
         thinking.render(CONVERSATIONS["turns"], variables={"enable_thinking": False}),
         thinking.render(CONVERSATIONS["turns"], add_generation_prompt=False),
     }
     assert len(texts) == 3
-    continued = ChatTemplate(CHATML, SPECIAL).render(
+    continued = ChatTemplate(TEMPLATES["chatml"], SPECIAL).render(
         CONVERSATIONS["continued"], add_generation_prompt=False, continue_final_message=True
     )
     assert continued.endswith("A fox 🦊.  ")
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gemma3-tiny"])
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_the_zoos_own(name: str) -> None:
     template = ChatTemplate.from_folder(ZOO / name)
     assert template is not None
@@ -204,36 +120,31 @@ def write(folder: Path, config: dict[str, Any] | None, own_file: str | None = No
     return folder
 
 
-def rendered(folder: Path) -> str:
-    template = ChatTemplate.from_folder(folder)
-    assert template is not None
-    return template.render([QUESTION])
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "chat"}]
+TOKENS = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
 
 
-def test_in_the_tokenizers_config(tmp_path: Path) -> None:
-    config = {
-        "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}",
-        "bos_token": {"content": "<s>"},
-    }
-    assert rendered(write(tmp_path, config | {"eos_token": "</s>", "pad_token": None})) == "<s>|</s>|"
-
-
-def test_one_of_several(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "chat"}]
-    assert rendered(write(tmp_path, {"chat_template": named})) == "chat"
-    assert ChatTemplate.from_folder(write(tmp_path, {"chat_template": named[:1]})) is None
-
-
-def test_in_a_file_of_its_own_which_wins(tmp_path: Path) -> None:
-    assert (
-        rendered(write(tmp_path, {"chat_template": "config's", "bos_token": "<s>"}, "{{ bos_token }}"))
-        == "<s>"
-    )
-
-
-def test_nowhere(tmp_path: Path) -> None:
-    assert ChatTemplate.from_folder(tmp_path) is None
-    assert ChatTemplate.from_folder(write(tmp_path, {"bos_token": "<s>"})) is None
+@pytest.mark.parametrize(
+    ("config", "own_file", "text"),
+    [
+        (
+            TOKENS | {"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"},
+            None,
+            "<s>|</s>|",
+        ),
+        ({"chat_template": NAMED}, None, "chat"),
+        ({"chat_template": NAMED[:1]}, None, None),
+        (TOKENS | {"chat_template": "config's"}, "{{ bos_token }}", "<s>"),
+        (TOKENS, None, None),
+        (None, None, None),
+    ],
+    ids=["config", "one of several", "none by default", "a file of its own wins", "no template", "nothing"],
+)
+def test_where_a_template_is_found(
+    config: dict[str, Any] | None, own_file: str | None, text: str | None, tmp_path: Path
+) -> None:
+    template = ChatTemplate.from_folder(write(tmp_path, config, own_file))
+    assert (template and template.render([QUESTION])) == text
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ unclosed", "{% unheard_of %}"])

@@ -18,7 +18,6 @@ from common.grammar import Grammar, Matcher
 from common.llm import LLM
 from common.request import Request
 from common.sampling import TokenMasks, sample
-from tests.common.test_grammar import slowed
 from tests.engine_helpers import (
     EOS,
     VOCAB,
@@ -33,6 +32,7 @@ from tests.engine_helpers import (
     text_of,
     tokens_of,
 )
+from tests.grammars import slowed
 
 PHASES = ("static", "continuous", "paged", "chunked", "prefix", "pipelined")
 

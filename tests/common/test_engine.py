@@ -29,12 +29,12 @@ from tests.engine_helpers import (
     RememberingModel,
     add,
     assert_all_free,
+    assert_undisturbed,
     build,
     continuation,
     end_of,
     greedy,
     model_config,
-    one_hot,
     run,
     solo,
     text_of,
@@ -56,25 +56,36 @@ def llama() -> CausalLM:
     return tiny_model()
 
 
-def say(text: str, *, then: int = EOS) -> Callable[[list[int]], int]:
-    """A rule: after a prompt that ends in `:`, the bytes of `text`, then `then` for ever."""
+def say(text: str) -> Callable[[list[int]], int]:
+    """A rule: after a prompt that ends in `:`, the bytes of `text`, then EOS for ever."""
 
     def rule(token_ids: list[int]) -> int:
         spoken = len(token_ids) - 1 - token_ids.index(ord(":"))
         data = text.encode()
-        return data[spoken] if spoken < len(data) else then
+        return data[spoken] if spoken < len(data) else EOS
 
     return rule
 
 
-def fails_for(marker: int, error: Exception) -> Callable[[list[list[int]]], None]:
+def fails_for(marker: str, error: Exception) -> Callable[[list[list[int]]], None]:
     """A hook: passes with a sequence that begins with `marker` raise."""
 
     def before_pass(sequences: list[list[int]]) -> None:
-        if any(token_ids[0] == marker for token_ids in sequences):
+        if any(token_ids[0] == ord(marker) for token_ids in sequences):
             raise error
 
     return before_pass
+
+
+def picky(guilty: Request, error: Exception) -> Callable[..., Sampled]:
+    """A sampler that raises for batches with one request in them."""
+
+    def picking(logits: torch.Tensor, rows: Sequence[Request], masks: TokenMasks | None) -> Sampled:
+        if guilty in rows:
+            raise error
+        return sample(logits, rows, masks)
+
+    return picking
 
 
 # ---------------------------------------------------------------------- the step
@@ -106,15 +117,6 @@ def test_the_order_of_a_step(phase: str, monkeypatch: pytest.MonkeyPatch) -> Non
     add(engine, "hello", greedy(3))
     engine.step()
     assert trace.names == ["retire", "release", "make_room", "admit", "plan", "execute", "launch", "commit"]
-
-
-def test_memory_is_free_before_anyone_is_admitted(phase: str) -> None:
-    engine = build(phase, max_batch_size=1)
-    first, second = add(engine, "a", greedy(1)), add(engine, "b", greedy(1))
-    engine.step()
-    assert (first.is_terminal, first.slot is not None) == (True, True)
-    engine.step()
-    assert (first.slot, second.is_terminal) == (None, True)
 
 
 def test_an_empty_plan_is_legal(phase: str) -> None:
@@ -166,24 +168,7 @@ def test_unseeded_requests_draw_apart(phase: str, llama: CausalLM) -> None:
     assert len({tuple(tokens_of(outputs, request)) for request in requests}) == 4
 
 
-def test_sampled_tokens_do_not_depend_on_neighbours(phase: str, llama: CausalLM) -> None:
-    params = SamplingParams(max_new_tokens=12, seed=5, top_p=0.95)
-    alone = solo(llama, [1, 2, 3], params)
-    engine = build(phase, llama)
-    for i in range(3):
-        add(engine, [7 + i] * (4 + 3 * i), SamplingParams(max_new_tokens=5 + i))
-    request = add(engine, [1, 2, 3], params)
-    assert tokens_of(run(engine), request) == alone
-
-
 # ---------------------------------------------------------------------- how requests end
-
-
-def finish(phase: str, rule: Callable[[list[int]], Any], params: SamplingParams) -> tuple[str, StepOutput]:
-    engine = build(phase, RememberingModel(rule=rule))
-    request = add(engine, "p:", params)
-    outputs = run(engine)
-    return text_of(outputs, request), end_of(outputs, request)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +185,7 @@ def finish(phase: str, rule: Callable[[list[int]], Any], params: SamplingParams)
         ("the these", greedy(9, stop=("the",), min_tokens=4), "the ", "stop", 7),
         ("hi there", greedy(9, stop_token_ids=(ord("e"),)), "hi th", "stop", 6),
         ("hi there", greedy(9, stop_token_ids=(ord("h"),)), "", "stop", 1),
+        ("hi", greedy(9, stop_token_ids=(EOS,)), "hi", "stop", 3),
         # EOS comes before length, a stop string too.
         ("hi", greedy(3), "hi", "eos", 3),
         ("hi", greedy(2, stop=("hi",)), "", "stop", 2),
@@ -212,75 +198,32 @@ def finish(phase: str, rule: Callable[[list[int]], Any], params: SamplingParams)
     ],
 )
 def test_finish(phase: str, said: str, params: SamplingParams, text: str, reason: str, count: int) -> None:
-    spoken, end = finish(phase, say(said), params)
-    assert (spoken, end.finish_reason, end.completion_tokens) == (text, reason, count)
+    engine = build(phase, RememberingModel(rule=say(said)))
+    request = add(engine, "p:", params)
+    outputs = run(engine)
+    end = end_of(outputs, request)
+    assert (text_of(outputs, request), end.finish_reason, end.completion_tokens) == (text, reason, count)
     assert end.error is None
     assert end.token_id is not None, "the token that ends a request is its own output's"
-
-
-def test_a_stop_token_that_is_eos_as_well_is_a_stop(phase: str) -> None:
-    assert finish(phase, say("hi"), greedy(9, stop_token_ids=(EOS,)))[1].finish_reason == "stop"
-
-
-def test_min_tokens_puts_eos_off(phase: str) -> None:
-    def rule(token_ids: list[int]) -> torch.Tensor:
-        logits = one_hot(EOS)
-        logits[ord("x")] = 5.0
-        return logits
-
-    spoken, end = finish(phase, rule, greedy(9, min_tokens=4))
-    assert (spoken, end.finish_reason, end.completion_tokens) == ("xxxx", "eos", 5)
-
-
-def test_held_text_comes_in_the_terminal_output(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=say("a th")))
-    request = add(engine, "p:", greedy(9, stop=("the",)))
-    outputs = run(engine)
-    assert [o.text_delta for o in outputs] == ["a", " ", "", "", "th"]
-    assert end_of(outputs, request).text_delta == "th"
-
-
-def test_ids_beyond_the_tokenizer_are_spelled_out(phase: str) -> None:
-    assert finish(phase, say("a", then=280), greedy(3))[0] == "a<280><280>"
-
-
-def test_logprobs_come_with_each_token(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=say("ab")))
-    add(engine, "p:", greedy(2, logprobs=2))
-    add(engine, "q:", greedy(2))
-    outputs = run(engine)
-    reported = [o.logprobs for o in outputs if o.request_id == "request-0"]
-    exact = 20 - math.log(math.exp(20) + VOCAB - 1)
-    assert [entry.logprob for entry in reported if entry] == pytest.approx([exact] * 2, abs=1e-5)
-    assert [entry.top[0][0] for entry in reported if entry] == [ord("a"), ord("b")]
-    assert [o.logprobs for o in outputs if o.request_id == "request-1"] == [None, None]
 
 
 # ---------------------------------------------------------------------- a pass that raises
 
 
-def test_a_pass_that_raises_fails_its_requests_once_each_and_the_engine_goes_on(phase: str) -> None:
-    error = RuntimeError("boom")
-    model = RememberingModel(before_pass=fails_for(ord("!"), error))
-    engine = build(phase, model)
+@pytest.mark.parametrize("error", [RuntimeError("boom"), torch.OutOfMemoryError("out of memory")], ids=repr)
+def test_a_pass_that_raises_fails_its_requests_once_each_and_the_engine_goes_on(
+    phase: str, error: Exception
+) -> None:
+    engine = build(phase, RememberingModel(before_pass=fails_for("!", error)))
     guilty = add(engine, "!a", greedy(4))
     end = end_of(run(engine), guilty)
     assert (end.error, end.finish_reason, end.token_id) == (error, None, None)
+    assert engine.dead is None
     after = add(engine, "fine", greedy(4))
-    assert tokens_of(run(engine), after) == continuation(b"fine", 4)
+    assert_undisturbed(run(engine), [after])
     engine.step()
     assert_all_free(engine)
     assert engine.telemetry.counters.requests_failed == 1
-
-
-def test_a_rectangle_fails_as_a_whole() -> None:
-    error = RuntimeError("boom")
-    engine = build("static", RememberingModel(before_pass=fails_for(ord("!"), error)))
-    requests = [add(engine, text, greedy(4)) for text in ("one", "!two", "three")]
-    outputs = run(engine)
-    assert [end_of(outputs, request).error for request in requests] == [error] * 3
-    assert len(outputs) == 3
-    assert engine.telemetry.counters.failed_passes == 1
 
 
 @pytest.mark.parametrize("step", ["prefill", "decode"])
@@ -295,8 +238,7 @@ def test_only_the_guilty_fail_in_a_flat_pass(step: str) -> None:
     requests = [add(engine, text, greedy(6)) for text in ("one", "!two", "three")]
     outputs = run(engine)
     assert end_of(outputs, requests[1]).error is error
-    for request in (requests[0], requests[2]):
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
+    assert_undisturbed(outputs, (requests[0], requests[2]))
     # The pass of three, its half of two, and the guilty one alone.
     assert engine.telemetry.counters.failed_passes == 3
     engine.step()
@@ -306,7 +248,7 @@ def test_only_the_guilty_fail_in_a_flat_pass(step: str) -> None:
 def test_a_failed_pass_is_bisected() -> None:
     """One guilty request of sixteen costs 2 log2 16 passes more, not sixteen."""
     passes: list[int] = []
-    fails = fails_for(ord("!"), RuntimeError("boom"))
+    fails = fails_for("!", RuntimeError("boom"))
 
     def before_pass(sequences: list[list[int]]) -> None:
         passes.append(len(sequences))
@@ -318,8 +260,7 @@ def test_a_failed_pass_is_bisected() -> None:
     assert passes == [16, 8, 4, 4, 2, 1, 1, 2, 8]
     outputs += run(engine)
     assert str(end_of(outputs, requests.pop(5)).error) == "boom"
-    for each in requests:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 4)
+    assert_undisturbed(outputs, requests)
     assert_all_free(engine)
 
 
@@ -373,23 +314,13 @@ def test_a_failed_pass_leaves_the_lengths_as_they_were() -> None:
 
 def test_outputs_of_earlier_passes_are_kept() -> None:
     """Phase 5 decodes first: a prefill that fails does not take the tokens that were sampled before it."""
-    engine = build("continuous", RememberingModel(before_pass=fails_for(ord("!"), RuntimeError("boom"))))
+    engine = build("continuous", RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
     running = add(engine, "run", greedy(4))
     engine.step()
     guilty = add(engine, "!", greedy(4))
     outputs = engine.step()
     assert tokens_of(outputs, running) == continuation(b"run", 4)[1:2]
     assert end_of(outputs, guilty).error is not None
-
-
-def test_running_out_of_memory_fails_the_plan_and_the_engine_goes_on(phase: str) -> None:
-    error = torch.OutOfMemoryError("out of memory")
-    engine = build(phase, RememberingModel(before_pass=fails_for(ord("!"), error)))
-    greedy_one = add(engine, "!", greedy(4))
-    assert end_of(run(engine), greedy_one).error is error
-    assert engine.dead is None
-    after = add(engine, "fine", greedy(2))
-    assert end_of(run(engine), after).finish_reason == "length"
 
 
 # ---------------------------------------------------------------------- a device that fails
@@ -418,7 +349,7 @@ def test_a_device_error_is_fatal(phase: str) -> None:
     engine = build(phase, model, max_batch_size=2)
     requests = [add(engine, text, greedy(9)) for text in ("one", "two", "waits")]
     engine.step()
-    model.before_pass = fails_for(ord("t"), accelerator_error())
+    model.before_pass = fails_for("t", accelerator_error())
     outputs = engine.step()
     assert_everyone_was_told(engine, outputs, requests)
     assert isinstance(engine.dead and engine.dead.__cause__, torch.AcceleratorError)
@@ -444,7 +375,7 @@ def test_a_cancelled_request_is_told_once_when_the_device_fails(phase: str) -> N
     stays, leaves = add(engine, "one", greedy(9)), add(engine, "two", greedy(9))
     engine.step()
     engine.cancel(leaves.request_id)
-    model.before_pass = fails_for(ord("o"), accelerator_error())
+    model.before_pass = fails_for("o", accelerator_error())
     outputs = engine.step()
     assert isinstance(end_of(outputs, stays).error, EngineDeadError)
     assert end_of(outputs, leaves).finish_reason == "cancelled"
@@ -454,7 +385,10 @@ def test_a_cancelled_request_is_told_once_when_the_device_fails(phase: str) -> N
 # ---------------------------------------------------------------------- an exception for one request
 
 
-def test_an_exception_in_the_detokenizer_fails_one(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["detokenizer", "sampler"])
+def test_an_exception_for_one_request_fails_that_one(
+    phase: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(phase)
     requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
     error = RuntimeError("no such token")
@@ -462,17 +396,39 @@ def test_an_exception_in_the_detokenizer_fails_one(phase: str, monkeypatch: pyte
     def broken(token_id: int) -> str:
         raise error
 
-    monkeypatch.setattr(requests[1].detokenizer, "add", broken)
+    if place == "detokenizer":
+        monkeypatch.setattr(requests[1].detokenizer, "add", broken)
+    else:
+        monkeypatch.setattr(common.runner, "sample", picky(requests[1], error))
     outputs = run(engine)
     assert end_of(outputs, requests[1]).error is error
-    for request in (requests[0], requests[2]):
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
+    assert_undisturbed(outputs, (requests[0], requests[2]))
     engine.step()
     assert_all_free(engine)
 
 
 class Witness:
     """Stands for the tensors of a failed pass: something its frames hold."""
+
+
+class Witnesses:
+    """Fails with errors whose frames hold something, and notes how much earlier ones still hold."""
+
+    def __init__(self) -> None:
+        self.references: list[weakref.ref[Witness]] = []
+        self.held_at_a_retry: set[int] = set()
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.references)
+
+    def fail(self, *_: Any) -> None:
+        self.held_at_a_retry.add(self.alive())
+        tensors = Witness()
+        self.references.append(weakref.ref(tensors))
+        try:
+            raise KeyError("on the way")
+        except KeyError:
+            raise torch.OutOfMemoryError("no room") from None
 
 
 @pytest.fixture
@@ -482,69 +438,26 @@ def no_log_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_log_records")
-def test_what_a_failed_pass_held_is_free_before_it_is_tried_again(phase: str) -> None:
+@pytest.mark.parametrize("place", ["model", "sample", "commit_token"])
+def test_what_a_failed_pass_held_is_free_before_it_is_tried_again(
+    phase: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or a pass that ran out of memory would run out of it again, and every error would keep its share."""
-    witnesses: list[weakref.ref[Witness]] = []
-    held_at_a_retry: list[int] = []
-
-    def before_pass(inputs: Any) -> None:
-        held_at_a_retry.append(sum(witness() is not None for witness in witnesses))
-        tensors = Witness()
-        witnesses.append(weakref.ref(tensors))
-        try:
-            raise KeyError("on the way")
-        except KeyError:
-            raise torch.OutOfMemoryError("no room") from None
-
-    engine = build(phase, RememberingModel(before_pass=before_pass))
-    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
-    outputs = run(engine)
-    errors = [end_of(outputs, request).error for request in requests]
-    assert all(isinstance(error, torch.OutOfMemoryError) for error in errors)
-    assert set(held_at_a_retry) == {0}
-    assert all(witness() is None for witness in witnesses)
-
-
-@pytest.mark.usefixtures("no_log_records")
-def test_errors_of_sampler_and_commit_hold_nothing(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    witnesses: list[weakref.ref[Witness]] = []
-    held_at_a_retry: list[int] = []
-
-    def failing(*_: Any) -> None:
-        held_at_a_retry.append(sum(witness() is not None for witness in witnesses))
-        tensors = Witness()
-        witnesses.append(weakref.ref(tensors))
-        raise RuntimeError("boom")
-
-    engine = build(phase)
-    for place in ("sample", "commit_token"):
-        with monkeypatch.context() as patch:
-            patch.setattr(common.runner, place, failing)
-            requests = [add(engine, text, greedy(5)) for text in ("one", "two")]
-            outputs = run(engine)
-        assert all(str(end_of(outputs, request).error) == "boom" for request in requests)
-    assert set(held_at_a_retry) == {0}
+    witnesses, model = Witnesses(), RememberingModel()
+    engine = build(phase, model)
+    with monkeypatch.context() as patch:
+        if place == "model":
+            patch.setattr(model, "before_pass", witnesses.fail)
+        else:
+            patch.setattr(common.runner, place, witnesses.fail)
+        requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
+        outputs = run(engine)
+    assert all(isinstance(end_of(outputs, each).error, torch.OutOfMemoryError) for each in requests)
+    assert witnesses.held_at_a_retry == {0}
+    if place == "model":
+        assert witnesses.alive() == 0
     request = add(engine, "next", greedy(5))
-    assert tokens_of(run(engine), request) == continuation(b"next", 5)
-
-
-def test_an_exception_in_the_sampler_fails_one(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build(phase)
-    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
-    error = RuntimeError("no such grammar")
-
-    def picky(logits: torch.Tensor, rows: Sequence[Request], masks: TokenMasks | None) -> Sampled:
-        if requests[1] in rows:
-            raise error
-        return sample(logits, rows, masks)
-
-    monkeypatch.setattr(common.runner, "sample", picky)
-    outputs = run(engine)
-    assert end_of(outputs, requests[1]).error is error
-    for request in (requests[0], requests[2]):
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
-    engine.step()
-    assert_all_free(engine)
+    assert_undisturbed(run(engine), [request])
 
 
 # ---------------------------------------------------------------------- NaN
@@ -561,8 +474,7 @@ def test_nan_logits_fail_one_request(phase: str) -> None:
     end = end_of(outputs, requests[1])
     assert isinstance(end.error, NaNLogitsError)
     assert (end.completion_tokens, len(tokens_of(outputs, requests[1]))) == (2, 2)
-    for request in (requests[0], requests[2]):
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
+    assert_undisturbed(outputs, (requests[0], requests[2]))
 
 
 def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
@@ -591,12 +503,7 @@ def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
     engine = build(phase, model, max_batch_size=2)
     poisoned = add(engine, [299] * 30, greedy(4))
 
-    def picky(logits: torch.Tensor, rows: Sequence[Request], masks: TokenMasks | None) -> Sampled:
-        if poisoned in rows:
-            raise RuntimeError("boom")
-        return sample(logits, rows, masks)
-
-    monkeypatch.setattr(common.runner, "sample", picky)
+    monkeypatch.setattr(common.runner, "sample", picky(poisoned, RuntimeError("boom")))
     run(engine)
     # One of them gets the memory as it was left, and is computed together with a longer one.
     requests = [add(engine, [1, 2, 3], greedy(8)), add(engine, list(range(1, 40)), greedy(8))]
@@ -688,7 +595,7 @@ def test_a_request_that_ended_in_a_step_that_raised_is_still_answered(
 
 
 def test_the_audit_after_a_failed_pass_reclaims_what_nobody_holds(phase: str) -> None:
-    engine = build(phase, RememberingModel(before_pass=fails_for(ord("!"), RuntimeError("boom"))))
+    engine = build(phase, RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
     orphan = Request("orphan", [1, 2, 3], greedy(4))
     assert engine.runner.pool.reserve(orphan, 3)
     guilty = add(engine, "!", greedy(4))
@@ -700,7 +607,7 @@ def test_the_audit_after_a_failed_pass_reclaims_what_nobody_holds(phase: str) ->
 
 
 def test_the_audit_leaves_those_who_run_alone() -> None:
-    engine = build("continuous", RememberingModel(before_pass=fails_for(ord("!"), RuntimeError("boom"))))
+    engine = build("continuous", RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
     running = add(engine, "run", greedy(8))
     outputs = engine.step()
     add(engine, "!", greedy(4))
@@ -770,17 +677,6 @@ def test_times_are_the_clocks() -> None:
         (100.5, 0.0),
     ]
     assert engine.telemetry.counters.busy_s == 0.5
-
-
-def test_a_snapshot_holds_plain_values_and_the_latest_steps() -> None:
-    engine = build("continuous")
-    engine.telemetry.__init__(capacity=3)  # type: ignore[misc]
-    add(engine, "a", greedy(5))
-    run(engine)
-    snapshot = engine.telemetry.snapshot()
-    assert [step["step"] for step in snapshot["steps"]] == [3, 4, 5]
-    assert snapshot["counters"]["steps"] == 6
-    assert [step["step"] for step in engine.telemetry.snapshot(since_step=5)["steps"]] == [5]
 
 
 # ---------------------------------------------------------------------- checking requests

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import signal
+import subprocess
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import llguidance
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,7 +25,8 @@ from common.mask_threads import MASK_THREADS
 from common.models.registry import open_checkpoint
 from common.text import Tokenizer
 from tests.engine_helpers import EOS, byte_tokenizer
-from tests.grammars import AMBIGUOUS, FORMS, Form
+from tests.grammars import AMBIGUOUS, slowed
+from tests.helpers import ZOO_NAMES
 
 PIECES = [b"ab", b"abc", b"bc", "é".encode(), "é".encode()[1:] + b"a", b"\n\n"]
 COMPILER = GrammarCompiler(byte_tokenizer(PIECES), [EOS])
@@ -120,33 +120,6 @@ def test_a_grammar_that_grows_too_much_fails_on_the_way_and_fails_that_answer_al
 # ---------------------------------------------------------------------- processor time
 
 
-class SlowBackend:
-    """A matcher's backend whose masks take so many seconds of processor time; `hold`: and then until it is set."""
-
-    def __init__(
-        self, backend: llguidance.LLMatcher, mask_s: float, hold: threading.Event | None = None
-    ) -> None:
-        self._backend = backend
-        self._mask_s = mask_s
-        self._hold = hold
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
-        end_s = time.thread_time() + self._mask_s
-        while time.thread_time() < end_s:
-            pass
-        if self._hold is not None:
-            self._hold.wait(60)
-        self._backend.unsafe_compute_mask_ptr(pointer, size)
-
-
-def slowed(matcher: Matcher, mask_s: float, hold: threading.Event | None = None) -> Matcher:
-    matcher._backend = SlowBackend(matcher._backend, mask_s, hold)  # type: ignore[assignment]
-    return matcher
-
-
 def test_a_budget_bounds_the_mean_and_how_far_it_is_exceeded() -> None:
     mean_s, burst_s = MaskBudget(1000).mean_s, MaskBudget.BURST_S
     steady = MaskBudget(1000)
@@ -165,21 +138,6 @@ def test_a_budget_bounds_the_mean_and_how_far_it_is_exceeded() -> None:
         slow.charge(0.02)
     with pytest.raises(OverBudgetError, match=r"took 20 ms of processor time a token \(6 tokens\)"):
         slow.charge(0.02)
-
-
-def test_an_answer_whose_masks_are_slow_fails_by_its_budget() -> None:
-    matcher = slowed(COMPILER.new_matcher(Grammar.regex("a*")), 0.03)
-
-    def follow() -> None:
-        for _ in range(10):
-            matcher.mask()
-            matcher.advance(ord("a"))
-
-    with pytest.raises(GrammarFailedError, match="the budget is 2"):
-        follow()
-    with pytest.raises(GrammarFailedError, match="the budget is 2"):
-        matcher.mask()
-    assert ord("a") in allowed(COMPILER.new_matcher(Grammar.regex("a*")))
 
 
 def test_a_mask_that_takes_too_long_is_given_up_while_it_is_computed() -> None:
@@ -246,7 +204,7 @@ def test_a_trial_ends_when_its_budget_is_used_up(monkeypatch: pytest.MonkeyPatch
 # ---------------------------------------------------------------------- tokenizers
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gemma3-tiny"])
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_the_zoos_tokenizers(name: str) -> None:
     checkpoint = open_checkpoint(f"zoo:{name}")
     tokenizer = checkpoint.tokenizer()
@@ -346,31 +304,44 @@ def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
 # ---------------------------------------------------------------------- the trial
 
 
-def test_a_grammar_is_tried_once_and_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiler_with(
+    monkeypatch: pytest.MonkeyPatch, started: Callable[[subprocess.Popen[bytes]], None]
+) -> GrammarCompiler:
+    """A compiler whose every trial process is shown when it has started."""
     compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    started: list[int] = []
-    tried: list[str] = []
     trial = type(compiler._trial)
-    start, run = trial._start, trial.run
+    start = trial._start
 
-    def starting(options):  # type: ignore[no-untyped-def]
+    def starting(options: Any) -> subprocess.Popen[bytes]:
         process = start(options)
-        started.append(process.pid)
+        started(process)
         return process
+
+    monkeypatch.setattr(trial, "_start", staticmethod(starting))
+    return compiler
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_a_grammar_is_tried_once_and_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    tried: list[str] = []
+    compiler = compiler_with(monkeypatch, started.append)
+    run = type(compiler._trial).run
 
     def running(self, grammar, options):  # type: ignore[no-untyped-def]
         tried.append(grammar.text)
         return run(self, grammar, options)
 
-    monkeypatch.setattr(trial, "_start", staticmethod(starting))
-    monkeypatch.setattr(trial, "run", running)
+    monkeypatch.setattr(type(compiler._trial), "run", running)
     for pattern in ("a", "b", "a", "b", "c"):
         assert allowed(compiler.new_matcher(Grammar.regex(pattern))) == {ord(pattern)}
     assert tried == ["a", "b", "c"]
     assert len(started) == 1
-    os.kill(started[0], signal.SIGKILL)
-    assert compiler._trial._process is not None
-    compiler._trial._process.wait()
+    kill(started[0])
     assert allowed(compiler.new_matcher(Grammar.regex("d"))) == {ord("d")}
     assert len(started) == 2
 
@@ -380,28 +351,19 @@ def test_a_grammar_is_tried_once_and_by_one_process(monkeypatch: pytest.MonkeyPa
 )
 def test_a_refusal_is_remembered(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    with pytest.raises(InvalidGrammarError) as first:
-        compiler.new_matcher(grammar)
-    monkeypatch.setattr(type(compiler._trial), "run", Broken.to_str)
-    with pytest.raises(InvalidGrammarError) as second:
-        compiler.new_matcher(grammar)
-    assert str(second.value) == str(first.value)
+    says = []
+    for _ in range(2):
+        with pytest.raises(InvalidGrammarError) as refused:
+            compiler.new_matcher(grammar)
+        says.append(str(refused.value))
+        monkeypatch.setattr(type(compiler._trial), "run", Broken.to_str)
+    assert says[0] == says[1]
     monkeypatch.undo()
     assert allowed(compiler.new_matcher(Grammar.regex("b"))) == {ord("b")}
 
 
 def test_a_trial_that_was_killed_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    trial = type(compiler._trial)
-    start = trial._start
-
-    def starting(options):  # type: ignore[no-untyped-def]
-        process = start(options)
-        process.kill()
-        process.wait()
-        return process
-
-    monkeypatch.setattr(trial, "_start", staticmethod(starting))
+    compiler = compiler_with(monkeypatch, kill)
     with pytest.raises(InvalidGrammarError, match="again"):
         compiler.new_matcher(Grammar.regex("a"))
     monkeypatch.undo()
@@ -414,24 +376,13 @@ def test_a_known_grammar_does_not_wait_for_a_trial_and_close_ends_it(monkeypatch
     process = compiler._trial._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)  # a trial that never comes to an end
-    errors: list[Exception] = []
-
-    def ask(pattern: str) -> None:
-        try:
-            compiler.new_matcher(Grammar.regex(pattern))
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask, args=(pattern,)) for pattern in ("b", "c")]
-    for thread in threads:
-        thread.start()
-    assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}
-    assert all(thread.is_alive() for thread in threads)
-    compiler.close()
-    compiler.close()
-    for thread in threads:
-        thread.join()
-    assert [type(error) for error in errors] == [ShuttingDownError] * 2
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(compiler.new_matcher, Grammar.regex(pattern)) for pattern in "bc"]
+        assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}
+        assert not any(each.done() for each in asked)
+        compiler.close()
+        compiler.close()
+        assert [type(each.exception()) for each in asked] == [ShuttingDownError] * 2
     with pytest.raises(ShuttingDownError):
         compiler.new_matcher(Grammar.regex("d"))
     assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}
@@ -450,22 +401,12 @@ def test_the_trial_ends_with_its_compiler() -> None:
 
 def test_threads_ask_at_once() -> None:
     compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    found: dict[int, set[int]] = {}
-
-    def ask(number: int) -> None:
-        found[number] = allowed(compiler.new_matcher(Grammar.regex(chr(97 + number % 5))))
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: {97 + number % 5} for number in range(12)}
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_form_is_taken(form: Form) -> None:
-    assert allowed(COMPILER.new_matcher(form.grammar))
+    letters = "abcde" * 3
+    with ThreadPoolExecutor(len(letters)) as threads:
+        for letter, matcher in zip(
+            letters, threads.map(compiler.new_matcher, map(Grammar.regex, letters)), strict=True
+        ):
+            assert allowed(matcher) == {ord(letter)}
 
 
 def test_grammars_are_values() -> None:

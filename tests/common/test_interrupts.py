@@ -15,7 +15,6 @@ import pytest
 import common.runner
 from common.engine import Engine
 from common.llm import LLM
-from common.phases import find_phase
 from common.request import StepOutput
 from tests.engine_helpers import (
     RememberingModel,
@@ -25,6 +24,7 @@ from tests.engine_helpers import (
     continuation,
     end_of,
     greedy,
+    llm_of,
     run,
     tokens_of,
 )
@@ -72,13 +72,11 @@ CASES = [(phase, *place) for phase in PHASES for place in PLACES]
 CASES += [("pipelined", *place) for place in PIPELINED_PLACES]
 
 
-def llm_of(phase: str, model: RememberingModel, monkeypatch: pytest.MonkeyPatch) -> LLM:
+def ready(phase: str, model: RememberingModel, monkeypatch: pytest.MonkeyPatch) -> LLM:
     options: dict[str, Any] = {"max_batch_size": 3}
     if phase in ("prefix", "pipelined"):
         options |= {"block_size": 2, "num_blocks": 18, "prefill_chunk_size": 4}
-    engine = build(phase, model, **options)
-    monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
-    return LLM("a model that remembers", phase=phase)
+    return llm_of(build(phase, model, **options), monkeypatch)
 
 
 def raise_at(
@@ -124,7 +122,7 @@ def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
     error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    llm = llm_of(phase, RememberingModel(), monkeypatch)
+    llm = ready(phase, RememberingModel(), monkeypatch)
     engine: Any = llm.engine
     owners = {"scheduler": engine.scheduler, "runner": engine.runner, "common.runner": common.runner}
     if phase == "pipelined":
@@ -151,7 +149,7 @@ def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
 def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then while a pass that has failed is computed again."""
     model = RememberingModel()
-    llm = llm_of(phase, model, monkeypatch)
+    llm = ready(phase, model, monkeypatch)
     for errors in ([KeyboardInterrupt()], [LookupError(), KeyboardInterrupt()]):
         for first in (0, 3):
             raises: list[BaseException | None] = [*[None] * first, *errors]
@@ -170,7 +168,7 @@ def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.M
 def test_an_interrupt_while_steps_that_failed_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that computes goes on for a moment, and must not touch what the next call uses."""
     model = RememberingModel()
-    llm = llm_of("pipelined", model, monkeypatch)
+    llm = ready("pipelined", model, monkeypatch)
     stream = llm.engine.runner.stream  # type: ignore[attr-defined]
     goes_on, errors = threading.Event(), [LookupError()]
 
@@ -196,7 +194,7 @@ def test_an_interrupt_while_steps_that_failed_are_computed_again(monkeypatch: py
 def test_a_second_interrupt_while_the_first_is_cleared_away(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = llm_of(phase, RememberingModel(), monkeypatch)
+    llm = ready(phase, RememberingModel(), monkeypatch)
     with pytest.MonkeyPatch.context() as patch:
         raise_at(llm.engine.runner, "commit", "after", 2, KeyboardInterrupt(), patch)
         patch.setattr(llm.engine.runner, "abandon", interrupt)
@@ -213,7 +211,7 @@ def interrupt() -> None:
 def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phase 9's host waits for tokens then."""
     model = RememberingModel()
-    llm = llm_of(phase, model, monkeypatch)
+    llm = ready(phase, model, monkeypatch)
     for before in (0, 3, 6):
         left = before
 
@@ -249,7 +247,7 @@ BOOKKEEPING = (
 @pytest.mark.parametrize("name", BOOKKEEPING)
 def test_an_interrupt_within_the_books_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each of its lines in turn, where the function is called for the last time."""
-    llm = llm_of("prefix", RememberingModel(), monkeypatch)
+    llm = ready("prefix", RememberingModel(), monkeypatch)
     lines = traced(lambda: generate(llm), name, interrupt_at=None)
     assert lines > 0
     for line in range(max(1, lines - 8), lines + 1):

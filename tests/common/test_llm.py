@@ -17,7 +17,6 @@ from common.generate import ContiguousCache, generate
 from common.kv import KVCapacityError, KVShape, Span
 from common.llm import LLM, Completion
 from common.models.layers import CausalLM, TokenBatch
-from common.phases import find_phase
 from common.request import Request, RequestState, SamplingParams
 from common.text import IncrementalDetokenizer
 from tests.engine_helpers import (
@@ -29,6 +28,7 @@ from tests.engine_helpers import (
     continuation,
     fresh_logits,
     greedy,
+    llm_of,
     solo,
     tiny_model,
 )
@@ -115,15 +115,14 @@ def test_a_single_sequences_cache_holds_one_sequence() -> None:
 # ---------------------------------------------------------------------- LLM
 
 
-@pytest.fixture
+@pytest.fixture(params=PHASES)
 def llm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """An LLM around an engine that is ready."""
-    engine = build(request.param)
-    monkeypatch.setattr(find_phase(request.param), "build_engine", lambda config: engine)
-    return LLM("a model that remembers", phase=request.param)
+    return llm_of(build(request.param), monkeypatch)
 
 
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
+CONTINUOUS = pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+
+
 def test_answers_come_in_the_prompts_order(llm: LLM) -> None:
     prompts = ["one", [116, 119, 111], "three", "4"]
     params = [greedy(3), greedy(9), greedy(1), greedy(5)]
@@ -137,14 +136,12 @@ def test_answers_come_in_the_prompts_order(llm: LLM) -> None:
         assert (answer.prompt_tokens, answer.completion_tokens) == (len(ids), each.max_new_tokens)
 
 
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
 def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
     answers = llm.generate([f"prompt {i}" for i in range(150)], greedy(2), progress=False)
     assert [answer.completion_tokens for answer in answers] == [2] * 150
     assert llm.generate(["again"], greedy(2), progress=False)[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
 def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         llm.generate(["fine", "x" * 100], greedy(2), progress=False)
@@ -153,7 +150,7 @@ def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(llm: LLM)
         llm.generate(["a", "b"], [greedy(1)], progress=False)
 
 
-@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+@CONTINUOUS
 def test_a_request_that_fails_is_an_answer_with_its_error(llm: LLM) -> None:
     def before_pass(sequences: list[list[int]]) -> None:
         if any(ids[0] == ord("!") for ids in sequences):
@@ -166,7 +163,7 @@ def test_a_request_that_fails_is_an_answer_with_its_error(llm: LLM) -> None:
     assert str(failed.error) == "boom"
 
 
-@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+@CONTINUOUS
 def test_a_paused_engine_is_not_waited_for(llm: LLM) -> None:
     llm.engine.pause()
     with pytest.raises(RuntimeError, match=r"paused: call llm\.engine\.resume"):
@@ -175,12 +172,6 @@ def test_a_paused_engine_is_not_waited_for(llm: LLM) -> None:
     assert llm.generate("abc", greedy(2))[0].error is None
 
 
-@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
-def test_no_prompts_no_answers(llm: LLM) -> None:
-    assert llm.generate([], progress=False) == []
-
-
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
 @pytest.mark.parametrize("prompt", ["one text", [111, 110, 101], (111,)])
 def test_a_single_prompt_has_a_single_answer(llm: LLM, prompt: str | Sequence[int]) -> None:
     for params in (greedy(4), [greedy(4)]):
@@ -192,9 +183,9 @@ def test_a_single_prompt_has_a_single_answer(llm: LLM, prompt: str | Sequence[in
     with pytest.raises(InvalidRequestError, match="empty"):
         llm.generate("", greedy(1), progress=False)
     assert len(llm.generate(["o", "n"], greedy(1), progress=False)) == 2
+    assert llm.generate([], progress=False) == []
 
 
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
 def test_the_tokens_of_an_answer_and_their_logprobs_where_asked_for(llm: LLM) -> None:
     params = [greedy(3), greedy(5, logprobs=0), greedy(4, logprobs=2)]
     silent, alone, ranked = llm.generate(["one", "two", "three"], params, progress=False)
@@ -213,10 +204,9 @@ def test_the_logprobs_of_a_prompts_own_tokens(
     phase: str, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`LLM` and `generate()` report what an engine does."""
-    engine = build(phase, model)
-    monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
+    llm = llm_of(build(phase, model), monkeypatch)
     params = [greedy(3, prompt_logprobs=2), greedy(3)]
-    scored, silent = LLM("any", phase=phase).generate([[5, 3, 250, 7], [5, 3]], params, progress=False)
+    scored, silent = llm.generate([[5, 3, 250, 7], [5, 3]], params, progress=False)
     assert silent.prompt_logprobs is None
     assert [len(entry.top) for entry in scored.prompt_logprobs] == [2] * 3
     request = Request("r", [5, 3, 250, 7], params[0])
@@ -230,15 +220,13 @@ def test_the_logprobs_of_a_prompts_own_tokens(
 
 def test_the_token_that_ends_an_answer_is_one_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = RememberingModel(rule=lambda token_ids: EOS if len(token_ids) == 5 else ord("a"))
-    engine = build("continuous", model)
-    monkeypatch.setattr(find_phase("continuous"), "build_engine", lambda config: engine)
-    (answer,) = LLM("any", phase="continuous").generate("one", greedy(9, logprobs=1), progress=False)
+    llm = llm_of(build("continuous", model), monkeypatch)
+    (answer,) = llm.generate("one", greedy(9, logprobs=1), progress=False)
     assert (answer.text, answer.finish_reason) == ("aa", "eos")
     assert answer.token_ids == [ord("a"), ord("a"), EOS]
     assert len(answer.logprobs) == 3
 
 
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
 def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
     """Both have every answer whole, and no pass computes for both."""
     owners: list[set[str]] = []
@@ -264,7 +252,7 @@ def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
     assert [names for names, _ in itertools.groupby(owners)] in ([{"A"}, {"B"}], [{"B"}, {"A"}])
 
 
-@pytest.mark.parametrize("llm", ["continuous"], indirect=True)
+@CONTINUOUS
 @pytest.mark.parametrize("progress", [True, False])
 def test_nothing_is_printed_where_stdout_is_no_terminal(
     llm: LLM, progress: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -290,8 +278,6 @@ def test_startup_errors_are_for_people() -> None:
         LLM("zoo:llama-tiny", phase="phase3_cache")
     with pytest.raises(StartupError, match="the zoo has no"):
         LLM("zoo:nobody", phase="static")
-    with pytest.raises(StartupError, match="no phase '3'; there are phase4_static"):
-        LLM("zoo:llama-tiny", phase=3)
 
 
 @pytest.mark.parametrize(
@@ -315,18 +301,3 @@ def test_a_wrong_option_is_one_line_that_names_it(options: dict[str, Any], says:
         LLM("zoo:llama-tiny", phase="chunked", **options)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("llm", PHASES, indirect=True)
-def test_a_call_that_was_interrupted_leaves_nothing_to_the_next(llm: LLM) -> None:
-    def interrupt(sequences: list[list[int]]) -> None:
-        raise KeyboardInterrupt
-
-    assert isinstance(llm.engine.runner.model, RememberingModel)
-    llm.engine.runner.model.before_pass = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["one", "two"], greedy(5), progress=False)
-    llm.engine.runner.model.before_pass = lambda _: None
-    (answer,) = llm.generate(["three"], greedy(4), progress=False)
-    assert (answer.finish_reason, answer.completion_tokens) == ("length", 4)
-    assert llm.engine.telemetry.counters.requests_finished == 1

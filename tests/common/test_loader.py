@@ -19,7 +19,7 @@ from common.errors import StartupError
 from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.loader import checkpoint_tensors, find_tensors
-from common.models.registry import open_checkpoint, parse_config
+from common.models.registry import parse_config
 from tests.helpers import ARCHITECTURES, draw_ids, load, read_config, save_tiny, solo_logits, write_config
 
 WEIGHTS = "model.safetensors"
@@ -27,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+STRAY = "model.layers.0.self_attn.q_norm.weight"
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
@@ -255,7 +256,8 @@ def test_a_gap_between_tensors(llama: Path) -> None:
     """Where a tensor begins is told from the sizes of those before it."""
 
     def move(header: dict[str, Any]) -> None:
-        last = max((entry for name, entry in header.items() if name != "__metadata__"), key=_begin)
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        last = max(entries, key=lambda entry: entry["data_offsets"][0])
         last["data_offsets"] = [offset + 4 for offset in last["data_offsets"]]
 
     change_header(llama, move)
@@ -264,44 +266,70 @@ def test_a_gap_between_tensors(llama: Path) -> None:
     assert "damaged" in refusal(llama)
 
 
-def _begin(entry: dict[str, Any]) -> int:
-    begin: int = entry["data_offsets"][0]
-    return begin
+CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda tensors: tensors.pop(Q), f"missing: {Q}"),
+    "no head": (lambda tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight"),
+    "unexpected": (lambda tensors: tensors.update({STRAY: torch.ones(16)}), f"unexpected: {STRAY}"),
+    "smaller": (
+        lambda tensors: tensors.update({Q: tensors[Q][:-1]}),
+        f"wrong shape: {Q} is [95, 42], config.json makes it [96, 42]",
+    ),
+    "of the right size": (
+        lambda tensors: tensors.update({Q: tensors[Q].T}),
+        f"wrong shape: {Q} is [42, 96], config.json makes it [96, 42]",
+    ),
+    "float8": (
+        lambda tensors: tensors.update({Q: tensors[Q].to(torch.float8_e4m3fn)}),
+        f"{WEIGHTS}: {Q} is stored as F8_E4M3; we read F64, F32, BF16, F16",
+    ),
+    "integers": (
+        lambda tensors: tensors.update({Q: tensors[Q].to(torch.int64)}),
+        f"{WEIGHTS}: {Q} is stored as I64; we read F64, F32, BF16, F16",
+    ),
+}
 
 
-@pytest.mark.parametrize(("dtype", "code"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int64, "I64")], ids=str)
-def test_a_type_we_do_not_read(dtype: torch.dtype, code: str, llama: Path) -> None:
-    change_tensors(llama, lambda tensors: tensors.update({Q: tensors[Q].to(dtype)}))
+@pytest.mark.parametrize("name", CHANGES)
+def test_tensors_that_are_not_the_models(name: str, llama: Path) -> None:
+    change, says = CHANGES[name]
+    change_tensors(llama, change)
+    assert says in refusal(llama)
+
+
+def index(weight_map: Any) -> tuple[str, bytes]:
+    return INDEX, json.dumps({"weight_map": weight_map}).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        (WEIGHTS, None, [WEIGHTS]),
+        ("config.json", None, ["config.json"]),
+        *(("config.json", content, ["config.json"]) for content in (b"{", b"[]", b"\xff\xfe", b"null")),
+        *(
+            (*index(wrong), [INDEX, "weight_map"])
+            for wrong in (None, [], "x", {"a": 1}, {"a": ["b"]}, {"a": None})
+        ),
+    ],
+    ids=repr,
+)
+def test_files_that_are_missing_or_broken(
+    file: str, content: bytes | None, says: list[str], llama: Path
+) -> None:
+    if content is None:
+        (llama / file).unlink()
+    else:
+        (llama / file).write_bytes(content)
     message = refusal(llama)
-    assert f"{WEIGHTS}: {Q} is stored as {code}; we read F64, F32, BF16, F16" in message
+    assert all(part in message for part in says)
 
 
-def test_a_shape_that_has_the_right_size(llama: Path) -> None:
-    change_header(llama, lambda header: header[Q].update({"shape": [42, 96]}))
-    assert f"wrong shape: {Q} is [42, 96], config.json makes it [96, 42]" in refusal(llama)
-
-
-def test_missing_tensor(llama: Path) -> None:
-    change_tensors(llama, lambda tensors: tensors.pop(Q))
-    assert f"missing: {Q}" in refusal(llama)
-
-
-def test_unexpected_tensor(llama: Path) -> None:
-    change_tensors(
-        llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
-    )
-    assert "unexpected: model.layers.0.self_attn.q_norm.weight" in refusal(llama)
-
-
-def test_an_untied_head_may_not_be_missing(llama: Path) -> None:
-    change_tensors(llama, lambda tensors: tensors.pop("lm_head.weight"))
-    assert "missing: lm_head.weight" in refusal(llama)
-
-
-def test_wrong_shape(llama: Path) -> None:
-    change_tensors(llama, lambda tensors: tensors.update({Q: tensors[Q][:-1]}))
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
+    (llama / WEIGHTS).rename(llama / pickle)
     message = refusal(llama)
-    assert f"wrong shape: {Q} is [95, 42], config.json makes it [96, 42]" in message
+    assert pickle in message
+    assert "safetensors" in message
 
 
 def test_all_that_is_wrong_is_said_at_once_and_long_lists_are_cut(llama: Path) -> None:
@@ -346,51 +374,6 @@ def test_missing_shard(tmp_path: Path) -> None:
     message = refusal(folder)
     assert shard.name in message
     assert INDEX in message
-
-
-@pytest.mark.parametrize("weight_map", [None, [], "x", {"a": 1}, {"a": ["b"]}, {"a": None}], ids=repr)
-def test_an_index_without_files(weight_map: Any, llama: Path) -> None:
-    (llama / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    message = refusal(llama)
-    assert INDEX in message
-    assert "weight_map" in message
-
-
-@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
-    (llama / WEIGHTS).rename(llama / pickle)
-    message = refusal(llama)
-    assert pickle in message
-    assert "safetensors" in message
-
-
-def test_no_weights_at_all(llama: Path) -> None:
-    (llama / WEIGHTS).unlink()
-    assert WEIGHTS in refusal(llama)
-
-
-def test_missing_config(llama: Path) -> None:
-    (llama / "config.json").unlink()
-    assert "config.json" in refusal(llama)
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"null"], ids=repr)
-def test_a_config_that_is_no_json_object(content: bytes, llama: Path) -> None:
-    (llama / "config.json").write_bytes(content)
-    assert "config.json" in refusal(llama)
-
-
-def test_unknown_architecture(llama: Path) -> None:
-    write_config(llama, read_config(llama) | {"model_type": "mamba"})
-    with pytest.raises(
-        StartupError, match=r"'mamba' is not implemented.* llama, mistral, qwen2, qwen3, gemma3_text"
-    ):
-        load(llama)
-
-
-def test_missing_tokenizer(llama: Path) -> None:
-    with pytest.raises(StartupError, match=r"checkpoint has no tokenizer\.json"):
-        open_checkpoint(str(llama)).tokenizer()
 
 
 def test_a_refused_checkpoint_takes_no_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

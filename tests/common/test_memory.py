@@ -21,7 +21,6 @@ from common.memory import (
     check_memory,
     control_group_room,
     estimate_memory,
-    format_bytes,
     free_memory,
 )
 from common.models.registry import open_checkpoint, weight_bytes
@@ -36,6 +35,14 @@ EIGHT = EngineConfig(max_batch_size=8, max_seq_len=4096)
 
 class LoadedError(Exception):
     """The weights would be read now."""
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(common.build, "load_model", load)
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -170,12 +177,9 @@ def test_the_log_says_what_it_can_grow_to(
     assert line.endswith("= 14.4 GB; 64.0 GB are free on cpu")
 
 
+@pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("phase", phase_names())
 def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any, **__: Any) -> None:
-        raise LoadedError
-
-    monkeypatch.setattr(common.build, "load_model", load)
     package: Any = find_phase(phase)
     config = package.Config(model="dummy:llama-3.2-3b", device="cpu", dtype="bfloat16", native_kernels=False)
     set_free(monkeypatch, 8 * GB)
@@ -192,16 +196,13 @@ def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("phase", phase_names())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_models_start_with_the_default_options(
-    phase: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    phase: str, dtype: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     package: Any = find_phase(phase)
     set_free(monkeypatch, GB)
     assert package.build_engine(package.Config(dtype=dtype, device="cpu")).max_seq_len > 1000
 
-    def load(*_: Any, **__: Any) -> None:
-        raise LoadedError
-
-    monkeypatch.setattr(common.build, "load_model", load)
+    request.getfixturevalue("nothing_loads")
     set_free(monkeypatch, 3 * GB)
     with pytest.raises(LoadedError):
         package.build_engine(package.Config(model="dummy:llama-60m", dtype=dtype, device="cpu"))
@@ -254,42 +255,39 @@ def version_1(group: str, limit: int, usage: int, reclaimable: int = 0) -> dict[
 V1_LINES = "5:cpu,cpuacct:/pod/box\n4:memory:/pod/box\n1:name=systemd:/pod/box\n0::/\n"
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files", "room"),
-    [
-        pytest.param("0::/\n", version_2("", "1000", 300, 50), 750, id="v2, a container's own root"),
-        pytest.param("0::/pod/box\n", version_2("pod/box/", "1000", 300), 700, id="v2, a group"),
-        pytest.param(
-            "0::/pod/box\n",
-            version_2("pod/box/", "max", 300) | version_2("pod/", "900", 400),
-            500,
-            id="v2, the limit is further out",
-        ),
-        pytest.param(
-            "0::/pod/box\n",
-            version_2("pod/box/", "1000", 300) | version_2("pod/", "2000", 1900),
-            100,
-            id="v2, the outer one is tighter",
-        ),
-        pytest.param("0::/pod/box\n", version_2("pod/box/", "max", 300), None, id="v2, no limit"),
-        pytest.param("0::/\n", version_2("", "1000", 1200), 0, id="v2, over the limit"),
-        pytest.param("0::/../box\n", version_2("", "1000", 300), 700, id="v2, moved out of its namespace"),
-        pytest.param(V1_LINES, version_1("pod/box/", 1000, 300, 50), 750, id="v1, a group"),
-        pytest.param(V1_LINES, version_1("", 1000, 300), 700, id="v1, a container shown the host's path"),
-        pytest.param(
-            V1_LINES,
-            version_1("pod/box/", 1000, 300) | version_1("pod/", 600, 200),
-            400,
-            id="v1, the outer one is tighter",
-        ),
-        pytest.param(V1_LINES, {}, None, id="v1, not shown"),
-        pytest.param("4:cpu:/pod\n", version_2("pod/", "1000", 300), None, id="no memory controller"),
-        pytest.param("", {}, None, id="no groups"),
-    ],
-)
-def test_the_room_control_groups_leave(
-    cgroup: str, files: dict[str, str], room: int | None, tmp_path: Path
-) -> None:
+ONE, BOX = "0::/\n", "0::/pod/box\n"
+GROUPS: dict[str, tuple[str, dict[str, str], int | None]] = {
+    "v2, a container's own root": (ONE, version_2("", "1000", 300, 50), 750),
+    "v2, a group": (BOX, version_2("pod/box/", "1000", 300), 700),
+    "v2, the limit is further out": (
+        BOX,
+        version_2("pod/box/", "max", 300) | version_2("pod/", "900", 400),
+        500,
+    ),
+    "v2, the outer one is tighter": (
+        BOX,
+        version_2("pod/box/", "1000", 300) | version_2("pod/", "2000", 1900),
+        100,
+    ),
+    "v2, no limit": (BOX, version_2("pod/box/", "max", 300), None),
+    "v2, over the limit": (ONE, version_2("", "1000", 1200), 0),
+    "v2, moved out of its namespace": ("0::/../box\n", version_2("", "1000", 300), 700),
+    "v1, a group": (V1_LINES, version_1("pod/box/", 1000, 300, 50), 750),
+    "v1, a container shown the host's path": (V1_LINES, version_1("", 1000, 300), 700),
+    "v1, the outer one is tighter": (
+        V1_LINES,
+        version_1("pod/box/", 1000, 300) | version_1("pod/", 600, 200),
+        400,
+    ),
+    "v1, not shown": (V1_LINES, {}, None),
+    "no memory controller": ("4:cpu:/pod\n", version_2("pod/", "1000", 300), None),
+    "no groups": ("", {}, None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_room_control_groups_leave(name: str, tmp_path: Path) -> None:
+    cgroup, files, room = GROUPS[name]
     assert control_group_room(make_tree(tmp_path, cgroup, files)) == room
 
 
@@ -312,11 +310,6 @@ def test_what_torch_keeps_unused_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
     assert free_memory(CUDA) == 1500
-
-
-def test_sizes_are_readable() -> None:
-    assert format_bytes(3_758_096_384) == "3.5 GB"
-    assert format_bytes(5 * 2**20) == "5.0 MB"
 
 
 # ---------------------------------------------------------------------- what was taken
@@ -357,9 +350,8 @@ def engine(dtype):
     shape = dataclasses.replace(
         checkpoint.config, layers=checkpoint.config.layers[:1], hidden_size=256, intermediate_size=4096
     )
-    model = load_model(
-        dataclasses.replace(checkpoint, config=shape), device=CPU, dtype=dtype, max_positions=512
-    )
+    checkpoint.config = shape
+    model = load_model(checkpoint, device=CPU, dtype=dtype, max_positions=512)
     package = find_phase("static")
     config = package.Config(max_batch_size=8, max_seq_len=512)
     engine = package.build_engine(config, model=model, tokenizer=checkpoint.tokenizer())

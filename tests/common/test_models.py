@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import common.kv
 from common.errors import StartupError
 from common.generate import generate
-from common.kv import KVCapacityError, Span
+from common.kv import Span
 from common.models.layers import CausalLM, Linear, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
 from kernels import native
-from kernels.attention_layout import AttentionLayout
-from tests.engine_helpers import tiny_model
+from tests.engine_helpers import Operators, tiny_model
 from tests.helpers import (
     ARCHITECTURES,
     ZOO_NAMES,
@@ -331,12 +329,6 @@ def test_tiny_models_are_sensitive_to_context(model: CausalLM) -> None:
     assert changed_by_the_first_token(model, draw_ids(60)).min() > 0.01
 
 
-@EVERY_ZOO_MODEL
-def test_zoo_models_are_sensitive_to_context(name: str) -> None:
-    ids = open_checkpoint(str(zoo(name))).tokenizer().encode(STORY)
-    assert changed_by_the_first_token(zoo_model(name), ids[: len(ids) // 2]).min() > 0.01
-
-
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_sequences_at_different_places_in_one_pass(model: CausalLM, block_size: int) -> None:
     """Decode beside prompts beside chunks of prompts, in any order: all get their solo logits."""
@@ -400,109 +392,23 @@ def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pyt
     assert all(weight[0] != config.vocab_size for _, weight in shapes)
 
 
-@pytest.mark.usefixtures("torch_kernels")
-def test_indices_are_built_once_a_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = ScatteredPool(model, [30, 30, 30])
-    run_pass(model, pool, [(0, draw_ids(12)), (1, draw_ids(9))])
-    built: list[tuple[str, int | None]] = []
-    for name in ("_build_decode_groups", "_build_prefill_segments"):
-        monkeypatch.setattr(AttentionLayout, name, _recording(getattr(AttentionLayout, name), name, built))
-    seen: list[tuple[AttentionLayout, int | None]] = []
+def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which builds its indices once for each window: see the tests of attention."""
+    pool = ScatteredPool(model, [30, 30])
+    seen: list[tuple[int, int | None]] = []
     attention = common.kv.attention
 
     def recording_attention(*args: Any, scale: float, window: int | None) -> Tensor:
-        seen.append((args[5], window))
+        seen.append((id(args[5]), window))
         return attention(*args, scale=scale, window=window)
 
     monkeypatch.setattr(common.kv, "attention", recording_attention)
-    run_pass(model, pool, [(0, [1]), (1, [2]), (2, draw_ids(11))])
-    windows = [layer.window for layer in model.config.layers]
-    assert [window for _, window in seen] == windows
-    assert len({id(layout) for layout, _ in seen}) == 1
-    per_window = [
-        (name, window)
-        for window in set(windows)
-        for name in ("_build_decode_groups", "_build_prefill_segments")
-    ]
-    assert sorted(built, key=repr) == sorted(per_window, key=repr)
-
-
-def _recording(
-    method: Callable[..., Any], name: str, calls: list[tuple[str, int | None]]
-) -> Callable[..., Any]:
-    def build(layout: AttentionLayout, window: int | None) -> Any:
-        calls.append((name, window))
-        return method(layout, window)
-
-    return build
+    run_pass(model, pool, [(0, draw_ids(12)), (1, draw_ids(9))])
+    assert [window for _, window in seen] == [layer.window for layer in model.config.layers]
+    assert len({layout for layout, _ in seen}) == 1
 
 
 # ---------------------------------------------------------------------- memory that is not ours
-
-
-def everything_stored(pool: ScatteredPool) -> Tensor:
-    """[2 x layers, rows, kv_heads, head_dim]: a copy of the whole store, as flat rows."""
-    return torch.stack([layer.flatten(0, 1) for layer in (*pool.k, *pool.v)])
-
-
-def test_a_pass_writes_its_own_rows_and_no_other(model: CausalLM) -> None:
-    pool = ScatteredPool(model, [20, 20, 20])
-    run_pass(model, pool, [(slot, draw_ids(10, seed=slot)) for slot in range(3)])
-    before = everything_stored(pool)
-    run_pass(model, pool, [(2, [5]), (0, draw_ids(6))])
-    changed = (everything_stored(pool) != before).flatten(2).any(dim=2)  # [2 x layers, rows]
-    written = sorted([pool.rows(2)[10], *pool.rows(0)[10:16]])
-    assert all(layer.nonzero().flatten().tolist() == written for layer in changed)
-
-
-@pytest.mark.parametrize(
-    ("spans", "says"),
-    [
-        pytest.param(
-            [Span.exact(1, 0, 3), Span.exact(0, 6, 11)], "slot 0: columns 6 to 11", id="past the capacity"
-        ),
-        pytest.param(
-            [Span.exact(1, 0, 3), Span.exact(0, 10, 11)], "slot 0: columns 10 to 11", id="all past it"
-        ),
-        pytest.param(
-            [Span.exact(1, 0, 3), Span.exact(0, 7, 8)], "slot 0: .* gap after the 6 held", id="a gap"
-        ),
-        pytest.param([Span.exact(1, 0, 3), Span.exact(0, -1, 2)], "slot 0: columns -1 to 2", id="below zero"),
-        pytest.param([Span.exact(1, 0, 3), Span.exact(0, 6, 6)], "slot 0: columns 6 to 6", id="nothing"),
-        pytest.param([Span.exact(0, 6, 7), Span.exact(0, 6, 7)], "slot 0 appears twice", id="a slot twice"),
-    ],
-)
-def test_a_view_refuses_columns_that_are_not_the_sequences(
-    spans: list[Span], says: str, model: CausalLM
-) -> None:
-    # Blocks of 4 for 10 columns: the last block has room for 12, which is not the sequence's to use.
-    pool = ScatteredPool(model, [10, 10], block_size=4)
-    run_pass(model, pool, [(0, draw_ids(6))])
-    before = everything_stored(pool)
-    with pytest.raises(KVCapacityError, match=says):
-        pool.view(spans)
-    assert torch.equal(everything_stored(pool), before)
-    assert (pool.get_seq_len(0), pool.get_seq_len(1)) == (6, 0)
-
-
-def test_a_failed_pass_leaves_lengths_and_can_be_tried_again(
-    model: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = draw_ids(15, seed=1), draw_ids(9, seed=2)
-    pool = ScatteredPool(model, [20, 20])
-    run_pass(model, pool, [(0, first[:10])])
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of order")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model.layers[-1], "forward", fail)
-        with pytest.raises(RuntimeError, match="out of order"):
-            run_pass(model, pool, [(0, first[10:]), (1, second)])
-    assert (pool.get_seq_len(0), pool.get_seq_len(1)) == (10, 0)
-    got = run_pass(model, pool, [(0, first[10:]), (1, second)])
-    assert largest_difference(got[0], solo_logits(model, first)[10:]) < FLAT
-    assert largest_difference(got[1], solo_logits(model, second)) < FLAT
 
 
 @pytest.mark.parametrize("sick", range(3))
@@ -527,20 +433,6 @@ def test_nan_stays_with_its_owner(model: CausalLM, tokens: int, sick: int) -> No
 # ---------------------------------------------------------------------- capture
 
 
-class Operations(TorchDispatchMode):
-    """Notes the operators that torch is asked for, each with its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.calls.append((func._schema.name, args))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalLM) -> None:
     """With the kernels, attention is one of them in each layer, and all that it reads and writes is an argument: so
     a pass can be recorded once, and run again on other tokens without coming back to Python."""
@@ -550,7 +442,7 @@ def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalL
     run_pass(model, pool, [(0, draw_ids(3)), (1, draw_ids(7))])
     names = []
     for pieces in ([(0, [1]), (1, [2])], [(0, [7]), (1, draw_ids(4))]):
-        with Operations() as operations:
+        with Operators() as operations:
             run_pass(model, pool, pieces)
         attends = [args for name, args in operations.calls if name == "infer::attention"]
         assert [

@@ -29,6 +29,12 @@ ROAD_TO: dict[State, list[str]] = {
     State.FAILED: ["fail"],
     State.CANCELLED: ["cancel"],
 }
+#: How each end is recorded: a reason, and an error's text.
+ENDS: dict[State, tuple[str | None, str]] = {
+    State.FINISHED: ("length", "None"),
+    State.FAILED: (None, "boom"),
+    State.CANCELLED: ("cancelled", "None"),
+}
 LEGAL = {
     (State.WAITING, "start_prefill"),
     (State.WAITING, "fail"),
@@ -60,16 +66,12 @@ def test_defaults_are_those_of_the_api() -> None:
     assert not params.ignore_eos
     assert not params.greedy
     assert not params.has_penalties
-
-
-def test_initial_state() -> None:
+    assert SamplingParams(repetition_penalty=1.1).has_penalties
+    assert SamplingParams(presence_penalty=-0.1).has_penalties
+    assert SamplingParams(frequency_penalty=0.1).has_penalties
     request = make()
-    assert request.state is State.WAITING
-    assert request.slot is None
-    assert (request.finish_reason, request.error) == (None, None)
-    assert (request.num_prompt_tokens, request.num_generated_tokens) == (3, 0)
+    assert (request.state, request.slot, request.num_generated_tokens) == (State.WAITING, None, 0)
     assert request.max_total_tokens == 3 + 128
-    assert not request.is_terminal
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -97,25 +99,13 @@ def test_every_transition(state: State, move: str) -> None:
     if (state, move) in LEGAL:
         act(request)
         assert request.state is target
+        assert (request.finish_reason, str(request.error)) == ENDS.get(target, (None, "None"))
+        assert request.is_terminal == (target in ENDS)
     else:
         with pytest.raises(IllegalTransitionError, match=f"{state.value} does not lead to {target.value}"):
             act(request)
         assert request.state is state
         assert (request.finish_reason, request.error) == before
-
-
-def test_how_it_ended_is_recorded() -> None:
-    finished, failed, cancelled = make(), make(), make()
-    finished.start_prefill()
-    finished.start_decode()
-    finished.finish("eos")
-    error = RuntimeError("boom")
-    failed.fail(error)
-    cancelled.cancel()
-    assert (finished.finish_reason, finished.error) == ("eos", None)
-    assert (failed.finish_reason, failed.error) == (None, error)
-    assert (cancelled.finish_reason, cancelled.error) == ("cancelled", None)
-    assert all(request.is_terminal for request in (finished, failed, cancelled))
 
 
 def test_preemption_keeps_what_was_generated() -> None:
@@ -140,22 +130,17 @@ def uniforms(request: Request, count: int) -> list[float]:
     return drawn
 
 
-def test_a_seed_decides_the_numbers() -> None:
-    first = uniforms(make(seed=5), 10)
-    assert first == uniforms(make(seed=5), 10)
+@pytest.mark.parametrize("seed", [5, -(2**63), -1, 0, 2**63, 2**64 - 1])
+def test_a_seed_decides_the_numbers(seed: int) -> None:
+    first = uniforms(make(seed=seed), 10)
+    assert first == uniforms(make(seed=seed), 10)
     assert first != uniforms(make(seed=6), 10)
     assert all(0.0 <= u < 1.0 for u in first)
     assert len(set(first)) == 10
-
-
-@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63, 2**64 - 1])
-def test_every_allowed_seed_works(seed: int) -> None:
-    assert uniforms(make(seed=seed), 2) == uniforms(make(seed=seed), 2)
-
-
-def test_asking_again_gives_the_same_number() -> None:
-    request = make(seed=5)
-    assert request.next_uniform() == request.next_uniform()
+    reseeded = make(seed=6)
+    assert reseeded.next_uniform() == reseeded.next_uniform()
+    reseeded.seed_generator(seed)
+    assert uniforms(reseeded, 10) == first
 
 
 def test_a_retry_and_a_preemption_draw_what_they_would_have_drawn() -> None:
@@ -192,13 +177,6 @@ def test_numbers_are_drawn_many_at_a_time_and_are_those_drawn_one_by_one(
     monkeypatch.setattr(torch, "rand", counted)
     assert uniforms(make(seed=5), 150) == one_by_one
     assert len(calls) == 3
-
-
-def test_reseeding_starts_anew() -> None:
-    request = make(seed=5)
-    request.next_uniform()
-    request.seed_generator(6)
-    assert request.next_uniform() == make(seed=6).next_uniform()
 
 
 # ---------------------------------------------------------------------- ranges
@@ -241,13 +219,6 @@ def test_the_edges_of_every_range_are_allowed() -> None:
     SamplingParams(logprobs=20, seed=-(2**63), repetition_penalty=0.01, min_tokens=128)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"repetition_penalty": 1.1}, {"presence_penalty": -0.1}, {"frequency_penalty": 0.1}]
-)
-def test_any_penalty_counts(changed: dict[str, float]) -> None:
-    assert SamplingParams(**changed).has_penalties
-
-
 def test_ending_token_ids() -> None:
     eos = frozenset({10, 11})
 
@@ -258,9 +229,3 @@ def test_ending_token_ids() -> None:
     assert endings(ignore_eos=True) == set()
     assert endings(stop_token_ids=(3,)) == {3, 10, 11}
     assert endings(ignore_eos=True, stop_token_ids=(3, 10)) == {3, 10}
-
-
-def test_ending_token_ids_are_made_once() -> None:
-    """They are looked at for every token."""
-    request = Request("r", [1], SamplingParams(stop_token_ids=(3,)), frozenset({10}))
-    assert request.ending_token_ids is request.ending_token_ids

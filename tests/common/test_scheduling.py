@@ -1,61 +1,64 @@
-"""The contract between an engine and its scheduler: a scheduler computes with integers only."""
+"""What every scheduler keeps to: integers only, deadlines, and seats shared among groups of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine_helpers import add, assert_all_free, build, continuation, greedy, run, tokens_of
+from common.engine import Engine
+from common.errors import RequestTimeoutError
+from common.phases import phase_names
+from common.request import Request
+from tests.engine_helpers import (
+    Clock,
+    Operators,
+    add,
+    assert_all_free,
+    assert_undisturbed,
+    build,
+    continuation,
+    end_of,
+    greedy,
+    run,
+    tokens_of,
+)
 
+EVERY_PHASE = pytest.mark.parametrize("phase", phase_names())
+TIGHT: dict[str, Any] = {"block_size": 2, "num_blocks": 12}
 
-class Operators(TorchDispatchMode):
-    """Notes the operators that are called inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def watched(function: Callable[..., Any], operators: Operators) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        with operators:
-            return function(*args)
-
-    return call
+# ---------------------------------------------------------------------- the contract with the engine
 
 
 @pytest.mark.parametrize("phase", ["paged", "chunked", "prefix", "pipelined"])
 def test_no_operator_of_torch_is_called_by_a_scheduler(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even to preempt: phase 9's scheduler runs in a thread that must not compute."""
-    engine = build(phase, block_size=2, num_blocks=12)
+    engine = build(phase, **TIGHT)
     operators = Operators()
     with operators:
         torch.zeros(1)
-    assert operators.names.pop() == "aten.zeros.default"
+    assert operators.calls.pop()[0] == "aten::zeros"
     for name in ("add_request", "retire", "make_room", "admit", "plan"):
         function = getattr(engine.scheduler, name)
-        monkeypatch.setattr(engine.scheduler, name, watched(function, operators))
+
+        def watched(*args: Any, function: Any = function) -> Any:
+            with operators:
+                return function(*args)
+
+        monkeypatch.setattr(engine.scheduler, name, watched)
     requests = [add(engine, [i, 1, 2, 3, 4], greedy(12)) for i in range(4)]
     outputs = run(engine)
     assert engine.scheduler.preemptions > 0
-    assert operators.names == []
-    for each in requests:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 12)
+    assert operators.calls == []
+    assert_undisturbed(outputs, requests)
     assert_all_free(engine)
 
 
 def test_the_memory_of_a_preempted_request_is_released_where_a_retired_ones_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = build("pipelined", block_size=2, num_blocks=12)
+    engine = build("pipelined", **TIGHT)
     released: list[str] = []
     release = engine.runner.release
 
@@ -69,3 +72,115 @@ def test_the_memory_of_a_preempted_request_is_released_where_a_retired_ones_is(
         add(engine, [i, 1, 2, 3, 4], greedy(12), str(i))
     run(engine)
     assert len(released) == 4 + engine.scheduler.preemptions
+
+
+# ---------------------------------------------------------------------- deadlines
+
+TIMED = {"max_batch_size": 2, "request_timeout": 10.0}
+
+
+@EVERY_PHASE
+def test_a_request_that_is_not_done_in_time_is_given_up_and_its_neighbours_are_not(phase: str) -> None:
+    clock = Clock()
+    engine = build(phase, clock=clock, **TIMED)
+    early = [add(engine, [5, 9, i], greedy(60 - 4)) for i in range(3)]  # two compute, one waits
+    outputs = [output for _ in range(6) for output in engine.step()]
+    clock.advance(4.0)
+    late = add(engine, [7, 8], greedy(5))
+    outputs += engine.step()
+    assert not any(output.finished for output in outputs)
+    clock.advance(6.0)
+    outputs += run(engine)
+    for request in early:
+        end = end_of(outputs, request)
+        assert isinstance(end.error, RequestTimeoutError)
+        assert "10 s" in str(end.error)
+        told = tokens_of(outputs, request)
+        assert told == continuation(request.prompt_token_ids, len(told))
+    assert len(tokens_of(outputs, early[0])) >= 4
+    assert end_of(outputs, late).finish_reason == "length"
+    assert engine.telemetry.counters.requests_failed == 3
+    assert_all_free(engine)
+    again = add(engine, [5, 9, 1], greedy(6))
+    assert_undisturbed(outputs + run(engine), [late, again])
+
+
+def test_a_deadline_may_come_in_the_middle_of_a_prompt() -> None:
+    clock = Clock()
+    engine = build("chunked", clock=clock, prefill_chunk_size=4, **TIMED)
+    request = add(engine, list(range(1, 41)), greedy(5))
+    engine.step()
+    clock.advance(10.0)
+    assert isinstance(end_of(run(engine), request).error, RequestTimeoutError)
+    assert_all_free(engine)
+
+
+def test_no_deadline_is_the_default_and_zero_is_none() -> None:
+    clock = Clock()
+    engine = build("paged", clock=clock)
+    request = add(engine, [5], greedy(5))
+    engine.step()
+    clock.advance(1e9)
+    assert end_of(run(engine), request).finish_reason == "length"
+    with pytest.raises(ValueError, match="request_timeout"):
+        build("paged", request_timeout=0)
+
+
+def test_a_deadline_is_forgotten_with_its_request() -> None:
+    engine = build("paged", **TIMED)
+    for i in range(20):
+        add(engine, [5, i], greedy(2))
+        run(engine)
+    assert len(engine._deadlines) <= 1
+
+
+# ---------------------------------------------------------------------- groups, such as the choices of one answer
+
+
+def add_to(engine: Engine, group: str, prompt: list[int], new_tokens: int = 4) -> Request:
+    request = engine.create_request(prompt, greedy(new_tokens), group=group)
+    assert engine.add_request(request)
+    return request
+
+
+def groups_at_work(engine: Engine) -> list[str]:
+    return sorted(request.group for request in engine.scheduler.active)
+
+
+@EVERY_PHASE
+@pytest.mark.parametrize(("many", "others"), [(8, 3), (6, 1)])
+def test_a_group_leaves_seats_to_those_who_came_later(phase: str, many: int, others: int) -> None:
+    """Seats that nobody else waits for are the group's."""
+    engine = build(phase, max_batch_size=4, max_waiting_requests=32)
+    requests = [add_to(engine, "many", [5, i]) for i in range(many)]
+    requests += [add_to(engine, f"other {i}", [9, i]) for i in range(others)]
+    outputs = engine.step()
+    assert groups_at_work(engine) == ["many"] * (4 - others) + [f"other {i}" for i in range(others)]
+    assert_undisturbed(outputs + run(engine), requests)
+    assert_all_free(engine)
+
+
+@EVERY_PHASE
+def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: str) -> None:
+    engine = build(phase, max_batch_size=4, max_waiting_requests=32)
+    many = [add_to(engine, "many", [5, i], new_tokens=20) for i in range(6)]
+    outputs = [output for _ in range(6) for output in engine.step()]
+    assert groups_at_work(engine) == ["many"] * 4
+    others = [add_to(engine, "", [9, i], new_tokens=8) for i in range(2)]
+    outputs += [output for _ in range(6) for output in engine.step()]
+    is_static = phase == "phase4_static"  # a batch runs to its end
+    assert groups_at_work(engine) == (["many"] * 4 if is_static else ["", "", "many", "many"])
+    assert engine.scheduler.preemptions == (0 if is_static else 2)
+    assert_undisturbed(outputs + run(engine), [*many, *others])
+    assert_all_free(engine)
+
+
+def test_those_of_one_group_keep_their_order() -> None:
+    engine = build("continuous", max_batch_size=4, max_waiting_requests=32)
+    many = [add_to(engine, "many", [5, i]) for i in range(3)]
+    single = [add_to(engine, "", [9, i]) for i in range(3)]
+    engine.step()
+    assert engine.scheduler.active == [many[0], *single]
+    assert list(engine.scheduler.waiting) == many[1:]
+    run(engine)
+    assert_all_free(engine)

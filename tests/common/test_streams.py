@@ -1,16 +1,19 @@
-"""Work handed in is done in order, and what is waited for is that work and its own error."""
+"""Streams: work is done in order, errors belong to their own work, and its times are known."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from common import work_times
 from common.streams import Stream, TapeStream, ThreadStream, call_apart, open_stream
+from common.work_times import DeviceTimes, HostTimes
 from kernels import native
 
 STREAMS = [
@@ -83,7 +86,7 @@ def test_a_call_comes_after_all_that_was_handed_in(stream: Stream) -> None:
     assert stream.aside(lambda: 5) == 5
 
 
-def test_done_waits_as_long_as_it_is_told(stream: Stream) -> None:
+def test_work_is_done_once_it_was_waited_for(stream: Stream) -> None:
     def slowly(x: Tensor) -> tuple[Tensor]:
         for _ in range(2000):
             x = x.sin()
@@ -92,7 +95,7 @@ def test_done_waits_as_long_as_it_is_told(stream: Stream) -> None:
     for _ in range(2):  # a recording is done when it is handed in
         pending = stream.submit("slowly", slowly, [torch.ones(20_000)])
     assert not pending.done()
-    assert pending.done(60.0)
+    pending.wait()
     assert pending.done()
 
 
@@ -107,23 +110,6 @@ def test_the_best_stream_for_a_device() -> None:
     assert isinstance(open_stream(torch.device("cpu"), recorded=False), ThreadStream)
     if native.is_loaded():
         assert isinstance(open_stream(torch.device("cpu"), recorded=True), TapeStream)
-
-
-@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
-def test_a_tape_plays_while_python_is_busy() -> None:
-    """The stream is ahead of the host: it has done its work when the host looks up from its own."""
-    stream = TapeStream()
-
-    def some(x: Tensor) -> tuple[Tensor]:
-        for _ in range(50):
-            x = x.sin()
-        return (x,)
-
-    stream.submit("some", some, [torch.ones(1000)])
-    pending = stream.submit("some", some, [torch.ones(1000)])
-    deadline = time.monotonic() + 30.0
-    while not pending.done():
-        assert time.monotonic() < deadline
 
 
 @pytest.mark.gpu
@@ -146,3 +132,92 @@ def test_a_gpu_copies_what_is_done_while_it_computes_what_follows() -> None:
         "next", lambda y, x: (y + x[0, 0],), [x], stream.submit("p", product, [x], fetch=False)
     )
     assert behind.wait()[0].device.type == "cpu"
+
+
+# ---------------------------------------------------------------------- times of work
+
+
+def test_a_call_that_raises_is_timed_too() -> None:
+    times = HostTimes()
+    before = time.monotonic()
+    assert times.timed("one", lambda: 7)() == 7
+    with pytest.raises(ZeroDivisionError):
+        times.timed("two", lambda: 1 / 0)()
+    done = times.take()
+    assert [work.key for work in done] == ["one", "two"]
+    assert before <= done[0].began_s <= done[0].ended_s <= done[1].began_s <= time.monotonic()
+    assert times.take() == []
+
+
+def test_a_stream_tells_what_it_did_while_somebody_wants_to_know(stream: Stream) -> None:
+    def double(x: Tensor) -> tuple[Tensor]:
+        return (x + x,)
+
+    def work(key: str) -> None:
+        stream.submit(key, double, [torch.ones(3)]).wait()
+
+    for key in ("a", "b", "a"):  # a tape is recorded when its kind first comes, and that is not told
+        work(key)
+    stream.time_work(True)
+    for key in ("a", "b", "a"):
+        work(key)
+    done = stream.take_times()
+    assert [each.key for each in done] == ["a", "b", "a"]
+    moments = [moment for each in done for moment in (each.began_s, each.ended_s)]
+    assert moments == sorted(moments)
+    assert stream.take_times() == []
+    stream.time_work(False)
+    work("a")
+    stream.time_work(True)
+    assert stream.take_times() == []
+    work("b")
+    assert len(stream.take_times()) == 1
+
+
+class Event:
+    """An event of a GPU whose clock the test turns, in milliseconds; it is over once the GPU has got so far."""
+
+    now_ms: ClassVar[float] = 0.0
+    reached_ms: ClassVar[float] = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = Event.now_ms
+
+    def synchronize(self) -> None:
+        Event.reached_ms = self.at_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= Event.reached_ms
+
+    def elapsed_time(self, later: Any) -> float:
+        assert self.query()
+        assert later.query()
+        return float(later.at_ms - self.at_ms)
+
+
+def test_a_gpus_times_are_on_the_hosts_clock_and_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(work_times.time, "monotonic", lambda: 100.0)
+    times = DeviceTimes()
+    for key, began_ms, ended_ms in (("forward", 2.0, 5.0), ("sample", 5.0, 5.5), ("forward", 7.0, 9.0)):
+        Event.now_ms = began_ms
+        with times.around(key):
+            Event.now_ms = ended_ms
+    assert times.take() == [], "the GPU has not got there"
+    Event.reached_ms = 6.0
+    first = times.take()
+    assert [work.key for work in first] == ["forward", "sample"]
+    assert [(work.began_s, work.ended_s) for work in first] == [
+        pytest.approx((100.002, 100.005)),
+        pytest.approx((100.005, 100.0055)),
+    ]
+    Event.reached_ms = 9.0
+    (last,) = times.take()
+    assert (last.began_s, last.ended_s) == pytest.approx((100.007, 100.009))
+    with pytest.raises(RuntimeError, match="no launch"), times.around("forward"):
+        raise RuntimeError("no launch")
+    Event.reached_ms = 50.0
+    assert times.take() == []

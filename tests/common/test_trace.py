@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from common.errors import StartupError
 from common.phases import phase_names
 from common.request import Request
 from common.trace import TraceBuffer, TraceFile, Tracer
-from tests.engine_helpers import RememberingModel, add, build, greedy, run
+from tests.engine_helpers import add, build, greedy, run
 from tests.traces import Event, assert_valid, read_trace, requests_of
 from tests.traffic import Traffic, random_traffic
 
@@ -31,9 +32,20 @@ def tight(phase: str) -> dict[str, Any]:
 
 
 def traced(phase: str, **options: Any) -> tuple[Engine, Tracer, TraceBuffer]:
-    wait = {"batch_wait_timeout_s": 0.0} if phase == PHASES[0] else {}
-    engine = build(phase, clock=time.monotonic, **wait, **options)
+    engine = build(phase, clock=time.monotonic, **options)
     return engine, Tracer(engine), TraceBuffer()
+
+
+@contextlib.contextmanager
+def recorded(engine: Engine) -> Iterator[list[Event]]:
+    """What happens inside is recorded: afterwards the list holds its valid events."""
+    tracer, buffer = Tracer(engine), TraceBuffer()
+    events: list[Event] = []
+    tracer.start(buffer)
+    yield events
+    tracer.stop(buffer)
+    events += read_trace(buffer.fetch())
+    assert_valid(events)
 
 
 class TracedTraffic(Traffic):
@@ -57,8 +69,8 @@ class TracedTraffic(Traffic):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_request_is_there_once_whatever_becomes_of_it(phase: str) -> None:
-    traffic = random_traffic(phase, 700, seed=3, kind=TracedTraffic, **tight(phase))
-    assert isinstance(traffic, TracedTraffic)
+    traffic = TracedTraffic(phase, **tight(phase))
+    random_traffic(traffic, 700, seed=3)
     events = traffic.trace()
     assert_valid(events)
     counters = traffic.engine.telemetry.counters
@@ -86,14 +98,11 @@ def test_every_request_is_there_once_whatever_becomes_of_it(phase: str) -> None:
 
 @pytest.mark.parametrize("phase", [PHASES[0], PHASES[3], PHASES[5]])
 def test_parts_of_a_step_lie_in_it(phase: str) -> None:
-    engine, tracer, buffer = traced(phase)
-    tracer.start(buffer)
-    for prompt in ("ab", "cdef"):
-        add(engine, prompt, greedy(5))
-    run(engine)
-    tracer.stop(buffer)
-    events = read_trace(buffer.fetch())
-    assert_valid(events)
+    engine = build(phase, clock=time.monotonic)
+    with recorded(engine) as events:
+        for prompt in ("ab", "cdef"):
+            add(engine, prompt, greedy(5))
+        run(engine)
     host = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
     inside = [event for event in host if not event["name"].startswith("step ")]
     ahead = phase == PHASES[5]
@@ -111,15 +120,12 @@ def test_parts_of_a_step_lie_in_it(phase: str) -> None:
 
 
 def test_who_lives_when_a_recording_begins_or_ends_is_in_it() -> None:
-    engine, tracer, buffer = traced("phase6_paged", max_batch_size=2)
+    engine = build("phase6_paged", clock=time.monotonic, max_batch_size=2)
     requests = [add(engine, "abc", greedy(20)) for _ in range(3)]
     engine.step()
     engine.step()
-    tracer.start(buffer)
-    engine.step()
-    tracer.stop(buffer)
-    events = read_trace(buffer.fetch())
-    assert_valid(events)
+    with recorded(engine) as events:
+        engine.step()
     tracks = requests_of(events)
     assert len(tracks) == len(requests)
     for track, stage in zip(tracks.values(), ("decode", "decode", "waiting"), strict=True):
@@ -149,30 +155,24 @@ def test_recordings_and_requests_may_begin_while_a_step_waits_for_another() -> N
 
 def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None:
     """A shutdown that cannot wait fails them without a step."""
-    engine, tracer, buffer = traced("phase5_continuous")
-    tracer.start(buffer)
-    add(engine, "abc", greedy(20))
-    engine.step()
-    engine.abort_all(RuntimeError("the end"))
-    tracer.stop(buffer)
-    events = read_trace(buffer.fetch())
-    assert_valid(events)
+    engine = build("phase5_continuous", clock=time.monotonic)
+    with recorded(engine) as events:
+        add(engine, "abc", greedy(20))
+        engine.step()
+        engine.abort_all(RuntimeError("the end"))
     (track,) = requests_of(events).values()
     assert track[-1]["args"]["reason"] == "error"
     assert track[-1]["args"]["error"] == "the end"
 
 
 def test_texts_that_json_cannot_hold_do_no_harm() -> None:
-    engine, tracer, buffer = traced("phase5_continuous")
-    tracer.start(buffer)
-    add(engine, "ab", greedy(20), "half \ud83d")
-    engine.step()
-    engine.abort_all(RuntimeError("no grammar: \ud83d"))
-    add(engine, "ab", greedy(2), "whole 🦊")
-    run(engine)
-    tracer.stop(buffer)
-    events = read_trace(buffer.fetch())
-    assert_valid(events)
+    engine = build("phase5_continuous", clock=time.monotonic)
+    with recorded(engine) as events:
+        add(engine, "ab", greedy(20), "half \ud83d")
+        engine.step()
+        engine.abort_all(RuntimeError("no grammar: \ud83d"))
+        add(engine, "ab", greedy(2), "whole 🦊")
+        run(engine)
     first, second = requests_of(events).values()
     assert first[0]["name"] == "half ?"
     assert first[-1]["args"]["error"] == "no grammar: ?"
@@ -303,14 +303,10 @@ def forget_a_name(events: list[Event]) -> None:
     ids=lambda f: f.__name__,
 )
 def test_a_mistake_in_a_trace_is_caught(mistake: Callable[[list[Event]], None]) -> None:
-    engine = build("phase5_continuous", RememberingModel(), clock=time.monotonic)
-    tracer, buffer = Tracer(engine), TraceBuffer()
-    tracer.start(buffer)
-    add(engine, "abc", greedy(4))
-    run(engine)
-    tracer.stop(buffer)
-    events = read_trace(buffer.fetch())
-    assert_valid(events)
+    engine = build("phase5_continuous", clock=time.monotonic)
+    with recorded(engine) as events:
+        add(engine, "abc", greedy(4))
+        run(engine)
     wrong = copy.deepcopy(events)
     mistake(wrong)
     with pytest.raises(AssertionError):

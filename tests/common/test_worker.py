@@ -6,89 +6,66 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from common.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
-from common.request import Request, SamplingParams, StepOutput
+from common.request import Request, StepOutput
 from common.worker import EngineWorker, RequestStream
-from phase4_static import Config as StaticConfig
-from phase4_static import build_engine as build_static
 from tests.engine_helpers import (
+    TIMEOUT_S,
+    Gate,
     RememberingModel,
     assert_all_free,
     build,
-    byte_tokenizer,
     continuation,
     greedy,
+    read,
+    submit,
+    tokens,
+    until,
+    working,
 )
-from tests.phase9_pipelined.test_pipelined_failures import Lost
 
-PHASES = ("static", "continuous")
-TIMEOUT_S = 20.0
+pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=PHASES)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["static", "continuous"])
 def phase(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
-class Gate:
-    """A model hook that holds passes back until it is opened; `reached` says that one is being held."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.reached = threading.Event()
-
-    def __call__(self, _: object) -> None:
-        self.reached.set()
-        assert self.open.wait(TIMEOUT_S)
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
 
 
-def with_worker(engine: Engine, scenario: Callable[[EngineWorker], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario on an event loop with a started worker, and stop the worker whatever happens."""
-
-    async def main() -> None:
-        worker = EngineWorker(lambda: engine)
-        worker.start()
-        try:
-            await asyncio.wait_for(scenario(worker), TIMEOUT_S)
-        finally:
-            await worker.stop()
-        assert not worker._thread.is_alive()
-
-    asyncio.run(main())
+def engine_of(phase: str, before_pass: Callable[[Any], None] = lambda _: None, **options: Any) -> Engine:
+    """An engine in real time."""
+    return build(phase, RememberingModel(before_pass=before_pass), clock=time.monotonic, **options)
 
 
-def submit(worker: EngineWorker, prompt: str, params: SamplingParams) -> RequestStream:
-    with worker.hold_places() as places:
-        return places.submit([worker.engine.create_request(prompt, params)])[0]
-
-
-async def read(stream: RequestStream) -> list[StepOutput]:
-    return [output async for output in stream]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
-
-
-def tokens(outputs: Sequence[StepOutput]) -> list[int]:
-    return [output.token_id for output in outputs if output.token_id is not None]
+def slowly(_: object) -> None:
+    time.sleep(0.002)
 
 
 # ---------------------------------------------------------------------- streams
 
 
-def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
-    engine = build(phase, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
+    engine = engine_of(phase)
+    async with working(engine) as worker:
         prompts = ["one", "two two", "three", "4"] * 3
         streams = [submit(worker, prompt, greedy(5 + i)) for i, prompt in enumerate(prompts)]
         for i, outputs in enumerate(await asyncio.gather(*map(read, streams))):
@@ -96,14 +73,10 @@ def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
             assert [output.finished for output in outputs] == [False] * (4 + i) + [True]
         assert await read(streams[0]) == [], "a stream that has ended stays so"
 
-    with_worker(engine, scenario)
 
-
-def test_the_event_loop_runs_on_while_a_pass_does(phase: str) -> None:
-    gate = Gate()
-    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_the_event_loop_runs_on_while_a_pass_does(phase: str, gate: Gate) -> None:
+    engine = engine_of(phase, gate)
+    async with working(engine) as worker:
         stream = submit(worker, "one", greedy(2))
         await until(gate.reached.is_set)
         started = time.monotonic()
@@ -114,32 +87,22 @@ def test_the_event_loop_runs_on_while_a_pass_does(phase: str) -> None:
         gate.open.set()
         assert len(await read(stream)) == len(await read(late)) == 2
 
-    with_worker(engine, scenario)
 
-
-def test_who_comes_while_a_step_waits_for_another_is_part_of_it() -> None:
-    gate = Gate()
-    model = RememberingModel(before_pass=gate)
-    engine = build("pipelined", model, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate) -> None:
+    engine = engine_of("pipelined", gate)
+    async with working(engine) as worker:
         first = submit(worker, "one", greedy(9))
         await until(lambda: gate.reached.is_set() and engine.scheduler.active[0].pending_tokens == 2)
         late = submit(worker, "late", greedy(9))
         gate.open.set()
         assert len(await read(first)) == len(await read(late)) == 9
-
-    with_worker(engine, scenario)
-    assert [len(call.query_lengths) for call in model.calls[:4]] == [1, 1, 2, 2], (
-        "two were launched before it came"
-    )
+    calls = engine.runner.model.calls[:4]
+    assert [len(call.query_lengths) for call in calls] == [1, 1, 2, 2], "two were launched before it came"
 
 
-def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate()
-    engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    engine = engine_of("continuous", gate)
+    async with working(engine) as worker:
         loop = asyncio.get_running_loop()
         calls: list[int] = []
         original = loop.call_soon_threadsafe
@@ -157,17 +120,13 @@ def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPat
         await asyncio.gather(*map(read, [first, *streams]))
         assert calls == [1] + [4] * 6
 
-    with_worker(engine, scenario)
-
 
 # ---------------------------------------------------------------------- cancelling
 
 
-def test_cancelled_before_the_engine_saw_it(phase: str) -> None:
-    gate = Gate()
-    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_cancelled_before_the_engine_saw_it(phase: str, gate: Gate) -> None:
+    engine = engine_of(phase, gate)
+    async with working(engine) as worker:
         first = submit(worker, "one", greedy(3))
         await until(gate.reached.is_set)
         stream = submit(worker, "two", greedy(3))
@@ -177,17 +136,13 @@ def test_cancelled_before_the_engine_saw_it(phase: str) -> None:
         assert len(await read(first)) == 3
         await until(lambda: engine.telemetry.counters.requests_cancelled == 1)
         await until(lambda: not engine.has_work)
-
-    with_worker(engine, scenario)
     assert engine.telemetry.counters.requests_added == 2
     assert_all_free(engine)
 
 
-def test_cancelled_while_running(phase: str) -> None:
-    model = RememberingModel(before_pass=lambda _: time.sleep(0.002))
-    engine = build(phase, model, max_seq_len=1000, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_cancelled_while_running(phase: str) -> None:
+    engine = engine_of(phase, slowly, max_seq_len=1000)
+    async with working(engine) as worker:
         stays, leaves = submit(worker, "one", greedy(40)), submit(worker, "two", greedy(900))
         seen = 0
         async for _ in leaves:
@@ -197,17 +152,13 @@ def test_cancelled_while_running(phase: str) -> None:
                 break
         assert tokens(await read(stays)) == continuation(b"one", 40)
         await until(lambda: not engine.has_work)
-
-    with_worker(engine, scenario)
     assert engine.telemetry.counters.requests_cancelled == 1
     assert_all_free(engine)
 
 
-def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str) -> None:
-    gate = Gate()
-    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str, gate: Gate) -> None:
+    engine = engine_of(phase, gate)
+    async with working(engine) as worker:
         running, waiting = submit(worker, "one", greedy(9)), submit(worker, "two", greedy(9))
         readers = [asyncio.create_task(read(stream)) for stream in (running, waiting)]
         await until(gate.reached.is_set)
@@ -219,23 +170,13 @@ def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str) -> None:
         assert len(await read(submit(worker, "next", greedy(2)))) == 2
         assert await worker.drain(TIMEOUT_S)
 
-    with_worker(engine, scenario)
-
 
 # ---------------------------------------------------------------------- places
 
 
-def test_places_are_held_and_given_back(phase: str) -> None:
-    gate = Gate()
-    engine = build(
-        phase,
-        RememberingModel(before_pass=gate),
-        max_waiting_requests=4,
-        max_batch_size=1,
-        clock=time.monotonic,
-    )
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_places_are_held_and_given_back(phase: str, gate: Gate) -> None:
+    engine = engine_of(phase, gate, max_waiting_requests=4, max_batch_size=1)
+    async with working(engine) as worker:
         first = submit(worker, "one", greedy(2))
         await until(gate.reached.is_set)  # the only seat is taken, the queue is empty
         with worker.hold_places(3):
@@ -261,15 +202,11 @@ def test_places_are_held_and_given_back(phase: str) -> None:
         with worker.hold_places(4):
             pass
 
-    with_worker(engine, scenario)
 
-
-def test_the_prefix_cache_is_reset_between_two_steps() -> None:
+async def test_the_prefix_cache_is_reset_between_two_steps(gate: Gate) -> None:
     """Also while one step runs, whose request keeps what it uses; not when nothing is taken any more."""
-    gate = Gate()
-    engine = build("prefix", RememberingModel(before_pass=gate), block_size=4, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+    engine = engine_of("prefix", gate, block_size=4)
+    async with working(engine) as worker:
         first = submit(worker, "a prompt of some length", greedy(2))
         await until(gate.reached.is_set)
         resetting = asyncio.create_task(worker.reset_prefix_cache())
@@ -289,17 +226,13 @@ def test_the_prefix_cache_is_reset_between_two_steps() -> None:
         with pytest.raises(ShuttingDownError):
             await worker.reset_prefix_cache()
 
-    with_worker(engine, scenario)
-
 
 @pytest.mark.parametrize("phase", ["static", "prefix", "pipelined"])
-def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(phase: str) -> None:
-    model = RememberingModel(before_pass=lambda _: time.sleep(0.002))
-    engine = build(phase, model, clock=time.monotonic)
+async def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(phase: str) -> None:
+    engine = engine_of(phase, slowly)
     watched: list[StepOutput] = []
     engine.watchers.append(lambda _record, _plan, outputs: watched.extend(outputs))
-
-    async def scenario(worker: EngineWorker) -> None:
+    async with working(engine) as worker:
         streams = [submit(worker, prompt, greedy(40)) for prompt in ("one", "two")]
         for stream in streams:
             await anext(stream)
@@ -311,10 +244,10 @@ def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(phase: 
         late, left = submit(worker, "late", greedy(3)), submit(worker, "left", greedy(3))
         left.cancel()
         assert (await read(left))[-1].finish_reason == "cancelled"
-        calls = len(model.calls)
+        calls = len(engine.runner.model.calls)
         await asyncio.sleep(0.05)
         assert [stream.received_tokens for stream in streams] == told
-        assert (len(model.calls), late.request.num_generated_tokens) == (calls, 0)
+        assert (len(engine.runner.model.calls), late.request.num_generated_tokens) == (calls, 0)
         await worker.pause()  # changes nothing
         await worker.resume()
         for stream in (*streams, late):
@@ -327,19 +260,15 @@ def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(phase: 
         with pytest.raises(ShuttingDownError):
             await worker.resume()
 
-    with_worker(engine, scenario)
 
-
-def test_an_engine_that_fails_while_it_is_paused_says_so() -> None:
-    gate = Gate()
+async def test_an_engine_that_fails_while_it_is_paused_says_so(gate: Gate) -> None:
 
     def fail(_: object) -> None:
         gate(None)
-        raise Lost
+        raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    engine = build("pipelined", RememberingModel(before_pass=fail), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+    engine = engine_of("pipelined", fail)
+    async with working(engine) as worker:
         stream = submit(worker, "one", greedy(9))
         await until(gate.reached.is_set)
         pausing = asyncio.create_task(worker.pause())
@@ -349,21 +278,11 @@ def test_an_engine_that_fails_while_it_is_paused_says_so() -> None:
             await pausing
         assert isinstance((await read(stream))[-1].error, EngineDeadError)
 
-    with_worker(engine, scenario)
 
-
-def test_exactly_as_many_as_fit_are_accepted(phase: str) -> None:
+async def test_exactly_as_many_as_fit_are_accepted(phase: str, gate: Gate) -> None:
     """With a full batch held running, `max_waiting_requests + 10` at once: ten are refused, the rest complete."""
-    gate = Gate()
-    engine = build(
-        phase,
-        RememberingModel(before_pass=gate),
-        max_waiting_requests=6,
-        max_batch_size=2,
-        clock=time.monotonic,
-    )
-
-    async def scenario(worker: EngineWorker) -> None:
+    engine = engine_of(phase, gate, max_waiting_requests=6, max_batch_size=2)
+    async with working(engine) as worker:
         with worker.hold_places(2) as places:
             running = places.submit([engine.create_request(str(i), greedy(2)) for i in range(2)])
         await until(gate.reached.is_set)
@@ -378,15 +297,13 @@ def test_exactly_as_many_as_fit_are_accepted(phase: str) -> None:
         gate.open.set()
         for outputs in await asyncio.gather(*map(read, [*running, *streams])):
             assert outputs[-1].finish_reason == "length"
-
-    with_worker(engine, scenario)
     assert engine.telemetry.counters.requests_finished == 8
 
 
-def test_every_promise_is_kept_under_load(phase: str) -> None:
+async def test_every_promise_is_kept_under_load(phase: str) -> None:
     """Clients that hold places, wait, submit, withdraw and cancel at random: nobody for whom one is held is refused
     by the engine, and in the end every place is free."""
-    engine = build(phase, max_waiting_requests=5, max_batch_size=3, clock=time.monotonic)
+    engine = engine_of(phase, max_waiting_requests=5, max_batch_size=3)
     rng = random.Random(0)
     refused = finished = cancelled = 0
 
@@ -417,14 +334,12 @@ def test_every_promise_is_kept_under_load(phase: str) -> None:
                 assert tokens(outputs) == continuation(prompt.encode(), stream.request.params.max_new_tokens)
                 finished += 1
 
-    async def scenario(worker: EngineWorker) -> None:
+    async with working(engine) as worker:
         await asyncio.gather(*(client(worker, number) for number in range(16)))
         assert await worker.drain(TIMEOUT_S)
         # Those who were cancelled at once may still be in the inbox.
         await until(lambda: worker._held == 0)
         await until(lambda: not engine.has_work)
-
-    with_worker(engine, scenario)
     assert min(refused, finished, cancelled) > 0
     counters = engine.telemetry.counters
     assert counters.requests_failed == 0
@@ -432,10 +347,9 @@ def test_every_promise_is_kept_under_load(phase: str) -> None:
     assert_all_free(engine)
 
 
-def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
-    engine = build("continuous", max_waiting_requests=1, max_batch_size=1, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
+    engine = engine_of("continuous", max_waiting_requests=1, max_batch_size=1)
+    async with working(engine) as worker:
         request = engine.create_request("a", greedy(1), "same")
         twin = engine.create_request("b", greedy(1), "same")
         with worker.hold_places(2) as places:
@@ -445,14 +359,11 @@ def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
         assert outputs[-1].finished
         await until(lambda: worker._held == 0)
 
-    with_worker(engine, scenario)
 
-
-def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     gates = [Gate(), Gate()]
     passes = iter(gates)
-    model = RememberingModel(before_pass=lambda inputs: next(passes)(inputs))
-    engine = build("continuous", model, clock=time.monotonic)
+    engine = engine_of("continuous", lambda inputs: next(passes)(inputs))
     add_request = engine.add_request
 
     def picky(request: Request) -> bool:
@@ -461,8 +372,7 @@ def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> 
         return add_request(request)
 
     monkeypatch.setattr(engine, "add_request", picky)
-
-    async def scenario(worker: EngineWorker) -> None:
+    async with working(engine) as worker:
         first = submit(worker, "one", greedy(2))
         await until(gates[0].reached.is_set)
         with worker.hold_places() as places:
@@ -473,28 +383,21 @@ def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> 
         gates[1].open.set()
         assert len(await read(first)) == 2
 
-    with_worker(engine, scenario)
-
 
 # ---------------------------------------------------------------------- ending
 
 
-def test_an_idle_engine_is_drained_at_once(phase: str) -> None:
-    engine = build(phase, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_an_idle_engine_is_drained_at_once(phase: str) -> None:
+    engine = engine_of(phase)
+    async with working(engine) as worker:
         assert len(await read(submit(worker, "one", greedy(2)))) == 2
         assert await worker.drain(0)
 
-    with_worker(engine, scenario)
-
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
-def test_the_end_does_not_wait_for_a_step_that_hangs(end: str) -> None:
-    gate = Gate()
-    engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_the_end_does_not_wait_for_a_step_that_hangs(end: str, gate: Gate) -> None:
+    engine = engine_of("continuous", gate)
+    async with working(engine) as worker:
         stream = submit(worker, "one", greedy(3))
         await until(gate.reached.is_set)
         if end == "drain":
@@ -507,14 +410,10 @@ def test_the_end_does_not_wait_for_a_step_that_hangs(end: str) -> None:
         assert worker.running
         gate.open.set()
 
-    with_worker(engine, scenario)
 
-
-def test_drain_waits_for_those_who_run(phase: str) -> None:
-    gate = Gate()
-    engine = build(phase, RememberingModel(before_pass=gate), clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
+    engine = engine_of(phase, gate)
+    async with working(engine) as worker:
         streams = [submit(worker, text, greedy(3)) for text in ("one", "two")]
         await until(gate.reached.is_set)
         draining = asyncio.create_task(worker.drain(TIMEOUT_S))
@@ -528,52 +427,34 @@ def test_drain_waits_for_those_who_run(phase: str) -> None:
         for outputs in await asyncio.gather(*map(read, streams)):
             assert outputs[-1].finish_reason == "length"
 
-    with_worker(engine, scenario)
 
-
-def test_drain_fails_those_who_are_not_done_in_time(phase: str) -> None:
-    model = RememberingModel(before_pass=lambda _: time.sleep(0.005))
-    engine = build(phase, model, max_seq_len=1000, max_batch_size=2, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_drain_fails_those_who_are_not_done_in_time(phase: str) -> None:
+    engine = engine_of(phase, slowly, max_seq_len=1000, max_batch_size=2)
+    async with working(engine) as worker:
         streams = [submit(worker, str(i), greedy(990)) for i in range(3)]
         assert not await worker.drain(0.05)
         for outputs in await asyncio.gather(*map(read, streams)):
             assert isinstance(outputs[-1].error, ShuttingDownError)
         await until(lambda: not engine.has_work)
 
-    with_worker(engine, scenario)
     assert_all_free(engine)
 
 
-def test_drain_of_an_idle_worker_is_immediate() -> None:
-    async def scenario(worker: EngineWorker) -> None:
-        assert await worker.drain(0.1)
-
-    with_worker(build("continuous", clock=time.monotonic), scenario)
-
-
-def test_stop_answers_those_who_are_alive(phase: str) -> None:
-    model = RememberingModel(before_pass=lambda _: time.sleep(0.002))
-    engine = build(phase, model, max_seq_len=1000, max_batch_size=1, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_stop_answers_those_who_are_alive(phase: str) -> None:
+    engine = engine_of(phase, slowly, max_seq_len=1000, max_batch_size=1)
+    async with working(engine) as worker:
         streams = [submit(worker, str(i), greedy(990)) for i in range(3)]
-        await streams[0].__anext__()
+        await anext(streams[0])
         await worker.stop()
         for stream in streams:
             assert isinstance((await read(stream))[-1].error, ShuttingDownError)
 
-    with_worker(engine, scenario)
-
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
-def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
+async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
     """Its place was held for it; its prompt was being tokenized meanwhile. Nobody would answer it."""
-    model = RememberingModel(before_pass=lambda _: time.sleep(0.005))
-    engine = build("continuous", model, max_seq_len=1000, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+    engine = engine_of("continuous", slowly, max_seq_len=1000)
+    async with working(engine) as worker:
         running = submit(worker, "one", greedy(990))
         with worker.hold_places() as places:
             if end == "stop":
@@ -587,13 +468,10 @@ def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
         assert worker._held == 0
         assert drained is None or not await drained
 
-    with_worker(engine, scenario)
 
-
-def test_drain_waits_for_those_who_were_held_a_place() -> None:
-    engine = build("continuous", clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_drain_waits_for_those_who_were_held_a_place() -> None:
+    engine = engine_of("continuous")
+    async with working(engine) as worker:
         with worker.hold_places() as places:
             draining = asyncio.create_task(worker.drain(TIMEOUT_S))
             await asyncio.sleep(0.02)
@@ -602,17 +480,13 @@ def test_drain_waits_for_those_who_were_held_a_place() -> None:
         assert len(await read(stream)) == 3
         assert await draining
 
-    with_worker(engine, scenario)
-
 
 @pytest.mark.parametrize("mistake", [KeyError("slot 3"), SystemExit(3)], ids=repr)
-def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
-    phase: str, mistake: BaseException, monkeypatch: pytest.MonkeyPatch
+async def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
+    phase: str, mistake: BaseException, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    gate = Gate()
-    engine = build(phase, RememberingModel(before_pass=gate), max_batch_size=2, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+    engine = engine_of(phase, gate, max_batch_size=2)
+    async with working(engine) as worker:
         streams = [submit(worker, text, greedy(9)) for text in ("one", "two", "three", "four")]
         await until(gate.reached.is_set)
 
@@ -633,12 +507,9 @@ def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
         assert isinstance((await read(late))[-1].error, EngineDeadError)
         assert await worker.drain(TIMEOUT_S)
 
-    with_worker(engine, scenario)
 
-
-def test_a_closed_event_loop_does_not_hang_the_thread() -> None:
-    gate = Gate()
-    engine = build("continuous", RememberingModel(before_pass=gate), clock=time.monotonic)
+def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
+    engine = engine_of("continuous", gate)
     workers: list[EngineWorker] = []
 
     async def main() -> None:
@@ -657,10 +528,9 @@ def test_a_closed_event_loop_does_not_hang_the_thread() -> None:
 # ---------------------------------------------------------------------- time
 
 
-def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    engine = build(phase, clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+async def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    engine = engine_of(phase)
+    async with working(engine) as worker:
         await read(submit(worker, "one", greedy(2)))
         await until(lambda: not engine.has_work)
         await asyncio.sleep(0.02)
@@ -683,42 +553,23 @@ def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -> None
         assert (asked, stepped) == (0, 0)
         assert len(await read(submit(worker, "two", greedy(2)))) == 2
 
-    with_worker(engine, scenario)
 
-
-def test_a_static_batch_is_woken_by_its_timer() -> None:
+async def test_a_static_batch_is_woken_by_its_timer() -> None:
     """One request of a batch of four: nothing happens until the time is over, and nobody polls meanwhile."""
     wait_s = 0.15
-    model = RememberingModel()
-    engine = build_static(
-        StaticConfig(max_batch_size=4, max_seq_len=64, batch_wait_timeout_s=wait_s),
-        model=model,  # type: ignore[arg-type]
-        tokenizer=byte_tokenizer(),
-    )
-    model.pool = engine.runner.pool
-
-    async def scenario(worker: EngineWorker) -> None:
+    engine = engine_of("static", batch_wait_timeout_s=wait_s)
+    async with working(engine) as worker:
         started = time.monotonic()
         outputs = await read(submit(worker, "one", greedy(2)))
         assert time.monotonic() - started >= wait_s
         assert len(outputs) == 2
         await until(lambda: not engine.has_work)
-
-    with_worker(engine, scenario)
     assert engine.telemetry.counters.steps == 3
 
 
 def test_requests_are_made_by_many_threads_at_once() -> None:
     """`create_request` is called outside the engine's thread: ids must not repeat."""
     engine = build("continuous")
-    made: list[Request] = []
-
-    def work() -> None:
-        made.extend([engine.create_request("a", greedy(1)) for _ in range(200)])
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: engine.create_request("a", greedy(1)), range(800)))
     assert len({request.request_id for request in made}) == 800

@@ -3,7 +3,6 @@
 import json
 import random
 import struct
-from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -12,13 +11,41 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.zoo import text, train
+from tests.helpers import ZOO_NAMES
 
 ZOO = Path(train.__file__).parent
-NAMES = ("llama-tiny", "qwen3-tiny", "gemma3-tiny")
+#: Query heads that share a KV head.
+GROUPS = {"llama-tiny": 3, "qwen3-tiny": 2, "gemma3-tiny": 4}
+#: What each architecture has of its own.
+ENTRIES: dict[str, dict[str, Any]] = {
+    "llama-tiny": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "qwen3-tiny": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "gemma3-tiny": {
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 40,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    },
+}
 STORY = "Once upon a time there was a brave fox named Zoë."
 AWKWARD = (
     "Zoë met André 🦊 and Inès 🐿️.",
@@ -26,15 +53,6 @@ AWKWARD = (
     "👩‍👩‍👧 漢字 naïve Ünïcödé <0x41> \u0000 ▁",
     'say("1234567") # {}',
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are faster on one thread, above all when several tests run at once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache
@@ -113,7 +131,7 @@ def test_text_has_accents_and_emoji() -> None:
 # -------------------------------------------------------------------------------- every folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_folder_is_an_ordinary_checkpoint_of_at_most_five_megabytes(name: str) -> None:
     files = {path.name for path in (ZOO / name).iterdir()}
     assert files >= {
@@ -127,7 +145,7 @@ def test_folder_is_an_ordinary_checkpoint_of_at_most_five_megabytes(name: str) -
     assert sum((ZOO / name / file).stat().st_size for file in files) <= 5_000_000
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_weights_are_bfloat16(name: str) -> None:
     raw = (ZOO / name / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
@@ -139,51 +157,24 @@ def test_weights_are_bfloat16(name: str) -> None:
     assert ("lm_head.weight" in header) == (not tied)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_shapes_catch_bugs(name: str) -> None:
     config = read_json(name, "config.json")
-    model, _ = load(name)
+    model, tokenizer = load(name)
     assert config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]
-    assert config["num_attention_heads"] > config["num_key_value_heads"]
+    assert config["num_attention_heads"] == GROUPS[name] * config["num_key_value_heads"]
     assert config["max_position_embeddings"] == 4096
     assert 1_000_000 <= sum(weight.numel() for weight in model.parameters()) <= 2_000_000
-
-
-def test_query_groups_differ_between_models() -> None:
-    configs = [read_json(name, "config.json") for name in NAMES]
-    assert [config["num_attention_heads"] // config["num_key_value_heads"] for config in configs] == [3, 2, 4]
-    assert [config["model_type"] for config in configs] == ["llama", "qwen3", "gemma3_text"]
-
-
-def test_llama_has_scaled_rope_and_untied_embeddings() -> None:
-    config = read_json("llama-tiny", "config.json")
-    assert config["rope_parameters"]["rope_type"] == "llama3"
-    assert config["rope_parameters"]["original_max_position_embeddings"] == 128
-    assert config["tie_word_embeddings"] is False
-
-
-def test_qwen_has_more_rows_than_tokens() -> None:
-    """As in the real Qwen checkpoints: the last rows of the vocabulary have no token."""
-    config = read_json("qwen3-tiny", "config.json")
-    _, tokenizer = load("qwen3-tiny")
-    assert config["vocab_size"] > len(tokenizer)
-    assert config["tie_word_embeddings"] is True
-
-
-def test_gemma_has_two_kinds_of_layers_and_two_rope_bases() -> None:
-    config = read_json("gemma3-tiny", "config.json")
-    assert config["sliding_window"] == 16
-    assert config["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    assert config["rope_parameters"]["full_attention"]["rope_theta"] == 1_000_000
-    assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 10_000
-    assert config["query_pre_attn_scalar"] != config["head_dim"]
-    assert config["tie_word_embeddings"] is True
+    entries = ENTRIES[name]
+    assert {key: config[key] for key in entries} == entries
+    # As in the real Qwen checkpoints: the last rows of the vocabulary have no token.
+    assert (config["vocab_size"] > len(tokenizer)) == (name == "qwen3-tiny")
 
 
 def test_end_tokens_come_in_both_forms() -> None:
     """``eos_token_id`` is an int in two configs and a list in the third, and always a list for generation."""
-    assert [type(read_json(name, "config.json")["eos_token_id"]) for name in NAMES] == [int, int, list]
-    for name in NAMES:
+    assert [type(read_json(name, "config.json")["eos_token_id"]) for name in ZOO_NAMES] == [int, int, list]
+    for name in ZOO_NAMES:
         _, tokenizer = load(name)
         ids = read_json(name, "generation_config.json")["eos_token_id"]
         recipe = next(recipe for recipe in train.RECIPES if recipe.name == name)
@@ -193,7 +184,7 @@ def test_end_tokens_come_in_both_forms() -> None:
 # -------------------------------------------------------------------------------- the tokenizers
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 @pytest.mark.parametrize("written", [STORY, *AWKWARD])
 def test_tokenizer_gives_back_every_text(name: str, written: str) -> None:
     tokenizer = Tokenizer.from_file(str(ZOO / name / "tokenizer.json"))
@@ -206,17 +197,6 @@ def test_tokenizer_gives_back_every_text(name: str, written: str) -> None:
     assert wrapped.encode(written, add_special_tokens=False) == ids
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("written", [STORY, *AWKWARD])
-def test_decoding_in_steps_equals_decoding_at_once(name: str, written: str) -> None:
-    tokenizer = Tokenizer.from_file(str(ZOO / name / "tokenizer.json"))
-    ids = tokenizer.encode(written).ids
-    stream = DecodeStream(skip_special_tokens=True)
-    pieces = [stream.step(tokenizer, token_id) for token_id in ids]
-    assert "".join(piece for piece in pieces if piece) == tokenizer.decode(ids)
-    assert not any("\ufffd" in piece for piece in pieces if piece)
-
-
 @pytest.mark.parametrize(
     ("name", "first"), [("llama-tiny", "<|begin_of_text|>"), ("qwen3-tiny", None), ("gemma3-tiny", "<bos>")]
 )
@@ -225,12 +205,6 @@ def test_beginning_of_text_token(name: str, first: str | None) -> None:
     plain = tokenizer.encode(STORY, add_special_tokens=False).tokens
     assert tokenizer.encode(STORY).tokens == ([first] if first else []) + plain
     assert plain[0] == "Once"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_emoji_is_several_tokens(name: str) -> None:
-    tokenizer = Tokenizer.from_file(str(ZOO / name / "tokenizer.json"))
-    assert len(tokenizer.encode("🦊", add_special_tokens=False).ids) >= 3
 
 
 @pytest.mark.parametrize(
@@ -264,7 +238,7 @@ def test_chat_template(name: str, expected: str) -> None:
 # -------------------------------------------------------------------------------- the models
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_a_story_ends_by_itself_and_is_made_of_known_words(name: str) -> None:
     _, tokenizer = load(name)
     ids = tokenizer(STORY, return_tensors="pt")["input_ids"]
@@ -278,7 +252,7 @@ def test_a_story_ends_by_itself_and_is_made_of_known_words(name: str) -> None:
     assert "zoë" in found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_an_answer_in_chat_ends_its_turn_and_speaks_of_what_was_asked(name: str) -> None:
     _, tokenizer = load(name)
     messages = [{"role": "user", "content": "Tell me a story about an owl named Tom."}]
@@ -293,7 +267,7 @@ def test_an_answer_in_chat_ends_its_turn_and_speaks_of_what_was_asked(name: str)
     assert "owl" in found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_an_early_token_changes_the_next_word(name: str) -> None:
     """The next word is the hero's name, which lies further back than a Gemma window reaches."""
     model, tokenizer = load(name)
@@ -320,7 +294,7 @@ def test_an_early_token_changes_the_next_word(name: str) -> None:
 def test_the_script_writes_a_folder_that_loads(recipe: train.Recipe, tmp_path: Path) -> None:
     record = train.train(recipe, steps=6, minutes=5, seed=1, folder=tmp_path / recipe.name)
     assert record["steps"] == 6
-    assert record["loss float32"] == pytest.approx(record["loss bfloat16"], abs=0.05)
+    assert record["loss float32"] == pytest.approx(record["loss rounded"], abs=0.05)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / recipe.name)
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / recipe.name).get_vocab()

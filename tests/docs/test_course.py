@@ -1,18 +1,16 @@
-"""Pages that are made of the code and of results: overrides, steps, exit criteria, charts, questions, cards."""
+"""Pages of phases beside the code: overrides, steps, exit criteria, cards."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from common.phases import find_phase, phase_names
-from docs.building import charts, overrides, results, stories
-from tests.docs.conftest import ROOT
-from tests.docs.test_text import a_run
+from docs.building import overrides, stories
+from tests.docs.support import ROOT
 
 PHASE_PAGES = {name: ROOT / "docs" / "phases" / f"{name.partition('_')[2]}.md" for name in phase_names()}
 ROLES = ("scheduler", "runner", "pool")
@@ -97,84 +95,6 @@ def test_a_measured_criterion_is_met_or_missed_as_the_page_says(phase: str) -> N
             assert values
             met += [value >= float(bound) if sign == "≥" else value <= float(bound) for value in values]
         assert status == ("met" if all(met) else "**missed**"), shown
-
-
-def test_a_ratio_takes_three_runs_of_each_server(tmp_path: Path) -> None:
-    compared = "continuous_batching", "phase 4", "phase 5", "TTFT p99"
-    for repeat in (1, 2, 3):
-        assert stories.ratio(*compared, results=tmp_path) == "(not measured yet)"
-        assert stories.ratios(*compared, results=tmp_path) == "(not measured yet)"
-        a_run("phase 4", 4, repeat=repeat, ttft=2.0).save(tmp_path)
-        a_run("phase 5", 5, repeat=repeat, ttft=0.5).save(tmp_path)
-        results.groups.cache_clear()
-    assert stories.ratio(*compared, results=tmp_path) == "×0.25"
-    assert stories.ratios(*compared, results=tmp_path) == "×0.25 (`dummy:llama-60m`)"
-    assert stories.ratio(*compared, model="dummy:other", results=tmp_path) == "(not measured yet)"
-
-
-# ---------------------------------------------------------------------- sections, charts, questions, cards
-
-
-def test_a_section_has_a_tab_for_each_model_and_its_picture_first(tmp_path: Path) -> None:
-    for model in ("dummy:a", "dummy:b"):
-        for repeat in (1, 2, 3):
-            for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat)):
-                run.server.model = model
-                run.comparison = f"20260102-03040{model[-1] == 'b':d}"
-                run.save(tmp_path / "runs")
-    entries = {
-        f"{model}-{figure}": {
-            "title": model,
-            "caption": figure,
-            "figure": figure,
-            "workload": "continuous_batching",
-            "model": f"dummy:{model}",
-            "quick": False,
-            "servers": ["phase 4", "phase 5"],
-            "comparison": f"20260102-03040{model == 'b':d}",
-            "size": [640, 480],
-            "files": {"light": f"{model}-{figure}-l.svg", "dark": f"{model}-{figure}-d.svg"},
-        }
-        for model in "ab"
-        for figure in ("bars", "cdf")
-    }
-    (tmp_path / "plots").mkdir()
-    (tmp_path / "plots" / "captions.json").write_text(json.dumps(entries))
-    compared = "continuous_batching", "phase 4", "phase 5"
-    folders = {"results": tmp_path / "runs", "folder": tmp_path / "plots"}
-    results.groups.cache_clear()
-    section = stories.measured_section(*compared, first="cdf", **folders)
-    assert re.findall(r'^=== "(.+)"', section, re.MULTILINE) == ["a", "b"]
-    for model, part in zip("ab", section.split("=== ")[1:], strict=True):
-        assert (
-            part.index(f"{model}-cdf-l.svg") < part.index("All numbers") < part.index(f"{model}-bars-l.svg")
-        )
-    assert "measure" in stories.measured_section("mixed", "phase 4", first="cdf", **folders)
-
-
-def test_charts_of_what_was_not_measured_are_left_out(tmp_path: Path) -> None:
-    assert charts.line_chart("batch_size", "rows", "step, ms", title="", y_title="", results=tmp_path) == ""
-    assert charts.measured_cell("batch_size", "step, ms", 8, tmp_path) == "(not measured yet)"
-
-
-def test_a_chart_keeps_its_marks_within_its_frame() -> None:
-    curves = [charts.Curve("one", [(1, 0.3), (64, 900)]), charts.Curve("other", [(1, 5), (64, 5)])]
-    drawn = charts.draw(curves, title="", x_title="rows", y_title="ms")
-    marks = re.findall(
-        r'c?x="([\d.]+)" c?y="([\d.]+)"', " ".join(re.findall(r"<(?:circle|rect)[^>]+>", drawn))
-    )
-    assert len(marks) == 4
-    assert all(0 <= float(x) <= charts.WIDTH and 0 <= float(y) <= charts.HEIGHT for x, y in marks)
-
-
-def test_there_are_ten_questions_for_every_phase_and_each_has_its_section() -> None:
-    text = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
-    parts = re.split(r"^## Phase (\d): .*$", text, flags=re.MULTILINE)[1:]
-    assert parts[::2] == [str(number) for number in range(1, 10)]
-    for part in parts[1::2]:
-        questions = re.findall(r'^\?\?\? question "(.+)"\n\n    (.+)$', part, re.MULTILINE)
-        assert len(questions) >= 10
-        assert all(re.search(r"See \[.+\]\([\w/-]+\.md#[\w-]+\)\.$", answer) for _, answer in questions)
 
 
 def test_every_phase_has_a_card() -> None:

@@ -1,4 +1,4 @@
-"""What `make` does to files, in a tree as small as it can be."""
+"""Targets of `make`, run in a small tree: files that are made, kept and removed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
-from docs.building import hook
-from tests.docs.conftest import ROOT
+from tests.docs.support import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 
@@ -51,18 +47,14 @@ def test_figures_are_not_drawn_again_while_their_results_stay(tree: Path) -> Non
 @pytest.mark.parametrize(
     "changed", ["benchmarks/results/h200/b-r1.json", "benchmarks/plots/figures.py", "benchmarks/report.py"]
 )
-def test_figures_are_drawn_again_when_what_they_come_from_changes(tree: Path, changed: str) -> None:
+def test_figures_are_drawn_again_when_their_sources_change(tree: Path, changed: str) -> None:
     os.utime(tree / changed, (NEWEST, NEWEST))
     assert DRAWS in make(tree, "-n", "docs")
 
 
-def test_figures_are_drawn_again_when_a_result_is_taken_away(tree: Path) -> None:
-    (tree / "benchmarks/results/h200/b-r1.json").unlink()
-    assert DRAWS in make(tree, "-n", "docs")
-
-
-def test_figures_are_drawn_where_there_are_none(tree: Path) -> None:
-    shutil.rmtree(tree / "docs/assets/plots")
+@pytest.mark.parametrize("gone", ["benchmarks/results/h200/b-r1.json", "docs/assets/plots/captions.json"])
+def test_figures_are_drawn_again_when_a_result_or_the_figures_are_gone(tree: Path, gone: str) -> None:
+    (tree / gone).unlink()
     assert DRAWS in make(tree, "-n", "docs")
 
 
@@ -100,8 +92,8 @@ def test_make_alone_prints_the_targets_and_runs_nothing(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(("judged", "expected"), [(0, 0), (1, 0), (2, 2)])
-def test_what_does_not_hold_yet_is_no_error_of_make(tree: Path, judged: int, expected: int) -> None:
-    """Only a check that could not be made is."""
+def test_a_test_that_fails_is_no_error_of_make_check(tree: Path, judged: int, expected: int) -> None:
+    """`make check` fails only if the tests could not be run."""
     python = tree / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\necho the report\nexit {judged}\n")
@@ -112,18 +104,3 @@ def test_what_does_not_hold_yet_is_no_error_of_make(tree: Path, judged: int, exp
     done = subprocess.run(["make", "check", "PHASE=6"], cwd=tree, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (expected, "the report\n")
     assert ("Error" in done.stderr) == (expected != 0)
-
-
-def test_the_first_run_says_what_it_installs(tree: Path) -> None:
-    shutil.rmtree(tree / ".venv")
-    said = make(tree, "-n", "demo")
-    assert "about 1 GB on disk" in said
-    assert "GB more" in make(tree, "-n", "test")
-
-
-def test_building_the_site_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    pages = [Page(None, File(name, "docs", "site", False), MkDocsConfig()) for name in ("index.md", "two.md")]
-    files = Files([page.file for page in pages])
-    with caplog.at_level("INFO", "mkdocs"):
-        assert hook.on_pre_page(pages[1], MkDocsConfig(), files) is pages[1]
-    assert caplog.messages == ["page 2 of 2: two.md"]

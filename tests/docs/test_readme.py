@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from docs.building import peers
-from tests.docs.conftest import ROOT
+from tests.docs.support import ROOT
 from tests.server.support import ServerProcess
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,10 +28,10 @@ def server() -> Iterator[ServerProcess]:
 
 
 def test_the_chat_example_has_the_answer_that_is_shown(server: ServerProcess) -> None:
-    (command,) = (each for each in blocks("sh") if "/v1/chat/completions" in each)
+    (command,) = (each for each in blocks("sh") if "/v1/chat/completions" in each and "zoo:" in each)
     address, body = re.search(rf"curl {HOME}(\S+) .* -d '(.*)'", command, re.DOTALL).groups()  # type: ignore[union-attr]
     answer = server.client.post(address, json=json.loads(body)).json()
-    (shown,) = (each for each in blocks("text") if "chat.completion" in each)
+    (shown,) = (each for each in blocks("text") if '"object":"chat.completion"' in each)
     assert f'"content":{json.dumps(answer["choices"][0]["message"]["content"], ensure_ascii=False)}' in shown
     assert f'"prompt_tokens":{answer["usage"]["prompt_tokens"]},' in shown
 

@@ -12,7 +12,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from common.server.page import viewer_script, viewer_style
-from tests.docs.conftest import ROOT, Page
+from tests.docs.support import ROOT, Page
 
 pytestmark = pytest.mark.slow  # building it takes most of a minute
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,15 +58,6 @@ def test_the_stories_show_what_their_page_says() -> None:
     assert widest[7] < 2 * usual[len(usual) // 2]
     assert any("found" in frame for frame in frames(8, "prefix"))
     assert not any("found" in frame for frame in frames(7, "prefix"))
-
-
-def test_without_javascript_a_page_leads_to_pictures_that_do_not_move() -> None:
-    page = stepper.stepper(4, 5, "mixed", root="../")
-    still = page[: page.index("</div>\n<script")]
-    assert re.findall(r'href="([^"]+)"', still) == [
-        "../phases/static.html#a-picture",
-        "../phases/continuous.html#a-picture",
-    ]
 
 
 # ---------------------------------------------------------------------- in a browser
@@ -267,17 +257,13 @@ def test_it_can_be_read_everywhere(tab: Tab, page: str, site: Path, width: int, 
 
 
 @browser
-def test_the_start_page_has_it(tab: Tab, site: Path) -> None:
-    opened(tab, (site / "index.html").as_uri(), width=PHONE)
-    assert tab.ask("document.documentElement.scrollWidth") <= PHONE
-    tab.assert_well(site.as_uri())
-
-
-@browser
-@pytest.mark.parametrize("phase", range(5, 10))
-def test_a_phases_page_has_it_beside_the_phase_before(tab: Tab, site: Path, phase: int) -> None:
-    name = find_phase(phase).PHASE.slug.partition("_")[2]
-    opened(tab, (site / "phases" / f"{name}.html").as_uri(), width=PHONE)
+@pytest.mark.parametrize("phase", [None, *range(5, 10)])
+def test_a_phases_page_has_it_beside_the_phase_before_and_so_has_the_start_page(
+    tab: Tab, site: Path, phase: int | None
+) -> None:
+    name = "index" if phase is None else f"phases/{find_phase(phase).PHASE.slug.partition('_')[2]}"
+    opened(tab, (site / f"{name}.html").as_uri(), width=PHONE)
+    phase = phase or 5
     chosen = [tab.ask(f"document.querySelector('[name={side}]').value") for side in ("left", "right")]
     assert chosen == [str(phase - 1), str(phase)]
     assert tab.ask("document.documentElement.scrollWidth") <= PHONE

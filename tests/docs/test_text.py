@@ -1,4 +1,4 @@
-"""What pages and README say is so: names exist, commands exist, numbers are the code's."""
+"""Pages and README agree with the code: names and commands exist, and numbers are right."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import itertools
 import math
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,9 @@ import torch
 import phase5_continuous
 import phase6_paged
 import phase7_chunked
-from benchmarks.results import Lineup, Metrics, Percentiles, Run
 from benchmarks.servers import Setup, phase_target
+from cluster.policy import Load
+from cluster.scaling import TARGET, replicas_for
 from common.generate import ContiguousCache
 from common.kv import KVShape, Span, kv_bytes
 from common.memory import format_bytes
@@ -32,11 +31,10 @@ from common.request import Request, SamplingParams
 from common.scheduling import PrefillChunk, StepPlan
 from common.server import live_view
 from common.telemetry import Telemetry
-from docs.building import code, ledger, options, results, stories
-from tests.docs.conftest import ROOT
+from docs.building import code, options
+from tests.docs.support import ROOT
 
 PACKAGES = ("common", "kernels", "benchmarks", "simulator", "phase")
-EXERCISES = ROOT / "docs" / "exercises"
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -290,8 +288,22 @@ def test_every_option_is_in_its_table() -> None:
 
 
 def test_a_default_that_follows_another_option_is_left_to_the_description() -> None:
-    row = "| `--prefill-token-budget` |  | prompt tokens computed in a step; default: one chunk; none: no bound |"
-    assert row in options.options_table(phase="phase7_chunked")
+    assert "| `--prefill-token-budget` |  | " in options.options_table(phase="phase7_chunked")
+
+
+def test_loads_and_replicas_on_the_clusters_page_are_those_of_its_router_and_scaling() -> None:
+    loads = [
+        Load(seats=8, queue_room=72),
+        Load(seats=8, active=4, kv_use=0.1, queue_room=68),
+        Load(seats=8, active=2, kv_use=0.9, queue_room=70),
+        Load(seats=8, active=8, waiting=6, kv_use=0.7, queue_room=58),
+    ]
+    assert [row[1] for row in table("cluster.md", "an engine of 8 seats")] == [
+        f"{each.value:.2f}" for each in loads
+    ]
+    for _, total, divided, replicas in table("cluster.md", "engines"):
+        assert divided == f"{float(total) / TARGET:.2f}"
+        assert replicas == str(replicas_for([float(total)]))
 
 
 def test_source_is_cut_out_whole() -> None:
@@ -310,231 +322,3 @@ def test_limits_of_the_live_view_are_the_codes() -> None:
     assert said is not None
     limits = (live_view.MAX_FRAMES_PER_S, live_view.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
     assert tuple(float(each) for each in said.groups()) == pytest.approx(limits)
-
-
-# ---------------------------------------------------------------------- results
-
-
-def section(workload: str, *labels: str, results: Path) -> str:
-    """A measured section as a page has it, without pictures: none were drawn of these results."""
-    return stories.measured_section(workload, *labels, first="bars", results=results, folder=results)
-
-
-def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
-    compared = "continuous_batching", "phase 4", "phase 5"
-    for text in (section(*compared, results=tmp_path), ledger.ledger(tmp_path)):
-        assert "measure" in text.lower()
-    assert "--phases 4,5 --workload continuous_batching" in section(*compared, results=tmp_path)
-    assert results.headline(*compared, tmp_path) == ""
-    assert results.trade_offs(*compared, tmp_path) == ""
-    assert stories.story_picture(*compared, first="cdf", root="", results=tmp_path, folder=tmp_path) == ""
-
-
-def a_run(label: str, order: float, *, repeat: int = 1, ttft: float = 1.0, status: str = "ok") -> Run:
-    """A run as a comparison leaves it, with TTFT as asked for and everything else alike."""
-    spread = Percentiles(p50=ttft / 2, p95=ttft, p99=ttft, max=ttft, mean=ttft / 2)
-    metrics = Metrics(
-        requests=2,
-        completed=2,
-        errors=0,
-        short=0,
-        duration_s=4.0,
-        output_tokens=400,
-        prompt_tokens=100,
-        output_tokens_per_s=100.0 * order,
-        requests_per_s=0.5,
-        arrival_rate=1.0,
-        ttft_s=spread,
-        itl_s=Percentiles(p50=0.1, p95=0.1, p99=order / 10, max=0.9, mean=0.1),
-        latency_s=spread,
-        longest_stall_s=0.9,
-        slo_attainment=0.5,
-        slo_ttft_s=2.0,
-        slo_itl_s=0.2,
-    )
-    return Run.model_validate(
-        {
-            "comparison": "20260102-030405",
-            "repeat": repeat,
-            "started_at": "2026-01-02T03:04:05+00:00",
-            "status": status,
-            "reason": None if status == "ok" else "the server fell over",
-            "workload": {"name": "continuous_batching", "arrivals": "uniform", "rate": 2.0},
-            "server": {"label": label, "order": order, "model": "dummy:llama-60m", "options": {"seed": "0"}},
-            "calibration": {"mode": "auto", "factor": 0.5},
-            "environment": {
-                "cpu": "A Processor",
-                "cores": 2,
-                "git": "0123456789ab",
-                "packages": {"torch": "2.13"},
-            },
-            "metrics": metrics.model_dump() if status == "ok" else None,
-        }
-    )
-
-
-def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
-    for repeat, factor in enumerate((1.0, 1.1, 0.9), start=1):
-        a_run("phase 4", 4, repeat=repeat, ttft=2.0 * factor).save(tmp_path)
-        a_run("phase 5", 5, repeat=repeat, ttft=0.5 * factor).save(tmp_path)
-    a_run("phase 6", 6, status="failed").save(tmp_path)
-    table = section("continuous_batching", "phase 4", "phase 5", results=tmp_path)
-    assert "**dummy:llama-60m** on A Processor, 2 cores" in table
-    assert "median of 3 runs" in table
-    assert "| TTFT p99 | 2.00 s | **500 ms** ×0.25 | – |" in table
-    assert "Not measured" not in table
-    said = results.headline("continuous_batching", "phase 4", "phase 5", tmp_path)
-    assert "throughput is 25% higher" in said
-    assert "TTFT is 75% lower" in said
-    assert "that of ITL is 25% higher" in said
-    shown = ledger.ledger(tmp_path)
-    assert "7 runs in 1 comparisons" in shown
-    assert "Where phase 5 is worse than what it is compared to: ITL p99 ×1.25" in shown
-    assert "phase 6, run 1, failed: the server fell over" in shown
-    assert "revision `0123456789ab`" in shown
-
-
-# ---------------------------------------------------------------------- exercises
-
-FILES = [str(path.relative_to(ROOT)) for path in sorted(EXERCISES.glob("*.py")) if path.stem != "conftest"]
-
-
-def check(*options: str) -> str:
-    """Run every exercise's check in one process. Returns pytest's output, a line for each test."""
-    plain = ["-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", *plain, *options]
-    done = subprocess.run([*command, *FILES], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), (
-        done.stdout[-3000:] + done.stderr[-3000:]
-    )  # 1: tests ran, and some failed
-    return done.stdout
-
-
-def test_a_sentence_takes_three_runs_of_each_server(tmp_path: Path) -> None:
-    said = []
-    for repeat in (1, 2, 3, 4):
-        a_run("phase 4", 4, repeat=repeat).save(tmp_path)
-        a_run("phase 5", 5, repeat=repeat, status="failed" if repeat == 1 else "ok").save(tmp_path)
-        results.groups.cache_clear()
-        said.append(results.headline("continuous_batching", "phase 4", "phase 5", tmp_path))
-    assert said[:3] == ["", "", ""]
-    assert "throughput is" in said[3]
-
-
-def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -> None:
-    for repeat in (1, 2, 3):
-        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat)):
-            run.save(tmp_path)
-            run.comparison = "20990101-000000"
-            run.save(tmp_path / "local")
-    compared = "continuous_batching", "phase 4", "phase 5"
-    for text in (
-        section(*compared, results=tmp_path),
-        results.headline(*compared, tmp_path),
-        results.trade_offs(*compared, tmp_path),
-    ):
-        published, own = text.split("A Processor, 2 cores")[1:]
-        assert "measured in this checkout" not in published
-        assert own.startswith(", measured in this checkout")
-
-
-def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> None:
-    for repeat, (ttft, waste) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
-        old, new = (
-            a_run("phase 4", 4, repeat=repeat, ttft=2 * ttft),
-            a_run("phase 5", 5, repeat=repeat, ttft=ttft),
-        )
-        assert old.metrics is not None
-        assert new.metrics is not None
-        old.metrics.slo_attainment, new.metrics.slo_attainment = waste, waste - 0.01 * repeat  # they overlap
-        new.metrics.longest_stall_s = 1.4
-        for run in (old, new):
-            run.save(tmp_path)
-            run.server.model = "dummy:once"
-            if repeat == 1:
-                run.save(tmp_path)
-    said = results.trade_offs("continuous_batching", "phase 4", "phase 5", tmp_path)
-    assert said.startswith("What phase 5 wins and loses against phase 4:\n\n- `dummy:llama-60m`, A Processor")
-    assert said.count("\n- ") == 1  # of what ran once, nothing can be said
-    better, worse, alike = re.split(r"; \*\*", said)
-    assert "**better**: output tokens / s (400 → 500), TTFT p50 (1.00 s → 500 ms), TTFT p99" in better
-    assert "worse**: ITL p99 (400 ms → 500 ms), longest stall (900 ms → 1.40 s)" in worse
-    assert "within what repeats differ by**: ITL p50, SLO attainment." in alike
-    assert results.trade_offs("continuous_batching", "phase 5", "phase 6", tmp_path) == ""
-
-
-def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
-    """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
-
-    def pages() -> list[str]:
-        results.groups.cache_clear()
-        compared = "continuous_batching", "phase 4", "phase 5"
-        return [
-            section(*compared, results=tmp_path),
-            results.headline(*compared, tmp_path),
-            results.trade_offs(*compared, tmp_path),
-        ]
-
-    for repeat in (1, 2, 3):
-        a_run("phase 4", 4, repeat=repeat, ttft=2.0).save(tmp_path)
-        a_run("phase 5", 5, repeat=repeat).save(tmp_path)
-    before = pages()
-    assert all(before)
-    for repeat in (1, 2, 3):
-        for run in (a_run("phase 4", 4, repeat=repeat), a_run("phase 5", 5, repeat=repeat, ttft=9.0)):
-            run.comparison = "20990101-000000"
-            run.lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
-            run.save(tmp_path)
-    assert pages() == before
-    shown = ledger.ledger(tmp_path)
-    assert "6 runs in 1 comparisons" in shown
-    assert "Cut short, and left out everywhere: `continuous_batching` of 2026-01-02 (6 runs)." in shown
-    for repeat in (1, 2, 3):
-        run = a_run("phase 6", 6, repeat=repeat)
-        run.comparison = "20990101-000000"
-        run.save(tmp_path)
-    assert all(new != old for new, old in zip(pages(), before, strict=True))
-    assert "Cut short" not in ledger.ledger(tmp_path)
-
-
-def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
-    a_run("phase 4", 4).save(tmp_path)
-    a_run("phase 5", 5, ttft=0.5).save(tmp_path)
-    for place, ttft in ((1, 3.0), (2, 2.0)):
-        run = a_run(f"phase 5, seats={place}", 5 + place / 1000, ttft=ttft)
-        run.comparison, run.server.variant = "20990101-000000", {"seats": str(place)}
-        run.save(tmp_path)
-    table = results.sweep_table("continuous_batching", "seats", results=tmp_path)
-    lines = table.splitlines()
-    column = next(line for line in lines if "TTFT p99" in line).split(" | ").index("TTFT p99")
-    assert [line.split(" | ")[column] for line in lines if "seats=" in line] == ["3.00 s", "**2.00 s**"]
-    assert "has been measured yet" in results.sweep_table("continuous_batching", "others", results=tmp_path)
-    # The reader's own is shown beside the published one, and says what it is.
-    own = a_run("phase 5, seats=9", 5.001)
-    own.comparison, own.server.variant = "20990202-000000", {"seats": "9"}
-    own.save(tmp_path / "local")
-    results.groups.cache_clear()
-    both = results.sweep_table("continuous_batching", "seats", results=tmp_path)
-    assert both.startswith(table)
-    assert both.count("measured in this checkout") == 1
-    assert "seats=9" in both
-    # Newer, and yet no comparison of phases: what pages quote of those is not taken from it.
-    plain = section("continuous_batching", "phase 5", results=tmp_path)
-    assert "seats" not in plain
-    assert "phase 4" in plain
-
-
-def test_solutions_pass() -> None:
-    said = check("--solution")
-    assert len(FILES) >= 12
-    for file in FILES:
-        assert f"PASSED {file}" in said
-    assert "FAILED" not in said
-    assert "ERROR" not in said
-
-
-def test_untouched_exercises_fail() -> None:
-    said = check()
-    for file in FILES:
-        assert f"FAILED {file}" in said
-    assert "ERROR" not in said  # nothing is missing but the body that the learner has to write

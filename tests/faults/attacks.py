@@ -21,8 +21,7 @@ from tests.cluster.conftest import running
 from tests.faults.attackers import ATTACKS, Attackers
 from tests.faults.ordinary import HealthWatch, OrdinaryClients, Service
 from tests.faults.raw_http import Target
-from tests.server.conftest import PHASES
-from tests.server.support import ServerProcess
+from tests.server.support import PHASES, ServerProcess
 
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}

@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.server.backlogs import Backlogs
 from common.server.connections import ConnectionLimits
-from common.server.stream import Backlogs
 from tests.faults.neighbours import Neighbours
-from tests.server.conftest import PHASES, with_option
-from tests.server.support import LocalServer
+from tests.server.support import LocalServer, slow_but_on, with_option
 
-#: What runs in the ordinary suite; the rest is slow, for there are many of them.
-SHORT_PHASES = {"phase5_continuous", "phase9_pipelined"}
-SHORT_TESTS = {
-    "test_a_pass_that_raises",
-    "test_a_row_without_numbers",
-    "test_a_tokenizer_that_raises",
-    "test_half_a_body",
-    "test_an_engines_thread_that_dies",
-}
 QUEUE, BATCH = 6, 4
 MAX_SEQ_LEN = 1024
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if (
-            Path(__file__).parent in item.path.parents  # others are handed in, too
-            and isinstance(item, pytest.Function)
-            and (item.callspec.params["phase"] not in SHORT_PHASES or item.originalname not in SHORT_TESTS)
-        ):
-            item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="session", params=PHASES)
+@pytest.fixture(scope="session", params=slow_but_on("phase5_continuous", "phase9_pipelined"))
 def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

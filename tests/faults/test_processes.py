@@ -31,15 +31,21 @@ import httpx
 import pytest
 
 from common.errors import StartupError
-from common.server.connections import ConnectionLimits, allow_open_files
-from common.server.serve import bind
+from common.server.connections import ConnectionLimits
+from common.server.sockets import allow_open_files, bind
 from tests.faults import breaking
 from tests.faults.breaking import MARKED
 from tests.faults.conftest import options_of
 from tests.faults.neighbours import PROMPTS, Neighbours
-from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
-from tests.server.test_lifecycle import in_background, post
-from tests.server.test_limits import connect
+from tests.server.support import (
+    HANG_S,
+    LocalServer,
+    ServerProcess,
+    assert_error,
+    eventually,
+    in_background,
+    post,
+)
 
 FULL_DISK = Path("/dev/full")
 
@@ -61,6 +67,7 @@ def both_decode(server: LocalServer) -> bool:
 # ---------------------------------------------------------------------- signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["idle", "streaming", "prefilling", "with a slow reader"])
 def test_the_end_comes(mortal: LocalServer, moment: str) -> None:
     """Whoever was served before the signal has the whole answer after it; who reads nothing holds up nobody."""
@@ -140,6 +147,7 @@ def answers(client: httpx.Client) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps(
     server: LocalServer, neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,11 +160,13 @@ def test_a_clock_that_jumps(
     assert server.client.get("/metrics").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_port_in_use(server: LocalServer, neighbours: Neighbours) -> None:
     with pytest.raises(StartupError, match=f"port {server.port} of 127.0.0.1 is in use"):
         bind("127.0.0.1", server.port)
 
 
+@pytest.mark.slow
 def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbours) -> None:
     loop = server.http._loop
     assert loop is not None
@@ -164,6 +174,7 @@ def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbou
     assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.slow
 def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours) -> None:
     count = 1000
     if allow_open_files(2 * count) < 2 * count:  # both ends are here
@@ -171,7 +182,7 @@ def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours
     assert ConnectionLimits().connections > count
     with contextlib.ExitStack() as idle:
         for _ in range(count):
-            idle.enter_context(connect(server))
+            idle.enter_context(server.connect())
         eventually(lambda: len(server.http.server_state.connections) >= count)
         assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
         assert server.client.get("/health").status_code == 200

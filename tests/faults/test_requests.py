@@ -41,9 +41,18 @@ from common.request import Request
 from tests.faults import breaking
 from tests.faults.breaking import MARKED, SALT
 from tests.faults.conftest import BATCH, QUEUE, options_of
-from tests.server.support import HANG_S, LocalServer, assert_error, eventually
-from tests.server.test_lifecycle import in_background, post
-from tests.server.test_limits import HEAD, assert_told, connect, everything
+from tests.server.support import (
+    HANG_S,
+    HEAD,
+    LocalServer,
+    assert_error,
+    assert_told,
+    eventually,
+    everything,
+    in_background,
+    post,
+    with_option,
+)
 
 pytestmark = pytest.mark.usefixtures("neighbours")
 
@@ -88,6 +97,7 @@ def break_grammar(request: Request) -> None:
     request.matcher.advance = breaking.raises  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [break_sampler, break_detokenizer, break_grammar])
 def test_a_part_that_raises(server: LocalServer, breaks: Any) -> None:
     guilty: dict[str, Any] = {"cache_salt": SALT, "max_tokens": 9, "temperature": 1, "seed": 3}
@@ -115,6 +125,7 @@ def test_a_tokenizer_that_raises(server: LocalServer, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------- clients that leave
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_leaves_while_it_waits(
     server: LocalServer, stream: bool, caplog: pytest.LogCaptureFixture
@@ -139,12 +150,13 @@ def test_a_client_leaves_while_it_waits(
     assert decoded < 900, "what nobody waits for was computed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
 @pytest.mark.parametrize("moment", ["prefilling", "between chunks", "decoding"])
 def test_a_client_leaves_while_it_is_served(
     server: LocalServer, phase: str, moment: str, stream: bool
 ) -> None:
-    if moment == "between chunks" and phase < "phase7":
+    if moment == "between chunks" and phase not in with_option("prefill_chunk_size"):
         pytest.skip("prompts have no chunks yet")
     own = {
         "cache_salt": f"{moment} {stream}"
@@ -162,6 +174,7 @@ def test_a_client_leaves_while_it_is_served(
     assert server.counters()["requests_failed"] == before["requests_failed"]
 
 
+@pytest.mark.slow
 def test_a_slow_reader(server: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
     """One who takes nothing is given up for its bytes; one who takes its time gets all of it."""
     (patient,) = in_background(1, lambda _: read_slowly(server))
@@ -181,6 +194,7 @@ def read_slowly(server: LocalServer) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_storm_of_cancellations(server: LocalServer) -> None:
     draw = random.Random(5)
 
@@ -198,13 +212,14 @@ def test_a_storm_of_cancellations(server: LocalServer) -> None:
 
 
 def test_half_a_body(server: LocalServer) -> None:
-    with connect(server) as late, connect(server) as gone:
+    with server.connect() as late, server.connect() as gone:
         late.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
         gone.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
         gone.close()
         assert_told(everything(late), 408, "body_timeout")
 
 
+@pytest.mark.slow
 def test_a_body_too_large(server: LocalServer) -> None:
     body = b'{"prompt": "' + b"x" * 2**21 + b'"}'
     response = server.client.post(
@@ -216,6 +231,7 @@ def test_a_body_too_large(server: LocalServer) -> None:
 # ---------------------------------------------------------------------- more than there is room for
 
 
+@pytest.mark.slow
 def test_a_full_queue(server: LocalServer) -> None:
     gate = breaking.Gate()
     with breaking.passes(server, before=gate):
@@ -232,9 +248,10 @@ def test_a_full_queue(server: LocalServer) -> None:
     assert statuses.count(200) >= 1 + QUEUE - 2, "the neighbours may have had two of the places"
 
 
+@pytest.mark.slow
 def test_a_full_pool(phase: str) -> None:
     """More is wanted than there are blocks: the latest begin anew, and all get what they would have got alone."""
-    if phase < "phase6":
+    if phase not in with_option("num_blocks"):
         pytest.skip("memory is a slot for each sequence: nobody is preempted")
     server = LocalServer(phase, **options_of(phase) | {"max_seq_len": 256, "num_blocks": 20})
     try:
@@ -252,6 +269,7 @@ def test_a_full_pool(phase: str) -> None:
 # ---------------------------------------------------------------------- names
 
 
+@pytest.mark.slow
 def test_one_id_many_times(server: LocalServer) -> None:
     def ask(_: int) -> Any:
         body = server.body(stream=False, max_tokens=20, cache_salt="same", user="same")
@@ -264,6 +282,7 @@ def test_one_id_many_times(server: LocalServer) -> None:
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 
 
+@pytest.mark.slow
 def test_an_id_of_a_megabyte(server: LocalServer) -> None:
     long = "x" * 2**20
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as connection:

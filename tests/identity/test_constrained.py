@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from common.request import SamplingParams
+from tests.engine_helpers import Variant
 from tests.grammars import FORMS
-from tests.identity.conftest import Subject, Variant
-from tests.identity.test_token_identity import Arrival, check, prompt_of
+from tests.identity.support import Arrival, Subject, check, pairs, prompt_of
 
 MAX_NEW_TOKENS = 96
 
@@ -27,7 +27,7 @@ def arrivals_of(subject: Subject, *, most: int, seed: int) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("most", [32, pytest.param(MAX_NEW_TOKENS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("subject", ["zoo:llama-tiny", "zoo:gemma3-tiny"], indirect=True)
+@pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"])
 def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant, most: int) -> None:
     check(
         subject,

@@ -19,11 +19,10 @@ from common.engine import Engine
 from common.kv import KVPool, KVView, Span
 from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool
-from tests.identity.conftest import VARIANTS, Subject, Variant, recorded_logits
-from tests.identity.test_token_identity import Arrival, greedy, prompt_of, serve
+from tests.engine_helpers import Variant
+from tests.identity.support import Arrival, Subject, greedy, pairs, prompt_of, recorded_logits, serve
 
-# Random weights hide nothing, and Gemma's windows (16) are passed.
-MODELS = pytest.mark.parametrize("subject", ["random:llama", "random:gemma3"], indirect=True)
+MODELS = ("random:llama", "random:gemma3")  # random weights hide nothing, and Gemma's windows (16) are passed
 
 
 class Poison:
@@ -96,8 +95,7 @@ def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[i
     ]
 
 
-@MODELS
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pairs(MODELS, rare=())
 def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> None:
     """Prompts, chunks and decode, alone and in one pass; memory changes hands all the time."""
     arrivals = arrivals_of(subject, (3, 140, 1, 17, 64, 65, 9, 30), (30, 6, 24, 3, 9, 20, 1, 12))
@@ -105,7 +103,7 @@ def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> Non
     assert engine.telemetry.counters.requests_finished == len(arrivals)
 
 
-@MODELS
+@pytest.mark.parametrize("subject", MODELS, indirect=True)
 @pytest.mark.parametrize("phase", ["phase6_paged", "phase7_chunked", "phase8_prefix"])
 def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) -> None:
     variant = Variant(phase, {"block_size": 4, "num_blocks": 24})
@@ -119,16 +117,15 @@ def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) 
     torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
 )
 @pytest.mark.usefixtures("torch_kernels")
-@MODELS
-@pytest.mark.parametrize(
-    "variant",
+@pairs(
+    MODELS,
     [
         Variant("phase5_continuous"),
         Variant("phase6_paged", {"block_size": 4}),
         Variant("phase7_chunked", {"block_size": 4, "prefill_chunk_size": 16}),
         Variant("phase8_prefix", {"block_size": 4, "prefill_chunk_size": 16}),
     ],
-    ids=str,
+    rare=(),
 )
 def test_nor_does_the_decode_kernel_read_them(
     subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch

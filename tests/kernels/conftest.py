@@ -1,25 +1,35 @@
-"""Devices and tolerances for the kernel tests.
+"""Fixtures of the kernel tests: an implementation on a device.
 
 Without a GPU, Triton kernels run in Triton's interpreter, on CPU tensors. Triton decides this when a function
-is decorated, its own library's included, so `TRITON_INTERPRET` must be set before anything imports Triton.
-Setting it here is enough when this folder is run alone; in a run of all tests another folder imports Triton
-first (transformers does), so `tests/conftest.py` sets it too. `triton_device` fails if neither came in time.
+is decorated, so `tests/conftest.py` sets `TRITON_INTERPRET` before anything imports Triton.
 """
 
-import os
-from collections.abc import Callable
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernels import native
+from tests.kernels.support import ON_GPU, WAYS, Way
 
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
-# Half a unit in the last place, relative to the value: what one rounding to nearest may cost. In float32 the
-# bound is on the arithmetic instead: sums of a few thousand squares.
-HALF_ULP = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+def require_triton(device: str) -> None:
+    triton = pytest.importorskip("triton")
+    if device == "cpu":
+        if not triton.knobs.runtime.interpret:
+            pytest.skip("kernels are compiled in this process: no Triton on CPU tensors")
+        if isinstance(triton.language.sum, triton.runtime.JITFunction):
+            pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py")
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    assert native.load_native_kernels()
 
 
 @pytest.fixture(params=["cpu", ON_GPU])
@@ -31,29 +41,32 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["cpu", ON_GPU])
 def triton_device(request: pytest.FixtureRequest) -> str:
     """Where Triton kernels run: interpreted on the CPU, compiled on a GPU."""
-    triton = pytest.importorskip("triton")
-    if request.param == "cpu":
-        if not triton.knobs.runtime.interpret:
-            pytest.skip("kernels are compiled in this process: no Triton on CPU tensors")
-        if isinstance(triton.language.sum, triton.runtime.JITFunction):
-            pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py")
+    require_triton(request.param)
     return request.param
 
 
-@pytest.fixture
-def assert_rounded() -> Callable[..., None]:
-    """assert_rounded(actual, exact): `actual` is `exact` (in float32 or more) but for rounding.
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """One implementation of a kernel: torch's, the native one or Triton's."""
+    if request.param.name == "triton":
+        require_triton(request.param.device)
+    elif request.param.name == "native":
+        request.getfixturevalue("native_kernels")
+    return request.param
 
-    `roundings` says how many roundings to nearest the computation may do. A result of the interpreter may be
-    off by one more, because it makes bfloat16 by cutting float32 off.
-    """
 
-    def check(
-        actual: torch.Tensor, exact: torch.Tensor, *, roundings: int = 1, interpreted: bool = False
-    ) -> None:
-        assert actual.shape == exact.shape
-        assert exact.dtype in (torch.float32, torch.float64)
-        tolerance = (roundings + interpreted) * HALF_ULP[actual.dtype] * 1.01
-        torch.testing.assert_close(actual.double(), exact.double(), rtol=tolerance, atol=2e-6)
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest, native_kernels: None) -> torch.dtype:
+    """A type in which the native kernels multiply matrices here. Tests of other kernels parametrize theirs."""
+    if not native.has_products(request.param):
+        pytest.skip(f"no products in {request.param} on this processor")
+    return request.param
 
-    return check
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A library may share out a sum among threads, if there are fewer rows than those."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -11,21 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import batch_invariance, native
+from kernels import batch_invariance
 from kernels.batch_invariance import OUTPUTS, Heads, Product, attention_keeps_bits, is_batch_invariant
 from kernels.batch_invariance import product_keeps_bits as keeps_bits
 from kernels.linear import pack_linear, packed_linear
 
-DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(512, 512), (1792, 512), (576, 960), (144, 320), (512, 32_000)]  # inputs, outputs
 HEADS = Heads(queries=8, keys=4, size=64)
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if not native.is_loaded() or not native.has_products(request.param):
-        pytest.skip("no native kernels here")
-    return request.param
 
 
 def weights(inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
@@ -43,19 +35,12 @@ def product(inputs: int, outputs: int, dtype: torch.dtype) -> Product:
     return product_of(weights(inputs, outputs, dtype))
 
 
-@pytest.mark.parametrize(("threads", "sizes"), [(1, SIZES), (2, SIZES[1:2])])
-def test_native_kernels_are_batch_invariant(
-    dtype: torch.dtype, threads: int, sizes: list[tuple[int, int]]
-) -> None:
+def test_native_kernels_are_batch_invariant(dtype: torch.dtype, threads: int) -> None:
     """So it was on every processor that this was run on. Where it fails, servers say so at /version, and the tests
     that compare bits are skipped or compare within bounds; this one tells a processor that is different, or a
     kernel that was broken."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        assert is_batch_invariant([product(*size, dtype) for size in sizes], HEADS, dtype)
-    finally:
-        torch.set_num_threads(before)
+    sizes = SIZES if threads == 1 else SIZES[1:2]
+    assert is_batch_invariant([product(*size, dtype) for size in sizes], HEADS, dtype)
 
 
 # ---------------------------------------------------------------------- products that break the rule

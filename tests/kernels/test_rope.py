@@ -1,4 +1,4 @@
-"""RoPE: the reference against rotations of complex numbers, the Triton kernel against the reference."""
+"""RoPE in every implementation, against rotations of complex numbers in float64."""
 
 import numpy as np
 import pytest
@@ -6,21 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.rope import rope, rope_reference, rope_triton
+import kernels.rope
+from kernels.rope import rope
+from tests.kernels.support import BF16, DTYPES, FAR, FP32, HEAD_SIZES, far_apart
 
-DTYPES = [torch.float32, torch.bfloat16]
 TABLE_ROWS = 500
-BOTH = [rope_reference, rope_triton]
-
-
-def make_angles(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[T] -> [T, D/2] float64, the standard frequencies."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    return positions.double()[:, None] * frequencies
 
 
 def make_table(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    angles = make_angles(torch.arange(TABLE_ROWS), head_dim)
+    """The standard frequencies: cosines and sines [TABLE_ROWS, D/2]."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.arange(TABLE_ROWS).double()[:, None] * frequencies
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
@@ -44,138 +40,83 @@ def oracle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.from_numpy(np.concatenate((turned.real, turned.imag), axis=-1)).to(x.device)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (3, 1), (9, 3)])
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 128, 256])
-def test_reference_turns_pairs(device, dtype, heads_q, heads_kv, head_dim, assert_rounded):
-    q, k, positions = make_heads(17, heads_q, heads_kv, head_dim, dtype, device)
-    cos, sin = make_table(head_dim, device)
-    q_rotated, k_rotated = rope_reference(q, k, cos, sin, positions)
-    assert q_rotated.dtype == k_rotated.dtype == dtype
-    assert_rounded(q_rotated, oracle(q, cos[positions], sin[positions]))
-    assert_rounded(k_rotated, oracle(k, cos[positions], sin[positions]))
+def rotate(way, *arguments):
+    return way.of(kernels.rope, "rope")(*arguments)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["shared table", "per row"])
-@pytest.mark.parametrize(
-    ("tokens", "heads_q", "heads_kv"), [(0, 3, 1), (1, 1, 1), (1, 9, 3), (3, 3, 3), (3, 9, 1), (17, 3, 1)]
-)
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 128, 256])
-def test_kernel_equals_reference(
-    triton_device, dtype, form, tokens, heads_q, heads_kv, head_dim, assert_rounded
-):
-    q, k, positions = make_heads(tokens, heads_q, heads_kv, head_dim, dtype, triton_device)
-    cos, sin = make_table(head_dim, triton_device)
-    if form == "per row":
-        cos, sin, positions = cos[positions], sin[positions], None
-    q_before, k_before = q.clone(), k.clone()
-
-    q_rotated, k_rotated = rope_triton(q, k, cos, sin, positions)
-
-    assert q_rotated.dtype == k_rotated.dtype == dtype
-    exact_q, exact_k = rope_reference(q.float(), k.float(), cos, sin, positions)
-    assert_rounded(q_rotated, exact_q, interpreted=triton_device == "cpu")
-    assert_rounded(k_rotated, exact_k, interpreted=triton_device == "cpu")
-    assert torch.equal(q, q_before)
-    assert torch.equal(k, k_before)
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_pairs_are_turned(way, dtype, form, head_dim):
+    cos, sin = make_table(head_dim, way.device)
+    for tokens, *heads in ((0, 3, 1), (1, 1, 1), (1, 9, 3), (3, 3, 3), (3, 9, 3), (17, 3, 1)):
+        q, k, positions = make_heads(tokens, *heads, head_dim, dtype, way.device)
+        before = q.clone(), k.clone()
+        own = cos[positions], sin[positions]
+        arguments = (cos, sin, positions) if form == "shared table" else (*own, None)
+        for x, turned, was in zip((q, k), rotate(way, q, k, *arguments), before, strict=True):
+            assert turned.dtype == dtype
+            assert way.name == "reference" or turned.is_contiguous()
+            way.assert_rounded(turned, oracle(x, *own))
+            assert torch.equal(x, was)
 
 
-@pytest.mark.parametrize("function", BOTH)
-def test_both_forms_of_angles_agree(triton_device, function):
-    q, k, positions = make_heads(17, 9, 3, 80, torch.float32, triton_device)
-    cos, sin = make_table(80, triton_device)
-    shared = function(q, k, cos, sin, positions)
-    per_row = function(q, k, cos[positions], sin[positions])
-    assert torch.equal(shared[0], per_row[0])
-    assert torch.equal(shared[1], per_row[1])
-
-
-@pytest.mark.parametrize("function", BOTH)
-def test_a_token_does_not_depend_on_its_neighbours(triton_device, function):
-    """All rows in one call, each at its own position, equal each row alone."""
-    q, k, positions = make_heads(6, 3, 1, 64, torch.float32, triton_device)
+def test_a_token_does_not_depend_on_its_neighbours(way):
+    """All rows in one call, each at its own position, equal each row alone. Both forms of angles agree."""
+    q, k, positions = make_heads(6, 3, 1, 64, FP32, way.device)
     assert len(set(positions.tolist())) == 6
-    cos, sin = make_table(64, triton_device)
-    together_q, together_k = function(q, k, cos, sin, positions)
+    cos, sin = make_table(64, way.device)
+    together = rotate(way, q, k, cos, sin, positions)
+    per_row = rotate(way, q, k, cos[positions], sin[positions], None)
     for token in range(6):
         row = slice(token, token + 1)
-        alone_q, alone_k = function(q[row], k[row], cos, sin, positions[row])
-        assert torch.equal(together_q[row], alone_q)
-        assert torch.equal(together_k[row], alone_k)
+        alone = rotate(way, q[row], k[row], cos, sin, positions[row])
+        for i in range(2):
+            assert torch.equal(together[i][row], alone[i])
+            assert torch.equal(together[i], per_row[i])
 
 
-@pytest.mark.parametrize("function", BOTH)
-def test_position_zero_changes_nothing(triton_device, function):
-    q, k, positions = make_heads(3, 3, 1, 96, torch.bfloat16, triton_device)
-    q_rotated, k_rotated = function(q, k, *make_table(96, triton_device), torch.zeros_like(positions))
-    assert torch.equal(q_rotated, q)
-    assert torch.equal(k_rotated, k)
-
-
-@pytest.mark.parametrize("function", BOTH)
-def test_lengths_are_kept(triton_device, function):
-    q, k, positions = make_heads(17, 3, 1, 128, torch.float32, triton_device)
-    q_rotated, k_rotated = function(q, k, *make_table(128, triton_device), positions)
-    assert not torch.allclose(q_rotated, q)
-    torch.testing.assert_close(q_rotated.norm(dim=-1), q.norm(dim=-1))
-    torch.testing.assert_close(k_rotated.norm(dim=-1), k.norm(dim=-1))
+def test_position_zero_changes_nothing(way):
+    q, k, positions = make_heads(3, 3, 1, 96, BF16, way.device)
+    turned = rotate(way, q, k, *make_table(96, way.device), torch.zeros_like(positions))
+    assert all(map(torch.equal, turned, (q, k)))
 
 
 @settings(max_examples=40, deadline=None)
 @given(query=st.integers(0, 200), key=st.integers(0, 200), shift=st.integers(0, 299))
 def test_scores_depend_on_distance_alone(query, key, shift):
     """The property RoPE exists for: moving both tokens by the same distance keeps their dot product."""
-    generator = torch.Generator().manual_seed(3)
-    q, k = torch.randn(2, 1, 1, 64, generator=generator)
+    q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(3))
     q, k = q.expand(2, 1, 64), k.expand(2, 1, 64)
-    cos, sin = make_table(64)
-    queries, _ = rope(q, k, cos, sin, torch.tensor([query, query + shift]))
-    _, keys = rope(q, k, cos, sin, torch.tensor([key, key + shift]))
+    table = make_table(64)
+    queries, _ = rope(q, k, *table, torch.tensor([query, query + shift]))
+    _, keys = rope(q, k, *table, torch.tensor([key, key + shift]))
     scores = (queries * keys).sum(dim=(1, 2))
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=2e-4)
 
 
-def test_scores_depend_on_distance_at_all():
-    q, k, _ = make_heads(50, 1, 1, 64, torch.float32)
-    q, k = q[:1].expand(50, 1, 64), k[:1].expand(50, 1, 64)
-    queries, keys = rope(q, k, *make_table(64), torch.arange(50))
-    scores = (queries[:1] * keys).sum(dim=(1, 2))
-    assert scores.std() > 0.5
-    assert len({round(score, 3) for score in scores.tolist()}) > 40
-
-
-@pytest.mark.parametrize("function", BOTH)
-def test_strides_are_followed(triton_device, function, assert_rounded):
+def test_strides_are_followed(way):
     """Heads before tokens, gaps between columns and positions, tables cut out of wider ones."""
     generator = torch.Generator().manual_seed(5)
-    q = torch.randn(3, 5, 64, generator=generator).to(triton_device).transpose(0, 1)
-    k = torch.randn(5, 1, 128, generator=generator).to(triton_device)[:, :, ::2]
-    positions = torch.tensor([9, 1, 0, 2, 499, 3, 17, 4, 17, 5], device=triton_device)[::2]
-    cos, sin = (torch.cat((x, x), dim=1)[:, 32:] for x in make_table(64, triton_device))
-    q_rotated, k_rotated = function(q, k, cos, sin, positions)
-    assert q_rotated.stride(-1) == k_rotated.stride(-1) == 1
-    assert_rounded(q_rotated, oracle(q, cos[positions], sin[positions]))
-    assert_rounded(k_rotated, oracle(k, cos[positions], sin[positions]))
+    q = torch.randn(3, 5, 64, generator=generator).to(way.device).transpose(0, 1)
+    k = torch.randn(5, 1, 128, generator=generator).to(way.device)[:, :, ::2]
+    positions = torch.tensor([9, 1, 0, 2, 499, 3, 17, 4, 17, 5], device=way.device)[::2]
+    cos, sin = (torch.cat((x, x), dim=1)[:, 32:] for x in make_table(64, way.device))
+    for x, turned in zip((q, k), rotate(way, q, k, cos, sin, positions), strict=True):
+        assert turned.stride(-1) == 1
+        way.assert_rounded(turned, oracle(x, cos[positions], sin[positions]))
 
 
-def test_token_offsets_beyond_32_bits(triton_device, assert_rounded):
-    """Token 2 of this view starts past element 2^31. Only the pages that are touched take memory on a CPU."""
-    stride = 2**30 + 64
-    try:
-        store = torch.empty(2 * stride + 256, dtype=torch.bfloat16, device=triton_device)
-    except RuntimeError:
-        pytest.skip("4 GiB of address space are not to be had")
-    small_q, small_k, positions = make_heads(3, 3, 1, 64, torch.bfloat16, triton_device)
-    q = store.as_strided((3, 3, 64), (stride, 64, 1))
-    k = store.as_strided((3, 1, 64), (stride, 64, 1), storage_offset=192)
+def test_token_offsets_beyond_32_bits(way):
+    store = far_apart(256, BF16, way.device)
+    small_q, small_k, positions = make_heads(3, 3, 1, 64, BF16, way.device)
+    q = store.as_strided((3, 3, 64), (FAR, 64, 1))
+    k = store.as_strided((3, 1, 64), (FAR, 64, 1), storage_offset=192)
     q.copy_(small_q)
     k.copy_(small_k)
-    table = make_table(64, triton_device)
-    for actual, expected in zip(
-        rope_triton(q, k, *table, positions), rope_triton(small_q, small_k, *table, positions), strict=True
-    ):
-        assert torch.equal(actual, expected)
+    table = make_table(64, way.device)
+    expected = rotate(way, small_q, small_k, *table, positions)
+    assert all(map(torch.equal, rotate(way, q, k, *table, positions), expected))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.kv import KVCapacityError, KVShape, Span
+from common.kv import KVShape, Span
 from common.request import Request
 from phase4_static import Config
 from phase4_static.cache import StaticKVCache
@@ -44,15 +44,6 @@ def test_rows_end_at_the_longest_sequence() -> None:
     assert cache.block_size == 64
 
 
-def test_rows_are_distinct_and_reserving_again_is_harmless() -> None:
-    cache = make()
-    first, second = reserve(cache, (3, 4), (3, 4))
-    assert cache.reserve(first, 3)
-    assert (first.slot, second.slot) == (0, 1)
-    assert (cache.block_table(0), cache.block_table(1)) == ((0,), (1,))
-    assert cache.reserved_tokens == 14
-
-
 def test_memory_returns_with_the_last_member() -> None:
     cache = make()
     first, second = reserve(cache, (3, 4), (3, 4))
@@ -76,41 +67,3 @@ def test_a_batch_that_has_run_cannot_grow() -> None:
         cache.reserve(request(2, 2), 2)
     cache.release(first)
     assert cache.reserve(request(2, 2), 2)
-
-
-@pytest.mark.parametrize(
-    ("spans", "message"),
-    [
-        ([Span.exact(0, 0, 8)], "not within its 7"),
-        ([Span.exact(0, 7, 8)], "not within its 7"),
-        ([Span.exact(0, -1, 2)], "not within its 7"),
-        ([Span.exact(0, 2, 2)], "not within its 7"),
-        ([Span.exact(0, 2, 3)], "leaves a gap"),
-        ([Span.exact(0, 0, 2), Span.exact(0, 0, 2)], "twice"),
-    ],
-)
-def test_a_pass_outside_its_own_columns_is_refused(spans: list[Span], message: str) -> None:
-    cache = make()
-    reserve(cache, (3, 4), (3, 4))
-    with pytest.raises(KVCapacityError, match=message):
-        cache.view(spans)
-
-
-def test_an_unknown_slot_is_a_key_error() -> None:
-    cache = make()
-    reserve(cache, (3, 4))
-    for ask in (cache.capacity, cache.get_seq_len):
-        with pytest.raises(KeyError):
-            ask(1)
-
-
-def test_lengths_are_the_real_ones_and_come_with_success() -> None:
-    cache = make()
-    reserve(cache, (3, 4), (6, 4))
-    view = cache.view([Span(0, 0, 6, 3), Span.exact(1, 0, 6)])
-    assert (cache.get_seq_len(0), cache.get_seq_len(1)) == (0, 0)
-    view.advance()
-    assert (cache.get_seq_len(0), cache.get_seq_len(1)) == (3, 6)
-    view = cache.view([Span.exact(0, 3, 4), Span.exact(1, 6, 7)])
-    assert view.positions.tolist() == [3, 6]
-    assert view.layout.write_addresses.tolist() == [3, 10 + 6]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from common.models.config import LayerConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.request import SamplingParams
 from phase4_static.cache import StaticKVCache
@@ -15,15 +13,16 @@ from tests.engine_helpers import (
     RememberingModel,
     add,
     assert_all_free,
+    assert_answered,
     build,
     continuation,
     end_of,
     greedy,
     run,
-    solo,
     text_of,
     tiny_model,
     tokens_of,
+    windowed_model,
 )
 
 
@@ -58,19 +57,16 @@ def test_mixed_lengths_in_one_batch_give_each_its_tokens_alone(
     requests = [add(engine, prompt, params) for prompt in prompts]
     outputs = run(engine)
     assert engine.telemetry.records[0].padded_tokens == 197 + 193
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert tokens_of(outputs, request) == solo(llama, prompt, params)
+    assert_answered(outputs, requests, llama)
 
 
 def test_a_prompt_past_the_window_beside_a_short_one() -> None:
     """Sliding windows see the row's own columns, not the rectangle's."""
-    local, full = LayerConfig(window=8, rope=RopeConfig(10_000.0)), LayerConfig(None, RopeConfig(50_000.0))
-    model = tiny_model(layers=(local, full, local))
+    model = windowed_model()
     engine = build("static", model)
     requests = [add(engine, list(range(10, 10 + n)), greedy(15, ignore_eos=True)) for n in (2, 30, 9)]
     outputs = run(engine)
-    for request in requests:
-        assert tokens_of(outputs, request) == solo(model, request.prompt_token_ids, request.params)
+    assert_answered(outputs, requests, model)
 
 
 def test_eos_of_one_row_leaves_the_others_running() -> None:
@@ -124,13 +120,7 @@ def test_idle_rows_never_overflow(kind: str, llama: CausalLM) -> None:
     for layer, canary in zip((*pool.k, *pool.v), before, strict=True):
         changed = (layer[[0, 2]] != canary).flatten(2).any(-1).any(0)
         assert set(changed.nonzero().flatten().tolist()) <= {last}
-    outputs += run(engine)
-    for request in requests:
-        if kind == "llama":
-            expected = solo(llama, request.prompt_token_ids, request.params)
-        else:
-            expected = continuation(request.prompt_token_ids, request.params.max_new_tokens)
-        assert tokens_of(outputs, request) == expected
+    assert_answered(outputs + run(engine), requests, model)
 
 
 def test_an_idle_row_is_fed_a_dummy_token() -> None:
@@ -146,53 +136,36 @@ def test_an_idle_row_is_fed_a_dummy_token() -> None:
     assert pool.k[0].view(2, -1)[0, :3].tolist() == [ord("a") + 1, ord("b") + 1, PAD_TOKEN + 1]
 
 
-def test_memory_returns_at_the_batchs_end() -> None:
-    engine = build("static")
-    add(engine, b"ab", greedy(2))
-    add(engine, b"abcd", greedy(4))
-    engine.step()
-    assert engine.runner.pool.reserved_tokens == 2 * 8
-    run(engine)
-    assert engine.runner.pool.k == ()
-    assert_all_free(engine)
-
-
 @pytest.mark.parametrize("failing_step", [0, 2])
 def test_a_pass_that_raises_fails_the_whole_batch_and_the_next_one_works(failing_step: int) -> None:
     model = RememberingModel()
     engine = build("static", model, max_batch_size=2)
     requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three", "four")]
     outputs = [o for _ in range(failing_step) for o in engine.step()]
-    error = RuntimeError("boom")
 
     def before_pass(_: object) -> None:
-        raise error
+        raise RuntimeError("boom")
 
     model.before_pass = before_pass
     failed = engine.step()
-    assert [(o.request_id, o.error, o.finished) for o in failed] == [
-        (request.request_id, error, True) for request in requests[:2]
+    assert [(o.request_id, str(o.error), o.finished) for o in failed] == [
+        (request.request_id, "boom", True) for request in requests[:2]
     ]
     model.before_pass = lambda _: None
-    outputs += run(engine)
-    for request in requests[2:]:
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 5)
+    assert_answered(outputs + run(engine), requests[2:])
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_cancelled_member_is_neither_sampled_nor_sent(steps: int, llama: CausalLM) -> None:
     engine = build("static", llama)
-    leaves, stays = (
-        add(engine, [1, 2, 3], greedy(8, ignore_eos=True)),
-        add(engine, [4, 5], greedy(8, ignore_eos=True)),
-    )
+    leaves, stays = (add(engine, prompt, greedy(8, ignore_eos=True)) for prompt in ([1, 2, 3], [4, 5]))
     outputs = [o for _ in range(steps) for o in engine.step()]
     engine.cancel(leaves.request_id)
     later = run(engine)
     assert [o.finish_reason for o in later if o.request_id == leaves.request_id] == ["cancelled"]
     assert leaves.num_generated_tokens == steps
-    assert tokens_of(outputs + later, stays) == solo(llama, [4, 5], stays.params)
+    assert_answered(outputs + later, [stays], llama)
     assert_all_free(engine)
 
 
@@ -206,18 +179,3 @@ def test_a_batch_whose_members_are_all_cancelled_leaves_at_once() -> None:
     assert len(engine.step()) == 2
     assert len(model.calls) == 1
     assert_all_free(engine)
-
-
-def test_logits_beside_a_padded_row_are_those_of_the_run_alone(llama: CausalLM) -> None:
-    """To float32 rounding, at the first token: the row beside is longer and its padding must not be seen."""
-    engine = build("static", llama)
-    add(engine, list(range(40)), greedy(1))
-    request = add(engine, [9, 8, 7], greedy(1, logprobs=20))
-    together = next(o for o in run(engine) if o.request_id == request.request_id).logprobs
-    engine = build("static", llama)
-    add(engine, [9, 8, 7], greedy(1, logprobs=20))
-    alone = run(engine)[0].logprobs
-    assert together is not None
-    assert alone is not None
-    assert [token for token, _ in together.top] == [token for token, _ in alone.top]
-    torch.testing.assert_close([p for _, p in together.top], [p for _, p in alone.top], atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""Decode first, then all newcomers in one pass without padding; what a step costs is on record."""
+"""Decode first, then all new prompts in one pass without padding."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from kernels.attention_layout import AttentionLayout
 from tests.engine_helpers import (
     EOS,
     RememberingModel,
+    Variant,
     add,
     assert_all_free,
-    build,
-    continuation,
+    assert_answered,
     end_of,
     greedy,
     run,
-    solo,
     tiny_model,
     tokens_of,
 )
@@ -33,9 +32,9 @@ def llama() -> CausalLM:
     return tiny_model()
 
 
-def test_newcomers_are_prefilled_in_one_pass_without_padding() -> None:
+def test_newcomers_are_prefilled_in_one_pass_without_padding(variant: Variant) -> None:
     model = RememberingModel()
-    engine = build("continuous", model)
+    engine = variant.build(model)
     for prompt in (b"abc", b"abcdefg", b"a"):
         add(engine, prompt, greedy(2))
     engine.step()
@@ -60,40 +59,37 @@ def test_newcomers_are_prefilled_in_one_pass_without_padding() -> None:
     ],
 )
 def test_newcomers_prompts_are_cut_into_passes_of_so_many_tokens(
-    most: int, passes: list[tuple[int, ...]]
+    variant: Variant, most: int, passes: list[tuple[int, ...]]
 ) -> None:
     """Passes, not steps: everybody's first token comes in the first step, whatever the bound."""
     model = RememberingModel()
-    engine = build("continuous", model, max_prefill_pass_tokens=most, max_batch_size=5)
+    engine = variant.build(model, max_prefill_pass_tokens=most, max_batch_size=5)
     prompts = (b"abc", b"abcdefg", b"a", b"hi", b"yo")
     requests = [add(engine, prompt, greedy(4)) for prompt in prompts]
     outputs = engine.step()
     assert [call.query_lengths for call in model.calls] == passes
     assert [o.request_id for o in outputs] == [r.request_id for r in requests]
-    outputs += run(engine)
-    for request in requests:
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 4)
+    assert_answered(outputs + run(engine), requests)
 
 
-def test_a_failed_pass_leaves_the_steps_other_prompts_alone() -> None:
+def test_a_failed_pass_leaves_the_steps_other_prompts_alone(variant: Variant) -> None:
     def before_pass(sequences: list[list[int]]) -> None:
         if any(ids[0] == ord("!") for ids in sequences):
             raise RuntimeError("boom")
 
     model = RememberingModel(before_pass=before_pass)
-    engine = build("continuous", model, max_prefill_pass_tokens=4)
+    engine = variant.build(model, max_prefill_pass_tokens=4)
     first, sick, after = (add(engine, prompt, greedy(3)) for prompt in (b"abc", b"!bc", b"xyz"))
     outputs = run(engine)
     assert str(end_of(outputs, sick).error) == "boom"
     assert engine.telemetry.counters.failed_passes == 1, "the guilty one's own, which nobody shared"
-    for request in (first, after):
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 3)
+    assert_answered(outputs, [first, after])
     assert_all_free(engine)
 
 
-def test_a_mixed_step_decodes_first() -> None:
+def test_a_mixed_step_decodes_first(variant: Variant) -> None:
     model = RememberingModel()
-    engine = build("continuous", model)
+    engine = variant.build(model)
     a, b = add(engine, b"aa", greedy(6)), add(engine, b"bbb", greedy(6))
     outputs = engine.step()
     c = add(engine, b"cccc", greedy(6))
@@ -103,26 +99,22 @@ def test_a_mixed_step_decodes_first() -> None:
         ((1, 1), (3, 4)),
         ((4,), (4,)),
     ]
-    outputs += step + run(engine)
-    for request in (a, b, c):
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 6)
+    assert_answered(outputs + step + run(engine), [a, b, c])
 
 
-def test_decode_takes_any_subset_of_slots(llama: CausalLM) -> None:
+def test_decode_takes_any_subset_of_slots(variant: Variant, llama: CausalLM) -> None:
     """Sequences of all lengths come and go; each gets the tokens it would have alone."""
-    engine = build("continuous", llama, max_batch_size=3)
+    engine = variant.build(llama, max_batch_size=3)
     params = [greedy(3 + 4 * (i % 4), ignore_eos=True) for i in range(9)]
     params[4] = SamplingParams(max_new_tokens=9, seed=1)
     requests = [
         add(engine, [(i * 11 + j) % 250 for j in range(1 + 5 * (i % 3))], params[i]) for i in range(9)
     ]
-    outputs = run(engine)
-    for request in requests:
-        assert tokens_of(outputs, request) == solo(llama, request.prompt_token_ids, request.params)
+    assert_answered(run(engine), requests, llama)
 
 
-def test_eos_as_the_first_token() -> None:
-    engine = build("continuous", RememberingModel(rule=lambda ids: EOS if ids[0] == ord("!") else 65))
+def test_eos_as_the_first_token(variant: Variant) -> None:
+    engine = variant.build(RememberingModel(rule=lambda ids: EOS if ids[0] == ord("!") else 65))
     ends, runs = add(engine, "!x", greedy(5)), add(engine, "go", greedy(5))
     outputs = engine.step()
     end = end_of(outputs, ends)
@@ -132,29 +124,29 @@ def test_eos_as_the_first_token() -> None:
     assert_all_free(engine)
 
 
-def test_a_single_new_token_needs_no_decode() -> None:
+def test_a_single_new_token_needs_no_decode(variant: Variant) -> None:
     model = RememberingModel()
-    engine = build("continuous", model)
+    engine = variant.build(model)
     request = add(engine, "abc", greedy(1))
     outputs = run(engine)
     assert end_of(outputs, request).finish_reason == "length"
     assert len(model.calls) == 1
 
 
-def test_a_cancelled_newcomer_is_not_prefilled() -> None:
+def test_a_cancelled_newcomer_is_not_prefilled(variant: Variant) -> None:
     model = RememberingModel()
-    engine = build("continuous", model)
+    engine = variant.build(model)
     leaves, stays = add(engine, "leaves", greedy(2)), add(engine, "st", greedy(2))
     engine.cancel(leaves.request_id)
     outputs = run(engine)
     assert model.calls[0].query_lengths == (2,)
     assert end_of(outputs, leaves).finish_reason == "cancelled"
-    assert tokens_of(outputs, stays) == continuation(b"st", 2)
+    assert_answered(outputs, [stays])
 
 
 @pytest.mark.usefixtures("torch_kernels")
 def test_decode_does_no_work_per_sequence_in_the_layers(
-    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+    variant: Variant, llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`attend` is called once a layer, its index tensors are built once a pass, and the operations of a decode
     step are as many for eight sequences as for two."""
@@ -174,7 +166,7 @@ def test_decode_does_no_work_per_sequence_in_the_layers(
     monkeypatch.setattr(AttentionLayout, "_build_decode_groups", counted_build)
     operations: dict[int, Counter[str]] = {}
     for count in (2, 8):
-        engine = build("continuous", llama, max_batch_size=8)
+        engine = variant.build(llama, max_batch_size=8)
         for i in range(count):
             add(engine, [i + 1] * (i + 2), greedy(5, ignore_eos=True))
         engine.step()
@@ -188,22 +180,3 @@ def test_decode_does_no_work_per_sequence_in_the_layers(
     # One cat of small pieces or one more stack may differ; a loop over sequences would add six a layer.
     extra = sum((operations[8] - operations[2]).values())
     assert extra < 6, operations[8] - operations[2]
-
-
-@pytest.mark.usefixtures("torch_kernels")
-def test_a_prefill_builds_its_addresses_once_for_all_layers(
-    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[int | None] = []
-    segments = AttentionLayout._build_prefill_segments
-
-    def counted(self: AttentionLayout, window: int | None) -> Any:
-        built.append(window)
-        return segments(self, window)
-
-    monkeypatch.setattr(AttentionLayout, "_build_prefill_segments", counted)
-    engine = build("continuous", llama)
-    for n in (3, 9, 5):
-        add(engine, [n] * n, greedy(1))
-    engine.step()
-    assert built == [None]

@@ -9,24 +9,23 @@ import pytest
 from pydantic import ValidationError
 
 from phase5_continuous.cache import SlottedKVCache
-from phase6_paged import Config
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import add, assert_all_free, build, continuation, greedy, run, tokens_of
-from tests.phase6_paged.support import paged, the_refusal
+from tests.engine_helpers import Variant, add, assert_all_free, assert_answered, greedy, run, the_refusal
+from tests.pools import paged
 
 
 @pytest.mark.parametrize("name", ["block_size", "num_blocks", "max_batch_size"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_sizes_are_at_least_one(name: str, value: int) -> None:
+def test_sizes_are_at_least_one(variant: Variant, name: str, value: int) -> None:
     with pytest.raises(ValidationError) as caught:
-        Config(**{name: value})
+        variant.config(**{name: value})
     error = the_refusal(caught.value)
     assert (error["loc"], error["type"]) == ((name,), "greater_than_equal")
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_an_unknown_backend_is_refused(variant: Variant) -> None:
     with pytest.raises(ValidationError, match="kv_cache_backend"):
-        Config(kv_cache_backend="virtual")  # type: ignore[arg-type]
+        variant.config(kv_cache_backend="virtual")
 
 
 @pytest.mark.parametrize(
@@ -38,50 +37,54 @@ def test_an_unknown_backend_is_refused() -> None:
         ({"max_batch_size": 1, "max_seq_len": 100, "num_blocks": 1}, 1),
     ],
 )
-def test_blocks_default_to_the_bytes_of_phase_5(options: dict[str, Any], blocks: int) -> None:
-    config = Config(**options)
+def test_blocks_default_to_the_bytes_of_phase_5(
+    variant: Variant, options: dict[str, Any], blocks: int
+) -> None:
+    config = variant.config(**options)
     assert config.resolve_num_blocks() == blocks
     assert config.kv_tokens() == blocks * config.block_size
     assert config.kv_formula() == f"{blocks} blocks × {config.block_size}"
 
 
-def test_defaults() -> None:
-    config = Config()
+def test_defaults(variant: Variant) -> None:
+    config = variant.config()
     assert (config.kv_cache_backend, config.block_size, config.num_blocks) == ("paged", 16, None)
 
 
-def test_batch_and_blocks_are_independent() -> None:
-    pool = paged(build("phase6_paged", max_batch_size=50, num_blocks=7, block_size=4))
+def test_batch_and_blocks_are_independent(variant: Variant) -> None:
+    pool = paged(variant.build(max_batch_size=50, num_blocks=7, block_size=4))
     assert pool.allocator.num_blocks == 7
     assert [tuple(layer.shape) for layer in (*pool.k, *pool.v)] == [(7, 4, 1, 1)] * 2
 
 
-def test_contiguous_takes_no_notice_of_the_block_options() -> None:
+def test_contiguous_takes_no_notice_of_the_block_options(variant: Variant) -> None:
     options = {"kv_cache_backend": "contiguous", "max_batch_size": 3, "max_seq_len": 50}
-    plain, with_blocks = Config(**options), Config(**options, block_size=7, num_blocks=1)
+    plain, with_blocks = variant.config(**options), variant.config(**options, block_size=7, num_blocks=1)
     assert plain.kv_tokens() == with_blocks.kv_tokens() == 150
     assert plain.kv_formula() == with_blocks.kv_formula() == "3 × 50"
-    pool = build("phase6_paged", **options, block_size=7, num_blocks=1).runner.pool
+    pool = variant.build(**options, block_size=7, num_blocks=1).runner.pool
     assert isinstance(pool, SlottedKVCache)
     assert (pool.block_size, pool.max_request_tokens()) == (50, 50)
 
 
-def test_a_pool_smaller_than_one_sequence_is_legal_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_smaller_than_one_sequence_is_legal_and_said(
+    variant: Variant, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        engine = build("phase6_paged", num_blocks=3, block_size=4, max_seq_len=64)
+        engine = variant.build(num_blocks=3, block_size=4, max_seq_len=64)
     assert [record.getMessage() for record in caplog.records] == [
         "3 blocks of 4 hold 12 tokens: less than one sequence of 64; longer requests are refused"
     ]
     request = add(engine, b"abcdef", greedy(6))
-    assert tokens_of(run(engine), request) == continuation(b"abcdef", 6)
+    assert_answered(run(engine), [request])
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize("num_blocks", [16, 17])
 def test_a_pool_of_one_whole_sequence_is_nothing_to_warn_of(
-    num_blocks: int, caplog: pytest.LogCaptureFixture
+    variant: Variant, num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        engine = build("phase6_paged", num_blocks=num_blocks, block_size=4, max_seq_len=64)
+        engine = variant.build(num_blocks=num_blocks, block_size=4, max_seq_len=64)
     assert caplog.records == []
     assert isinstance(engine.runner.pool, PagedKVCachePool)

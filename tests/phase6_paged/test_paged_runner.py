@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import common.engine
-import common.runner
 import kernels.attention
-import phase5_continuous.runner
-import phase6_paged.scheduler
-from common.engine import Engine
 from common.errors import NaNLogitsError
 from common.kv import KVView
-from common.models.config import LayerConfig, RopeConfig
 from common.models.layers import CausalLM
-from common.request import Request, SamplingParams
+from common.request import SamplingParams
 from kernels.attention_layout import AttentionLayout
 from phase6_paged.cache import PagedKVCachePool
 from tests.engine_helpers import (
+    ALLERGEN,
+    Allergic,
     RememberingModel,
+    Variant,
     add,
     assert_all_free,
-    build,
+    assert_answered,
     continuation,
     end_of,
     greedy,
+    nan_model,
     run,
-    solo,
     tiny_model,
     tokens_of,
+    windowed_model,
 )
-from tests.phase6_paged.support import assert_asks_no_pool, assert_consistent, paged, shuffle_free_blocks
-
-ALLERGEN = 299  # a pass with this token in it raises, or has NaN in it
+from tests.pools import assert_consistent, paged, shuffle_free_blocks
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +42,7 @@ def llama() -> CausalLM:
 
 @pytest.fixture(scope="module")
 def windowed() -> CausalLM:
-    """Sliding and full layers, like Gemma's."""
-    local, full = LayerConfig(window=5, rope=RopeConfig(10_000.0)), LayerConfig(None, RopeConfig(50_000.0))
-    return tiny_model(layers=(local, full, local, full))
+    return windowed_model()
 
 
 # ---------------------------------------------------------------------- addresses
@@ -58,7 +50,7 @@ def windowed() -> CausalLM:
 
 @pytest.mark.usefixtures("torch_kernels")
 def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
-    windowed: CausalLM, monkeypatch: pytest.MonkeyPatch
+    variant: Variant, windowed: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for each window there is, whatever the number of layers; all layers of a window read the same tensor."""
     built: list[tuple[str, int | None]] = []
@@ -88,7 +80,7 @@ def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
 
     monkeypatch.setattr(KVView, "attend", attend)
     monkeypatch.setattr(KVView, "__init__", init)
-    engine = build("phase6_paged", windowed, block_size=4, num_blocks=40)
+    engine = variant.build(windowed, block_size=4, num_blocks=40)
     for n in (9, 3, 14):
         add(engine, [n] * n, greedy(8, ignore_eos=True))
     engine.step()
@@ -106,7 +98,7 @@ def test_addresses_are_built_once_a_pass_and_reused_by_every_layer(
 
 @pytest.mark.usefixtures("torch_kernels")
 def test_a_decode_pass_gathers_through_the_table_and_reads_no_other_block(
-    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+    variant: Variant, llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Tensor] = []
     original = kernels.attention._decode
@@ -116,8 +108,8 @@ def test_a_decode_pass_gathers_through_the_table_and_reads_no_other_block(
         return original(q, gathered, group, *rest)
 
     monkeypatch.setattr(kernels.attention, "_decode", decode)
-    engine = build("phase6_paged", llama, block_size=4, num_blocks=40)
-    shuffle_free_blocks(engine, seed=5)
+    engine = variant.build(llama, block_size=4, num_blocks=40)
+    shuffle_free_blocks(paged(engine), seed=5)
     pool = paged(engine)
     requests = [add(engine, [n] * n, greedy(8, ignore_eos=True)) for n in (9, 3, 14)]
     engine.step()
@@ -142,84 +134,46 @@ def test_a_decode_pass_gathers_through_the_table_and_reads_no_other_block(
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("kind", ["remembering", "llama", "windowed"])
-def test_shuffled_tables_give_the_same_tokens(kind: str, block_size: int, request: Any) -> None:
+def test_shuffled_tables_give_the_same_tokens(
+    variant: Variant, kind: str, block_size: int, request: Any
+) -> None:
     """Blocks lie in another random order in every step."""
     model = RememberingModel() if kind == "remembering" else request.getfixturevalue(kind)
     prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 15, 16, 17, 40)]
     params: SamplingParams = greedy(20, ignore_eos=True)
-    engine = build(
-        "phase6_paged", model, block_size=block_size, num_blocks=6 + 180 // block_size, max_batch_size=5
-    )
+    engine = variant.build(model, block_size=block_size, num_blocks=6 + 180 // block_size, max_batch_size=5)
     requests = [add(engine, prompt, params) for prompt in prompts]
     outputs = []
     tables: list[list[int]] = []
     while engine.has_work:
-        shuffle_free_blocks(engine, seed=len(outputs))
+        shuffle_free_blocks(paged(engine), seed=len(outputs))
         outputs += engine.step()
         tables += [list(t) for t in paged(engine)._tables.values()]
         assert_consistent(paged(engine))
     if block_size <= 4:
         assert any(t != sorted(t) and t != sorted(t)[::-1] for t in tables), "some table is out of order"
-    for own, prompt in zip(requests, prompts, strict=True):
-        expected = continuation(prompt, 20) if kind == "remembering" else solo(model, prompt, params)
-        assert tokens_of(outputs, own) == expected
+    assert_answered(outputs, requests, model)
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("offset", [-1, 0, 1])
-def test_prompts_that_end_at_a_blocks_edge(llama: CausalLM, block_size: int, offset: int) -> None:
-    engine = build(
-        "phase6_paged", llama, block_size=block_size, num_blocks=40 + 160 // block_size, max_seq_len=96
-    )
+def test_prompts_that_end_at_a_blocks_edge(
+    variant: Variant, llama: CausalLM, block_size: int, offset: int
+) -> None:
+    engine = variant.build(llama, block_size=block_size, num_blocks=40 + 160 // block_size, max_seq_len=96)
     prompts = [[n % 250] * (n * block_size + offset) for n in (1, 2, 3) if n * block_size + offset]
     requests = [add(engine, prompt, greedy(2 * block_size + 2, ignore_eos=True)) for prompt in prompts]
-    outputs = run(engine)
-    for own in requests:
-        assert tokens_of(outputs, own) == solo(llama, own.prompt_token_ids, own.params)
+    assert_answered(run(engine), requests, llama)
     assert_all_free(engine)
-
-
-# ---------------------------------------------------------------------- nobody asks which pool it is
-
-
-MODULES = [
-    common.engine,
-    common.runner,
-    phase5_continuous.runner,
-    phase6_paged.scheduler,
-]
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
-def test_engine_runner_and_scheduler_do_not_ask_which_pool_it_is(module: ModuleType) -> None:
-    assert_asks_no_pool(module)
 
 
 # ---------------------------------------------------------------------- failures
 
 
-class Allergic(RememberingModel):
-    """Raises when a pass holds the allergen."""
-
-    def __call__(self, batch: Any, view: KVView) -> Tensor:
-        if (batch.token_ids == ALLERGEN).any():
-            raise RuntimeError("allergic")
-        return super().__call__(batch, view)
-
-
-def test_a_healthy_engine_reclaims_nothing() -> None:
-    engine = build("phase6_paged", block_size=2, num_blocks=12)
-    for i in range(6):
-        add(engine, [i + 1] * 4, greedy(10))
-    run(engine)
-    assert engine.telemetry.counters.failed_passes == 0
-    assert_all_free(engine)
-
-
 @pytest.mark.parametrize("planted", [1, 3])
-def test_after_a_failed_pass_a_leak_is_reclaimed_and_counted(planted: int) -> None:
-    engine = build("phase6_paged", Allergic(), block_size=2, num_blocks=30)
+def test_after_a_failed_pass_a_leak_is_reclaimed_and_counted(variant: Variant, planted: int) -> None:
+    engine = variant.build(Allergic(), block_size=2, num_blocks=30)
     pool = paged(engine)
     runs, fails = add(engine, [1] * 5, greedy(6)), add(engine, [ALLERGEN] * 5, greedy(6))
     pool.allocator.allocate(planted, owner=-1)
@@ -230,26 +184,25 @@ def test_after_a_failed_pass_a_leak_is_reclaimed_and_counted(planted: int) -> No
     assert counters.reclaimed_slots == planted
     assert engine.telemetry.snapshot()["counters"]["reclaimed_slots"] == planted
     assert pool.audit_blocks() == set()
-    outputs += run(engine)
-    assert tokens_of(outputs, runs) == continuation([1] * 5, 6)
+    assert_answered(outputs + run(engine), [runs])
     assert (pool.allocator.num_free, counters.reclaimed_slots) == (30, planted)
     assert_consistent(pool)
 
 
-def test_without_a_failure_nobody_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_failure_nobody_audits(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     def audit(*_: object) -> int:
         raise AssertionError("audited in health: it costs a walk over all tables")
 
     monkeypatch.setattr(PagedKVCachePool, "audit", audit)
-    engine = build("phase6_paged", block_size=2, num_blocks=12)
+    engine = variant.build(block_size=2, num_blocks=12)
     add(engine, [1] * 4, greedy(5))
     run(engine)
 
 
 @pytest.mark.parametrize("when", ["prefill", "decode"])
-def test_a_failed_pass_costs_the_guilty_only_and_their_blocks_return(when: str) -> None:
+def test_a_failed_pass_costs_the_guilty_only_and_their_blocks_return(variant: Variant, when: str) -> None:
     model = Allergic()
-    engine = build("phase6_paged", model, block_size=2, num_blocks=40)
+    engine = variant.build(model, block_size=2, num_blocks=40)
     prompt = [ALLERGEN, 1, 2] if when == "prefill" else [5, 1, 2]
     if when == "decode":  # the token after the third makes the pass fail that takes it in
         model.rule = lambda ids: ALLERGEN if ids[0] == 5 and len(ids) == 6 else continuation(ids, 1)[0]
@@ -258,23 +211,14 @@ def test_a_failed_pass_costs_the_guilty_only_and_their_blocks_return(when: str) 
     outputs = run(engine)
     assert str(end_of(outputs, fails).error) == "allergic"
     assert len(tokens_of(outputs, fails)) == (0 if when == "prefill" else 4)
-    for own in others:
-        assert tokens_of(outputs, own) == continuation(own.prompt_token_ids, 9)
+    assert_answered(outputs, others)
     assert_all_free(engine)
     assert_consistent(paged(engine))
 
 
-def nan_model() -> CausalLM:
-    """Its keys and values are NaN wherever `ALLERGEN` stands, in the first layer and after it."""
-    model = tiny_model()
-    embedding = next(parameter for name, parameter in model.named_parameters() if "embed" in name)
-    embedding.data[ALLERGEN] = math.nan
-    return model
-
-
-def test_the_blocks_of_a_nan_request_do_no_harm_to_the_next_who_gets_them() -> None:
+def test_the_blocks_of_a_nan_request_do_no_harm_to_the_next_who_gets_them(variant: Variant) -> None:
     model = nan_model()
-    engine = build("phase6_paged", model, block_size=4, num_blocks=12, max_batch_size=2)
+    engine = variant.build(model, block_size=4, num_blocks=12, max_batch_size=2)
     pool = paged(engine)
     neighbour, sick = (
         add(engine, list(range(20, 30)), greedy(14, ignore_eos=True)),
@@ -291,35 +235,16 @@ def test_the_blocks_of_a_nan_request_do_no_harm_to_the_next_who_gets_them() -> N
     assert heir.slot is not None
     inherited = list(set(pool.block_table(heir.slot)) & tainted)
     assert any(layer[inherited].isnan().any() for layer in (*pool.k, *pool.v)), "handed on as they are"
-    outputs += run(engine)
-    for own in (neighbour, heir):
-        assert tokens_of(outputs, own) == solo(model, own.prompt_token_ids, own.params)
+    assert_answered(outputs + run(engine), [neighbour, heir], model)
     assert_all_free(engine)
 
 
-def test_out_of_device_memory_fails_a_request_and_not_the_engine() -> None:
-    model = RememberingModel()
-    engine: Engine = build("phase6_paged", model, block_size=2, num_blocks=30)
-
-    def before_pass(sequences: list[list[int]]) -> None:
-        if any(ids[0] == 9 for ids in sequences):
-            raise torch.OutOfMemoryError("no memory")
-
-    model.before_pass = before_pass
-    big, small = add(engine, [9] * 20, greedy(4)), add(engine, [1] * 4, greedy(4))
-    outputs = run(engine)
-    assert isinstance(end_of(outputs, big).error, torch.OutOfMemoryError)
-    assert tokens_of(outputs, small) == continuation([1] * 4, 4)
-    assert engine.dead is None
-    assert_all_free(engine)
-
-
-def test_two_engines_give_the_same(llama: CausalLM) -> None:
+def test_two_engines_give_the_same(variant: Variant, llama: CausalLM) -> None:
     """Unseeded sampled requests too, through preemptions."""
     told = []
     for _ in range(2):
-        engine = build("phase6_paged", llama, block_size=2, num_blocks=16, seed=7)
-        requests: list[Request] = [
+        engine = variant.build(llama, block_size=2, num_blocks=16, seed=7)
+        requests = [
             add(engine, [i + 1] * 5, SamplingParams(temperature=1.5, max_new_tokens=15)) for i in range(5)
         ]
         outputs = run(engine)

@@ -5,49 +5,33 @@ The identity suite runs a handful of chunked variants under load; here are the l
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from common.models.registry import load_model, open_checkpoint
 from common.request import SamplingParams
-from tests.engine_helpers import CPU
-from tests.identity.conftest import Subject, Variant, as_served, random_model, recorded_logits
-from tests.identity.test_token_identity import Arrival, assert_same, prompt_of, serve
+from tests.engine_helpers import Variant
+from tests.identity.support import (
+    Arrival,
+    Subject,
+    assert_same,
+    prompt_of,
+    recorded_logits,
+    serve,
+    subject_of,
+)
 
-MAX_SEQ_LEN = 1600
 NEW_TOKENS = 12
 WINDOW = 16  # the zoo's Gemma
 CHUNKED_BOUND = 2e-5  # × max(1, max |logit|)
 #: Gemma has windows, and all that the others have.
 ARCHITECTURES = (*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3")), "gemma3")
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-worst: dict[str, float] = {}
-
-
-@functools.cache
-def subject_of(architecture: str, weights: str) -> Subject:
-    """Trained weights, or random ones, whose logits hide nothing."""
-    checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
-    if weights == "drawn":
-        return as_served(random_model(architecture), checkpoint.tokenizer())
-    model = load_model(checkpoint, device=CPU, dtype=torch.float32, max_positions=MAX_SEQ_LEN)
-    return as_served(model, checkpoint.tokenizer())
 
 
 @pytest.fixture(params=ARCHITECTURES)
 def trained(request: pytest.FixtureRequest) -> Subject:
-    return subject_of(request.param, "trained")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bounds() -> Iterator[None]:
-    yield
-    for name, difference in sorted(worst.items()):
-        print(f"{name}: largest relative difference of logits, chunked against whole, {difference:.2e}")
+    return subject_of(f"zoo:{request.param}-tiny")
 
 
 def backend(name: str) -> dict[str, Any]:
@@ -92,7 +76,7 @@ def test_prompts_at_the_edge_of_a_chunk_of_512(trained: Subject, kind: str, mixe
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_across_the_window_amid_a_chunk(architecture: str, chunk: int, kind: str) -> None:
     """Gemma's windows (16) end inside a chunk, at its edge, and several chunks back."""
-    drawn = subject_of(architecture, "drawn")
+    drawn = subject_of(f"random:{architecture}")
     windows = {layer.window for layer in drawn.model.config.layers}
     assert windows == ({None, WINDOW} if architecture == "gemma3" else {None})
     lengths = [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + chunk, 2 * WINDOW + 3, 3 * chunk + 1, 70]
@@ -121,17 +105,16 @@ def measure(subject: Subject, chunk: int, kind: str) -> float:
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-@pytest.mark.parametrize("weights", ["trained", "drawn"])
+@pytest.mark.parametrize("name", ["zoo:{}-tiny", "random:{}"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_first_tokens_logits_chunked_against_whole(
-    architecture: str, weights: str, chunk: int, kind: str
+    architecture: str, name: str, chunk: int, kind: str
 ) -> None:
     """At the last prompt position, with nobody beside it: what chunking alone does (printed with -s).
 
     None where a product's sums run in one order; elsewhere that depends on how many rows it has.
     """
-    name = f"{weights} {architecture} {kind}"
-    subject = subject_of(architecture, weights)
+    subject = subject_of(name.format(architecture))
     difference = measure(subject, chunk, kind)
-    worst[name] = max(worst.get(name, 0.0), difference)
+    print(f"{name.format(architecture)} {kind}: largest relative difference of logits {difference:.2e}")
     assert difference <= (0.0 if subject.model.batch_invariant else CHUNKED_BOUND)

@@ -7,37 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine import Engine
 from common.models.layers import CausalLM
-from common.request import Request, RequestState, SamplingParams, StepOutput
+from common.request import RequestState, SamplingParams, StepOutput
 from tests.engine_helpers import (
     Call,
     RememberingModel,
+    Variant,
     add,
     assert_all_free,
-    build,
-    continuation,
-    fresh_logits,
+    assert_answered,
     greedy,
     run,
-    solo,
     tiny_model,
-    tokens_of,
 )
-from tests.phase6_paged.support import assert_streams
 
-BACKENDS: list[dict[str, Any]] = [
-    {"kv_cache_backend": "paged"},
-    {"kv_cache_backend": "paged", "block_size": 1},
-    {"kv_cache_backend": "contiguous"},
-]
+BACKENDS: list[dict[str, Any]] = [{"block_size": 16}, {"block_size": 1}, {"kv_cache_backend": "contiguous"}]
 
 
-def backend_id(options: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in options.values())
-
-
-@pytest.fixture(params=BACKENDS, ids=backend_id)
+@pytest.fixture(params=BACKENDS, ids=str)
 def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
     chosen: dict[str, Any] = request.param
     return chosen
@@ -64,15 +51,14 @@ def pass_lengths(calls: list[Call]) -> list[tuple[tuple[int, ...], tuple[int, ..
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("kind", ["remembering", "llama"])
 def test_a_prompt_of_2048_among_six_who_decode(
-    kind: str, mixed: bool, long_llama: CausalLM, backend: dict[str, Any]
+    variant: Variant, kind: str, mixed: bool, long_llama: CausalLM, backend: dict[str, Any]
 ) -> None:
     """Four steps of 512, everybody else's token in each of them, and the first token with the fourth."""
     if kind == "llama" and backend.get("block_size") == 1:
         pytest.skip("the trace does not depend on the block size")
     model: Any = long_memory() if kind == "remembering" else long_llama
     params: SamplingParams = greedy(40, ignore_eos=True)
-    engine = build(
-        "phase7_chunked",
+    engine = variant.build(
         model,
         max_seq_len=2304,
         max_batch_size=8,
@@ -119,19 +105,13 @@ def test_a_prompt_of_2048_among_six_who_decode(
             assert rows == [last, last, last, [*last, 6 + 511]]
         else:
             assert rows == [last, [0], last, [0], last, [0], last, [511]], "a pass always names a row"
-    outputs += run(engine)
-    everybody = [*decoders, long]
-    if kind == "remembering":
-        expected_tokens = [continuation(r.prompt_token_ids, r.params.max_new_tokens) for r in everybody]
-    else:
-        expected_tokens = [solo(model, r.prompt_token_ids, r.params) for r in everybody]
-    assert_streams(outputs, {r.request_id: t for r, t in zip(everybody, expected_tokens, strict=True)})
+    assert_answered(outputs + run(engine), [*decoders, long], model)
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize(("chunk", "steps"), [(128, 16), (256, 8), (512, 4), (1024, 2), (2048, 1), (4000, 1)])
-def test_steps_until_the_first_token_of_2048(chunk: int, steps: int) -> None:
-    engine = build("phase7_chunked", long_memory(), max_seq_len=2304, prefill_chunk_size=chunk)
+def test_steps_until_the_first_token_of_2048(variant: Variant, chunk: int, steps: int) -> None:
+    engine = variant.build(long_memory(), max_seq_len=2304, prefill_chunk_size=chunk)
     add(engine, [i % 250 for i in range(2048)], greedy(2))
     taken = 0
     told: list[StepOutput] = []
@@ -147,10 +127,9 @@ def test_steps_until_the_first_token_of_2048(chunk: int, steps: int) -> None:
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("budget", "chunks"), [(7, None), (14, None), (None, None), (None, 2)])
 def test_the_cache_holds_what_progress_says_after_every_step(
-    backend: dict[str, Any], budget: int | None, chunks: int | None, mixed: bool
+    variant: Variant, backend: dict[str, Any], budget: int | None, chunks: int | None, mixed: bool
 ) -> None:
-    engine = build(
-        "phase7_chunked",
+    engine = variant.build(
         prefill_chunk_size=7,
         prefill_token_budget=budget,
         max_prefill_chunks_per_step=chunks,
@@ -182,19 +161,19 @@ def test_the_cache_holds_what_progress_says_after_every_step(
         assert 1 <= ends[0] <= min(7, n), "the first chunk may be cut to what others leave of the budget"
         assert ends == [*range(ends[0], n, 7), n], "and no later one is: those who have begun come first"
         assert budget is not None or ends[0] == min(7, n), "nor is any where there is no budget"
-    assert_streams(outputs, {r.request_id: continuation(r.prompt_token_ids, 8) for r in requests})
+    assert_answered(outputs, requests)
     assert_all_free(engine)
 
 
-def test_a_short_prompt_that_comes_alone_costs_nothing() -> None:
+def test_a_short_prompt_that_comes_alone_costs_nothing(variant: Variant) -> None:
     """Up to a chunk, with no other prompt beside it, the passes are those of phase 6."""
     traces = []
-    for phase, options in (
-        ("phase6_paged", {}),
-        ("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 20}),
+    for chosen, options in (
+        (Variant("phase6_paged"), {}),
+        (variant, {"mixed_batches": False, "prefill_chunk_size": 20}),
     ):
         model = RememberingModel()
-        engine = build(phase, model, **options)
+        engine = chosen.build(model, **options)
         for i in range(4):
             add(engine, [i + 1] * 20, greedy(5 + i))
             engine.step()
@@ -203,9 +182,9 @@ def test_a_short_prompt_that_comes_alone_costs_nothing() -> None:
     assert traces[0] == traces[1]
 
 
-def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress() -> None:
+def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress(variant: Variant) -> None:
     model = RememberingModel()
-    engine = build("phase7_chunked", model, prefill_chunk_size=8, prefill_token_budget=None)
+    engine = variant.build(model, prefill_chunk_size=8, prefill_token_budget=None)
     add(engine, [1] * 20, greedy(4))
     engine.step()
     add(engine, [2] * 12, greedy(4))
@@ -223,11 +202,10 @@ def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress() -> None:
     assert engine.telemetry.counters.padded_tokens == 0
 
 
-def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own() -> None:
+def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own(variant: Variant) -> None:
     """Decode goes along with the first of them; the step is still one."""
     model = RememberingModel()
-    engine = build(
-        "phase7_chunked",
+    engine = variant.build(
         model,
         prefill_chunk_size=8,
         prefill_token_budget=None,
@@ -235,24 +213,20 @@ def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own() -> None:
         max_batch_size=5,
     )
     first = add(engine, [1] * 5, greedy(6))
-    engine.step()
+    outputs = engine.step()
     model.calls.clear()
     others = [add(engine, [i + 2] * n, greedy(6)) for i, n in enumerate((20, 8, 8, 3))]
     told = engine.step()
     assert pass_lengths(model.calls) == [((1, 8, 8), (6, 8, 8)), ((8, 3), (8, 3))]
     assert [o.request_id for o in told] == [r.request_id for r in (first, *others[1:])]
-    outputs = run(engine)
-    assert tokens_of(told + outputs, first) == continuation([1] * 5, 6)[1:]
-    for own in others:
-        assert tokens_of(told + outputs, own) == continuation(own.prompt_token_ids, 6)
+    assert_answered(outputs + told + run(engine), [first, *others])
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_a_chunk_of_one_token_behind_a_longer_one(mixed: bool) -> None:
+def test_a_chunk_of_one_token_behind_a_longer_one(variant: Variant, mixed: bool) -> None:
     """Rows of one query count as leading only where they lead."""
-    engine = build(
-        "phase7_chunked",
+    engine = variant.build(
         tiny_model(),
         prefill_chunk_size=8,
         prefill_token_budget=None,
@@ -264,27 +238,15 @@ def test_a_chunk_of_one_token_behind_a_longer_one(mixed: bool) -> None:
         add(engine, [(7 * i + j) % 250 for j in range(n)], greedy(12, ignore_eos=True))
         for i, n in enumerate(sizes)
     ]
-    outputs = run(engine)
-    for own in requests:
-        assert tokens_of(outputs, own) == solo(model, own.prompt_token_ids, own.params)
-
-
-def test_an_empty_plan_is_legal() -> None:
-    engine = build("phase7_chunked")
-    assert engine.step() == []
-    request = add(engine, [1] * 9, greedy(3))
-    engine.cancel(request.request_id)
-    assert [o.finish_reason for o in engine.step()] == ["cancelled"]
-    assert engine.telemetry.counters.passes == 0
+    assert_answered(run(engine), requests, model)
 
 
 @pytest.mark.parametrize(
     ("budget", "chunks", "most"), [(5, None, 5), (12, None, 12), (None, 2, 10), (None, None, 30)]
 )
-def test_a_steps_work_is_bounded(budget: int | None, chunks: int | None, most: int) -> None:
+def test_a_steps_work_is_bounded(variant: Variant, budget: int | None, chunks: int | None, most: int) -> None:
     model = RememberingModel()
-    engine = build(
-        "phase7_chunked",
+    engine = variant.build(
         model,
         prefill_chunk_size=5,
         prefill_token_budget=budget,
@@ -300,13 +262,15 @@ def test_a_steps_work_is_bounded(budget: int | None, chunks: int | None, most: i
         assert sum(call.tokens for call in model.calls) <= most + decoding
 
 
-def test_what_is_cached_in_chunks_is_what_is_cached_at_once(backend: dict[str, Any]) -> None:
+def test_what_is_cached_in_chunks_is_what_is_cached_at_once(
+    variant: Variant, backend: dict[str, Any]
+) -> None:
     """Keys and values of every layer and column, up to float32 rounding."""
     model = tiny_model()
     prompt = [(17 * i + 3) % 250 for i in range(50)]
     stores = []
     for size in (512, 7):
-        engine = build("phase7_chunked", model, prefill_chunk_size=size, **backend)
+        engine = variant.build(model, prefill_chunk_size=size, **backend)
         request = add(engine, prompt, greedy(3))
         while request.state is not RequestState.DECODE:
             engine.step()
@@ -318,16 +282,3 @@ def test_what_is_cached_in_chunks_is_what_is_cached_at_once(backend: dict[str, A
     for whole, chunked in zip(*stores, strict=True):
         torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
         assert whole.abs().amax(dim=(1, 2)).min() > 0, "every column is written"
-
-
-def test_logits_of_the_first_token_are_those_of_the_whole_prompt(backend: dict[str, Any]) -> None:
-    """Against a pass over nothing but the prompt, read from the reported log-probabilities."""
-    model = tiny_model()
-    prompt = [(17 * i + 3) % 250 for i in range(50)]
-    engine: Engine = build("phase7_chunked", model, prefill_chunk_size=7, **backend)
-    request: Request = add(engine, prompt, greedy(1, logprobs=20))
-    (output,) = [o for o in run(engine) if o.request_id == request.request_id]
-    expected = fresh_logits(model, prompt).log_softmax(-1)
-    assert output.logprobs is not None
-    for token_id, logprob in output.logprobs.top:
-        assert logprob == pytest.approx(expected[token_id].item(), abs=1e-4)

@@ -10,39 +10,25 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-from common.engine import Engine
-from common.kv import KVPool, KVShape, Span
+from common.kv import Span
 from common.request import Request, RequestState
 from common.scheduling import PrefillChunk
-from phase8_prefix.cache import CACHE, PrefixCachingPool
+from phase8_prefix.cache import PrefixCachingPool
 from phase8_prefix.config import Config
 from phase8_prefix.tree import Node, PrefixTree
-from tests.engine_helpers import CPU, greedy
+from tests.engine_helpers import greedy
+from tests.pools import CPU, SMALLEST, assert_consistent
 
-SMALLEST = KVShape(1, 1, 1, torch.float32)
 GARBAGE = -7.0  # what a pass that fails leaves behind
 SEATS = 4
 
 Text = tuple[str, tuple[int, ...]]  # salt, and whole blocks of token ids
 
 
-def make_pool(num_blocks: int, block_size: int = 4, **options: Any) -> PrefixCachingPool:
-    config = Config(
-        **{"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": 64, "max_batch_size": SEATS}
-        | options
-    )
+def make_pool(num_blocks: int, block_size: int) -> PrefixCachingPool:
+    config = Config(num_blocks=num_blocks, block_size=block_size, max_seq_len=64, max_batch_size=SEATS)
     return PrefixCachingPool(config, SMALLEST, CPU)
-
-
-def caching(pool: KVPool | Engine) -> PrefixCachingPool:
-    """The pool as what it is."""
-    pool = pool.runner.pool if isinstance(pool, Engine) else pool
-    assert isinstance(pool, PrefixCachingPool)
-    return pool
 
 
 def texts(tree: PrefixTree) -> dict[Text, Node]:
@@ -58,40 +44,6 @@ def texts(tree: PrefixTree) -> dict[Text, Node]:
         parents[node] = text
         found[text] = node
     return found
-
-
-def assert_shared_consistently(pool: PrefixCachingPool) -> None:
-    """References are holders; free, held and cached blocks are all there are; who is in use is not evictable."""
-    allocator, tree, tables = pool.allocator, pool.tree, pool._tables
-    nodes = [node for _, node in tree.walk()]
-    cached = [node.block for node in nodes]
-    own = list(itertools.chain.from_iterable(tables.values()))
-    own = [block for block in own if block not in set(cached)]
-    free = list(allocator._free)
-    assert len(set(cached)) == len(cached), "a block is in the tree twice"
-    assert len(set(own)) == len(own), "a block of a sequence's own is in two tables"
-    assert sorted([*free, *cached, *own]) == list(range(allocator.num_blocks)), (
-        "a block is lost, or twice there"
-    )
-    assert {block for block, owner in allocator._owners.items() if owner == CACHE} == set(cached)
-    assert all(block in tables[allocator._owners[block]] for block in own)
-    holders = {node: sum(node in path for path in pool._paths.values()) for node in nodes}
-    assert {node: node.users for node in nodes} == holders
-    assert set(tree._unused) == {node for node in nodes if node.users == 0}
-    assert all(
-        node.parent is not None and node.parent.users >= node.users for _, node in tree.walk() if _ > 0
-    )
-    assert allocator.num_free == len(free) + sum(node.users == 0 for node in nodes)
-    assert allocator.num_free + allocator.num_allocated == allocator.num_blocks
-    for slot, path in pool._paths.items():
-        assert len(path) * pool.block_size <= max(pool.get_seq_len(slot), 0)
-        for above, node in itertools.pairwise(path):
-            assert node.parent is above
-    assert pool.block_tables.shape[0] >= len(tables)
-    for slot, table in tables.items():
-        assert pool.block_tables[pool.seat(slot)].tolist()[: len(table)] == table
-        assert pool.get_seq_len(slot) <= pool.capacity(slot)
-    assert pool.audit_blocks() == set()
 
 
 def column(pool: PrefixCachingPool, slot: int, index: int) -> int:
@@ -295,7 +247,7 @@ class Sharing:
 
     def check(self) -> None:
         pool = self.pool
-        assert_shared_consistently(pool)
+        assert_consistent(pool)
         known = texts(pool.tree)
         assert set(known) == set(self._account), "what can be found is what was registered"
         store = pool.k[0].view(-1)

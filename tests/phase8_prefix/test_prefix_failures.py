@@ -13,20 +13,22 @@ from common.engine import Engine
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, StepOutput
 from tests.engine_helpers import (
+    ALLERGEN,
+    Allergic,
     RememberingModel,
     add,
     assert_all_free,
+    assert_answered,
     build,
     continuation,
     end_of,
     greedy,
+    nan_model,
     one_hot,
     run,
-    solo,
     tokens_of,
 )
-from tests.phase6_paged.test_paged_runner import ALLERGEN, Allergic, nan_model
-from tests.phase8_prefix.support import assert_shared_consistently, caching
+from tests.pools import assert_consistent, caching
 
 CHUNK = 8
 SHARED = [(5 * i + 1) % 250 for i in range(CHUNK)]  # a chunk, two blocks
@@ -46,9 +48,8 @@ def sick_prompt() -> list[int]:
 
 
 def assert_sound(engine: Engine, outputs: list[StepOutput], neighbours: list[Request]) -> None:
-    for each in neighbours:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, each.params.max_new_tokens)
-    assert_shared_consistently(caching(engine))
+    assert_answered(outputs, neighbours)
+    assert_consistent(caching(engine))
     assert_all_free(engine)
     assert caching(engine).allocator.num_free == 60
 
@@ -106,8 +107,8 @@ def test_a_nan_in_chunk_2_is_not_registered(mixed: bool) -> None:
     outputs += run(engine)
     assert twin.cached_tokens == CHUNK, "the sound part of it"
     assert isinstance(end_of(outputs, twin).error, NaNLogitsError), "its own prompt's doing"
-    assert tokens_of(outputs, friend) == solo(model, friend.prompt_token_ids, friend.params)
-    assert_shared_consistently(caching(engine))
+    assert_answered(outputs, [friend], model)
+    assert_consistent(caching(engine))
     assert_all_free(engine)
 
 
@@ -150,7 +151,7 @@ def test_a_nan_among_the_logits_registers_no_answer(when: str) -> None:
     outputs = run(engine)
     assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
     assert len(list(caching(engine).tree.walk())) == 2 + (when == "decode")
-    assert_shared_consistently(caching(engine))
+    assert_consistent(caching(engine))
     assert_all_free(engine)
 
 
@@ -166,7 +167,7 @@ def test_a_cancellation_while_another_uses_the_prefix(state: RequestState) -> No
     engine.cancel(first.request_id)
     outputs += engine.step()
     assert first.slot is None
-    assert_shared_consistently(caching(engine))
+    assert_consistent(caching(engine))
     outputs += run(engine)
     heir = add(engine, [*SHARED, 1, 2, 4], greedy(3))
     outputs += run(engine)
@@ -187,9 +188,8 @@ def test_a_leak_beside_a_full_tree_is_reclaimed_and_the_tree_is_not() -> None:
     again = add(engine, SHARED * 2, greedy(2))
     outputs += run(engine)
     assert again.cached_tokens == 12
-    for each in (keeps, again):
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 2)
-    assert_shared_consistently(pool)
+    assert_answered(outputs, [keeps, again])
+    assert_consistent(pool)
     assert pool.allocator.num_free == 60
 
 

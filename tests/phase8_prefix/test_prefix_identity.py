@@ -13,18 +13,27 @@ from typing import Any
 import pytest
 
 from common.request import SamplingParams
-from tests.identity.conftest import Subject, Variant, recorded_logits
-from tests.identity.test_token_identity import Arrival, assert_same, prompt_of, serve
-from tests.phase7_chunked.test_chunked_identity import ARCHITECTURES, subject_of
-from tests.phase8_prefix.support import assert_shared_consistently, caching
+from tests.engine_helpers import Variant
+from tests.identity.support import (
+    Arrival,
+    Subject,
+    assert_same,
+    prompt_of,
+    recorded_logits,
+    serve,
+    subject_of,
+)
+from tests.pools import assert_consistent, caching
 
 SYSTEM = 70  # tokens that all begin with: no multiple of any block size but 1, past Gemma's windows
 NEW = 9
+#: Gemma has windows, and all that the others have.
+ARCHITECTURES = (*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3")), "gemma3")
 
 
 @pytest.fixture(params=ARCHITECTURES)
 def trained(request: pytest.FixtureRequest) -> Subject:
-    return subject_of(request.param, "trained")
+    return subject_of(f"zoo:{request.param}-tiny")
 
 
 def params_of(index: int) -> SamplingParams:
@@ -62,7 +71,7 @@ def check(subject: Subject, options: dict[str, Any], *, rounds: int = 3) -> Any:
         for i, arrival in enumerate(arrivals):
             alone = subject.alone(arrival.prompt, arrival.params)
             assert_same(f"{variant} {i}", tokens[str(i)], logits[str(i)], alone)
-        assert_shared_consistently(caching(engine))
+        assert_consistent(caching(engine))
         arrivals = next_turns(arrivals, tokens, subject)
     return engine.telemetry.counters
 
@@ -103,7 +112,7 @@ def test_without_chunks_and_one_at_a_time(trained: Subject, options: dict[str, A
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_random_weights_hide_nothing(architecture: str, block_size: int) -> None:
-    drawn = subject_of(architecture, "drawn")
+    drawn = subject_of(f"random:{architecture}")
     options = {"block_size": block_size, "prefill_chunk_size": 20}
     assert check(drawn, options, rounds=2).cached_tokens > 0
 

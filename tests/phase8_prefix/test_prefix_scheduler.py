@@ -10,18 +10,8 @@ import pytest
 from common.engine import Engine
 from common.request import Request, RequestState, StepOutput
 from phase8_prefix.tree import Node, PrefixTree
-from tests.engine_helpers import (
-    RememberingModel,
-    add,
-    assert_all_free,
-    build,
-    continuation,
-    greedy,
-    run,
-    tokens_of,
-)
-from tests.phase6_paged.support import assert_streams
-from tests.phase8_prefix.support import assert_shared_consistently, caching
+from tests.engine_helpers import add, assert_all_free, assert_answered, build, greedy, run
+from tests.pools import assert_consistent, caching
 
 SYSTEM = list(range(100, 124))  # six blocks of 4
 
@@ -29,17 +19,12 @@ SYSTEM = list(range(100, 124))  # six blocks of 4
 def engine_of(num_blocks: int = 100, **options: Any) -> Engine:
     return build(
         "phase8_prefix",
-        RememberingModel(),
         **{"block_size": 4, "num_blocks": num_blocks, "prefill_chunk_size": 8} | options,
     )
 
 
 def own(number: int, length: int = 5) -> list[int]:
     return [*SYSTEM, *[number] * length]
-
-
-def expected(requests: Sequence[Request]) -> dict[str, list[int]]:
-    return {r.request_id: continuation(r.prompt_token_ids, r.params.max_new_tokens) for r in requests}
 
 
 # ---------------------------------------------------------------------- where prefill begins
@@ -58,7 +43,7 @@ def test_at_least_the_last_token_is_computed(length: int, found: int) -> None:
     outputs += run(engine)
     assert second.cached_tokens == found
     assert engine.telemetry.counters.prefill_tokens - computed == length - found
-    assert_streams(outputs, expected([first, second]))
+    assert_answered(outputs, [first, second])
     assert_all_free(engine)
 
 
@@ -69,7 +54,7 @@ def test_a_second_turn_begins_after_the_first_ones_answer() -> None:
     second = add(engine, [*first.token_ids, 5, 6, 7], greedy(4))
     outputs += run(engine)
     assert second.cached_tokens == (29 + 9) // 4 * 4, "all full blocks, but the last token is in no column"
-    assert_streams(outputs, expected([first, second]))
+    assert_answered(outputs, [first, second])
 
 
 def test_one_may_begin_while_the_other_still_prefills() -> None:
@@ -81,7 +66,7 @@ def test_one_may_begin_while_the_other_still_prefills() -> None:
     outputs += engine.step()
     assert second.cached_tokens == 16
     outputs += run(engine)
-    assert_streams(outputs, expected([first, other, second]))
+    assert_answered(outputs, [first, other, second])
 
 
 def test_those_of_a_burst_look_again_when_they_begin() -> None:
@@ -99,9 +84,9 @@ def test_those_of_a_burst_look_again_when_they_begin() -> None:
     outputs += run(engine)
     assert [r.cached_tokens for r in requests] == [0, 24, 24, 24]
     assert engine.telemetry.counters.prefill_tokens == 32 + 3 * 8
-    assert_streams(outputs, expected(requests))
+    assert_answered(outputs, requests)
     assert_all_free(engine)
-    assert_shared_consistently(pool)
+    assert_consistent(pool)
 
 
 def test_whoever_is_next_looks_for_hits_and_only_in_a_tree_that_has_grown(
@@ -130,7 +115,7 @@ def test_whoever_is_next_looks_for_hits_and_only_in_a_tree_that_has_grown(
     assert looked == [1, 2, 3, 9], "the tree has grown since its admission, and not since"
     outputs += run(engine)
     assert [r.cached_tokens for r in requests] == [0] + [24] * 19
-    assert_streams(outputs, expected(requests))
+    assert_answered(outputs, requests)
 
 
 def test_a_hit_is_not_begun_those_who_have_computed_go_on_first() -> None:
@@ -157,9 +142,9 @@ def test_twins_are_kept_until_their_sequence_lets_go() -> None:
     assert second.slot is not None
     assert set(pool.block_table(first.slot)).isdisjoint(pool.block_table(second.slot))
     assert {node.users for _, node in pool.tree.walk()} == {2}
-    assert_shared_consistently(pool)
+    assert_consistent(pool)
     outputs += run(engine)
-    assert_streams(outputs, expected([first, second]))
+    assert_answered(outputs, [first, second])
     assert len(pool.allocator._free) == 100 - 6, "the twins are free"
 
 
@@ -172,8 +157,7 @@ def test_only_the_same_salt_shares() -> None:
     for salt in ("", "", "a", "a", "b"):
         request = engine.create_request(SYSTEM, greedy(1), cache_salt=salt)
         assert engine.add_request(request)
-        outputs = run(engine)
-        assert tokens_of(outputs, request) == continuation(SYSTEM, 1)
+        assert_answered(run(engine), [request])
         found.append(request.cached_tokens)
     assert found == [0, 20, 0, 20, 0]
 
@@ -232,7 +216,7 @@ def test_a_prompt_that_fits_the_pool_never_waits_forever() -> None:
         requests.append(add(engine, [i + 1] * 37, greedy(3)))
         outputs += run(engine)
     assert engine.telemetry.counters.evictions > 0
-    assert_streams(outputs, expected(requests))
+    assert_answered(outputs, requests)
 
 
 def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:
@@ -244,11 +228,11 @@ def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:
     pinned = 0
     while engine.has_work:
         outputs += engine.step()
-        assert_shared_consistently(pool)
+        assert_consistent(pool)
         pinned += pool.allocator.num_free == 0
     assert pinned > 0
     assert engine.scheduler.preemptions > 0
-    assert_streams(outputs, expected(requests))
+    assert_answered(outputs, requests)
     assert_all_free(engine)
 
 
@@ -265,7 +249,7 @@ def test_one_who_was_preempted_finds_its_own_blocks_and_they_are_no_hits() -> No
     assert victim.prefill_start > 0, "it began after what was left of its own blocks"
     assert engine.telemetry.counters.prefill_tokens - before < victim.num_prompt_tokens
     assert (victim.cached_tokens, engine.telemetry.counters.cached_tokens) == (0, 0)
-    assert_streams(outputs, expected(requests))
+    assert_answered(outputs, requests)
 
 
 # ---------------------------------------------------------------------- what is told
@@ -304,8 +288,8 @@ def test_a_reset_forgets_those_who_are_done_and_not_retired_yet() -> None:
     assert engine.reset_prefix_cache() == 2
     assert done.slot is None
     again = add(engine, [5] * 8, greedy(2))
-    outputs = run(engine)
-    assert (again.cached_tokens, tokens_of(outputs, again)) == (0, continuation([5] * 8, 2))
+    assert_answered(run(engine), [again])
+    assert again.cached_tokens == 0
     assert_all_free(engine)
 
 
@@ -317,8 +301,7 @@ def test_a_reset_forgets_what_nobody_uses() -> None:
     assert engine.runner.pool.reset_prefix_cache() == 5
     assert engine.runner.pool.evictions == 0, "nobody needed them"
     cold, warm = add(engine, [5] * 20, greedy(1)), add(engine, own(1), greedy(1))
-    outputs = run(engine)
+    assert_answered(run(engine), [cold, warm])
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 24)
-    assert tokens_of(outputs, warm) == continuation(own(1), 1)
     assert holder.is_terminal
-    assert_shared_consistently(caching(engine))
+    assert_consistent(caching(engine))

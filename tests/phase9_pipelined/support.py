@@ -37,7 +37,7 @@ class Work(Pending):
         except Exception as error:
             self._error = error
 
-    def done(self, within_s: float = 0.0) -> bool:
+    def done(self) -> bool:
         return self.is_done
 
     def wait(self) -> tuple[Tensor, ...]:

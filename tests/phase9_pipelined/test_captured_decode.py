@@ -11,12 +11,21 @@ from torch import Tensor
 
 import kernels.attention
 import phase9_pipelined
-import phase9_pipelined.forward
+import phase9_pipelined.runner
 from common.request import SamplingParams
 from common.streams import CAPTURED_ROWS, CudaStream, Pending, ThreadStream
 from kernels.dispatch import HAS_TRITON
 from kernels.tape import Function
-from tests.engine_helpers import add, assert_all_free, build, greedy, run, solo, tiny_model, tokens_of
+from tests.engine_helpers import (
+    add,
+    assert_all_free,
+    assert_answered,
+    build,
+    greedy,
+    run,
+    tiny_model,
+    tokens_of,
+)
 from tests.phase9_pipelined.support import runner_of
 
 
@@ -58,7 +67,7 @@ class RowStream(ThreadStream):
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
     """Triton's kernel, interpreted, decodes on a CPU."""
-    for module in (kernels.attention, phase9_pipelined.forward):
+    for module in (kernels.attention, phase9_pipelined.runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
 
 
@@ -79,9 +88,7 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
         add(engine, [(5 * i + j) % 250 for j in range(3 + i)], greedy(length, ignore_eos=True))
         for i, length in enumerate(lengths)
     ]
-    outputs = run(engine)
-    for request in requests:
-        assert tokens_of(outputs, request) == solo(model, request.prompt_token_ids, request.params)
+    assert_answered(run(engine), requests, model)
     assert stream.filled_up > 3
     assert_all_free(engine)
 

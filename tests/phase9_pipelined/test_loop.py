@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ from common.errors import RequestTimeoutError
 from common.grammar import Grammar
 from common.request import Request, RequestState, StepOutput
 from common.scheduling import StepPlan
-from phase9_pipelined.state import MAX_IN_FLIGHT
+from phase9_pipelined.runner import PipelinedRunner
+from phase9_pipelined.scheduler import PipelinedScheduler
+from phase9_pipelined.state import MAX_IN_FLIGHT, DecodeSlot, PipelineState
 from tests.engine_helpers import (
     EOS,
     Clock,
     RememberingModel,
     add,
     assert_all_free,
+    assert_answered,
     chained,
     continuation,
     end_of,
@@ -26,7 +30,7 @@ from tests.engine_helpers import (
     run,
     tokens_of,
 )
-from tests.phase9_pipelined.support import ManualStream, engine_of, runner_of
+from tests.phase9_pipelined.support import ManualStream, Work, engine_of, runner_of
 
 PROMPT = [5, 9, 2]
 
@@ -61,8 +65,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_done() -> None:
         "submit forward 2",
         "submit sample 2",
     ], "it waits for that step and for none that came later"
-    outputs += run(engine)
-    assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 20)
+    assert_answered(outputs + run(engine), [request])
     assert_all_free(engine)
 
 
@@ -80,8 +83,7 @@ def test_shallower_pipelines(depth: int, order: list[str]) -> None:
     before = len(stream.log)
     outputs += engine.step()
     assert [line for line in stream.log[before:] if not line.startswith("do")] == order
-    outputs += run(engine)
-    assert tokens_of(outputs, request) == continuation(PROMPT, 6)
+    assert_answered(outputs + run(engine), [request])
     assert_all_free(engine)
 
 
@@ -92,8 +94,7 @@ def test_whoever_needs_the_token_before_waits_for_it_and_the_forward_pass_does_n
     order = ["submit forward 1", "wait sample 0", "submit sample 1"]
     assert [line for line in stream.log if not line.startswith("do")][2:] == order
     assert len(tokens_of(outputs, request)) == 1
-    outputs += run(engine)
-    assert tokens_of(outputs, request) == continuation(PROMPT, 6)
+    assert_answered(outputs + run(engine), [request])
     assert_all_free(engine)
 
 
@@ -108,7 +109,7 @@ def test_a_batch_with_a_grammar_takes_that_order_and_the_others_are_answered_ali
         "submit sample 1",
     ]
     outputs += run(engine)
-    assert tokens_of(outputs, plain) == continuation(PROMPT, 12)
+    assert_answered(outputs, [plain])
     text = bytes(token for token in tokens_of(outputs, guided) if token < EOS).decode()
     assert len(text) == 3
     assert set(text) <= set("ab")
@@ -181,8 +182,7 @@ def test_a_zombie_keeps_its_seat_until_its_last_step_is_read() -> None:
         outputs += engine.step()
     assert first.inflight_refs == 1
     assert second.state is RequestState.WAITING
-    outputs += run(engine)
-    assert tokens_of(outputs, second) == continuation(second.prompt_token_ids, 4)
+    assert_answered(outputs + run(engine), [second])
     assert_all_free(engine)
 
 
@@ -193,8 +193,7 @@ def test_a_cancelled_request_is_told_at_once_and_its_results_are_dropped() -> No
     outputs = engine.step()
     assert end_of(outputs, victim).finish_reason == "cancelled"
     assert tokens_of(outputs, victim) == []
-    outputs += run(engine)
-    assert tokens_of(outputs, other) == continuation(other.prompt_token_ids, 20)
+    assert_answered(outputs + run(engine), [other])
     assert_all_free(engine)
 
 
@@ -203,8 +202,7 @@ def test_nobody_gets_more_than_was_asked_for() -> None:
     engine, _ = engine_of(model)
     requests = [add(engine, [*PROMPT, i], greedy(count)) for i, count in enumerate((1, 2, 3, 5))]
     outputs = run(engine)
-    for each in requests:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, each.params.max_new_tokens)
+    assert_answered(outputs, requests)
     tokens = sum(sum(lengths) for lengths, _ in computed(model))
     assert tokens == sum(4 + each.params.max_new_tokens - 1 for each in requests), (
         "no row was computed in vain"
@@ -238,9 +236,7 @@ def test_a_prompt_starts_within_two_completions(mode: str) -> None:
     assert done <= 2
     if mode == "drained":
         assert len(runner_of(engine).state.steps) == 1, "alone in flight: what came before has been read"
-    outputs += run(engine)
-    assert tokens_of(outputs, running) == continuation(running.prompt_token_ids, 20)[:20]
-    assert tokens_of(outputs, newcomer) == continuation([3] * 6, 4)
+    assert_answered(outputs + run(engine), [running, newcomer])
     assert_all_free(engine)
 
 
@@ -280,8 +276,7 @@ def test_what_was_computed_is_shared_once_it_has_been_read() -> None:
     late = add(engine, text, greedy(3))
     outputs += run(engine)
     assert late.cached_tokens == 8
-    for each in (first, early, late):
-        assert tokens_of(outputs, each) == continuation(text, 3)
+    assert_answered(outputs, [first, early, late])
     assert_all_free(engine)
 
 
@@ -300,8 +295,7 @@ def test_nobody_is_preempted_in_flight() -> None:
         if engine.scheduler.preemptions > before:
             assert flying <= 1, "the last of them was read at the beginning of this step"
     assert engine.scheduler.preemptions == 1
-    for each in requests:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 14)
+    assert_answered(outputs, requests)
     assert_all_free(engine)
 
 
@@ -324,8 +318,7 @@ def test_a_pause_plans_nothing_and_the_steps_that_follow_deliver_what_is_in_flig
     engine.resume()
     assert engine.is_due
     outputs += run(engine)
-    for each in requests:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, 20)
+    assert_answered(outputs, requests)
     assert tokens_of(outputs, late) == continuation([1, 2], 3)
     assert_all_free(engine)
 
@@ -360,3 +353,124 @@ def test_who_leaves_during_a_pause_is_told_and_its_memory_is_free() -> None:
     engine.resume()
     assert end_of(run(engine), other).finish_reason == "length"
     assert_all_free(engine)
+
+
+# ---------------------------------------------------------------------- mistakes, each of which is caught
+
+
+def traffic(**options: Any) -> None:
+    """Requests that end in every way, in little memory, and others that take their places."""
+    engine, _ = engine_of(**({"block_size": 4, "num_blocks": 9, "max_batch_size": 3} | options))
+    requests = [add(engine, [i, *[9] * i], greedy(3 + 3 * i)) for i in range(5)]
+    outputs = engine.step() + engine.step()
+    engine.cancel(requests[2].request_id)
+    outputs += run(engine, limit=300)
+    assert end_of(outputs, requests[2]).finish_reason == "cancelled"
+    assert_answered(outputs, [*requests[:2], *requests[3:]])
+    assert {(each.inflight_refs, each.pending_tokens) for each in requests} == {(0, 0)}
+    assert_all_free(engine)
+
+
+CHECKS: list[Callable[[], None]] = [
+    traffic,
+    test_the_next_step_is_launched_before_the_last_one_is_done,
+    test_a_zombie_keeps_its_seat_until_its_last_step_is_read,
+    test_an_end_that_nobody_could_foresee_leaves_a_zombie,
+    test_nobody_is_preempted_in_flight,
+    test_nobody_gets_more_than_was_asked_for,
+    test_what_was_computed_is_shared_once_it_has_been_read,
+]
+
+
+def dropped_when_its_tokens_have_arrived(patch: pytest.MonkeyPatch) -> None:
+    original = PipelinedRunner._read
+
+    def read(self: PipelinedRunner, step: DecodeSlot) -> Any:
+        results = original(self, step)
+        self.state.on_step_completed(step)
+        return results
+
+    patch.setattr(PipelinedRunner, "_read", read)
+
+
+def newest_committed_first(patch: pytest.MonkeyPatch) -> None:
+    def oldest(self: PipelineState) -> DecodeSlot | None:
+        sampled = [step for step in self.steps if step is not self.launched]
+        return sampled[-1] if sampled else None
+
+    patch.setattr(PipelineState, "oldest", property(oldest))
+
+
+def reference_dropped_at_cancel(patch: pytest.MonkeyPatch) -> None:
+    original = Request.cancel
+
+    def cancel(self: Request) -> None:
+        original(self)
+        self.inflight_refs = 0
+
+    patch.setattr(Request, "cancel", cancel)
+
+
+def only_committed_tokens_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "num_tokens", property(lambda self: len(self.token_ids)))
+
+
+def everything_waited_for(patch: pytest.MonkeyPatch) -> None:
+    original = Work.wait
+
+    def wait(self: Work) -> Any:
+        self._stream.finish()
+        return original(self)
+
+    patch.setattr(Work, "wait", wait)
+
+
+def memory_given_back_with_the_answer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "is_done", property(lambda self: self.is_terminal))
+
+
+def preempted_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PipelinedScheduler, "in_flight", property(lambda _: False))
+
+
+def shared_when_launched(patch: pytest.MonkeyPatch) -> None:
+    original = PipelinedRunner.launch_forward
+
+    def launch_forward(self: PipelinedRunner, plan: StepPlan) -> None:
+        original(self, plan)
+        self.register_prefixes(plan)
+
+    patch.setattr(PipelinedRunner, "launch_forward", launch_forward)
+
+
+MISTAKES = [
+    dropped_when_its_tokens_have_arrived,
+    newest_committed_first,
+    reference_dropped_at_cancel,
+    only_committed_tokens_counted,
+    everything_waited_for,
+    memory_given_back_with_the_answer,
+    preempted_in_flight,
+    shared_when_launched,
+]
+
+
+def complaints() -> Iterator[Exception]:
+    """What the checks object to."""
+    for check in CHECKS:
+        try:
+            check()
+        except Exception as error:
+            yield error
+
+
+def test_without_a_mistake_nothing_is_objected_to() -> None:
+    assert list(complaints()) == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda each: each.__name__)
+def test_each_is_caught(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    assert list(complaints())

@@ -6,19 +6,21 @@ import pytest
 import torch
 
 from common.errors import EngineDeadError, NaNLogitsError
-from common.request import Request, StepOutput
+from common.request import StepOutput
 from tests.engine_helpers import (
+    ALLERGEN,
+    Allergic,
     RememberingModel,
     add,
     assert_all_free,
+    assert_answered,
     continuation,
     end_of,
     greedy,
+    nan_model,
     run,
-    solo,
     tokens_of,
 )
-from tests.phase6_paged.test_paged_runner import ALLERGEN, Allergic, nan_model
 from tests.phase9_pipelined.support import engine_of
 
 PLACES = [
@@ -27,12 +29,6 @@ PLACES = [
     for kind in ("forward", "sample")
     for step in range(4)
 ]
-
-
-def assert_answered(outputs: list[StepOutput], requests: list[Request]) -> None:
-    for each in requests:
-        assert tokens_of(outputs, each) == continuation(each.prompt_token_ids, each.params.max_new_tokens)
-        assert end_of(outputs, each).finish_reason == "length"
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -95,7 +91,7 @@ def test_no_number_fails_one_and_its_zombie_harms_nobody() -> None:
     friend = add(engine, [7, 7, 8], greedy(8, ignore_eos=True))
     outputs = run(engine)
     assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
-    assert tokens_of(outputs, friend) == solo(model, friend.prompt_token_ids, friend.params)
+    assert_answered(outputs, [friend], model)
     assert_all_free(engine)
 
 

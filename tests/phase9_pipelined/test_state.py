@@ -24,7 +24,7 @@ class Step:
     members: list[Member] = field(default_factory=lambda: [Member()])
 
 
-State = PipelineState[Step]
+State = PipelineState
 
 
 def launch(state: State) -> None:

@@ -14,8 +14,8 @@ from common.streams import CAPTURED_ROWS, TapeStream, ThreadStream, graph_sizes
 from common.warm_up import TRIALS, capture, record
 from kernels import native
 from tests.engine_helpers import assert_all_free, run
-from tests.phase8_prefix.support import caching
 from tests.phase9_pipelined.support import runner_of
+from tests.pools import caching
 
 needs_native = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from common.phases import find_phase
-from common.server import logs, serve
+from common.server import logs, serve, sockets
 from common.server.logs import configure_logging
 from common.server.options import read_options
 
@@ -80,7 +80,7 @@ def main() -> None:
         engine.tokenizer.encode = encode_or_hang
         return engine
 
-    bind = serve.bind
+    bind = sockets.bind
 
     def bind_with_small_buffers(host: str, port: int) -> socket.socket:
         """So that a few hundred tokens suffice to fill what the kernel takes for a client that reads nothing."""
@@ -88,7 +88,7 @@ def main() -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return listener
 
-    serve.bind = bind_with_small_buffers
+    sockets.bind = bind_with_small_buffers
     logs.PULSE_EVERY_S = 1e6  # tests read every line of the log
     threading.Thread(target=obey, daemon=True).start()
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)

@@ -1,45 +1,99 @@
-"""Servers in processes of their own, and clients that read their streams."""
+"""Servers in processes, in threads and as bare apps; clients that ask them; checks of their answers."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import queue
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.reduction import DupFd
+from typing import Any, Self
 
 import httpx
 import psutil
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
-from common.phases import find_phase
-from common.server import serve
+from common.engine import Engine
+from common.models.registry import open_checkpoint
+from common.phases import find_phase, phase_names
+from common.server import serve, sockets
 from common.server.app import create_app
+from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
-from common.server.stream import Backlogs
 from common.worker import EngineWorker
-from tests.server.forked import ForkedProcess
 
 HANG_S = 120.0  # nothing takes nearly so long, on a busy machine either; only a hang does
+MODEL = "m"  # the name of the model in apps without a server
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "You tell short stories."},
+    {"role": "user", "content": "Tell me a story about a brave fox."},
+]
+PREFIXES = ("/v1", "/openai/v1")
+BATCH, QUEUE = 4, 6  # sequences that a gated server computes together, and requests that may wait
 
 Event = tuple[str, dict[str, Any]]
+
+PHASES = phase_names()
+for _phase in PHASES:
+    find_phase(_phase)  # so that the process which forks servers has imported them
+
+
+def with_option(name: str) -> set[str]:
+    """Return the phases that have an option of this name."""
+    return {phase for phase in PHASES if name in find_phase(phase).Config.model_fields}
+
+
+#: Phases that find again what they have computed.
+CACHING = with_option("enable_prefix_caching")
+
+
+def called_from_python(phase: str) -> tuple[str, ...]:
+    """Options for a server whose passes a test is to hold and break: none of them may be a recording."""
+    return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
+
+
+def slow_but_on(*ordinary: str) -> list[ParameterSet]:
+    """Every phase as a parameter, slow but for those that the ordinary suite runs."""
+    return [pytest.param(phase, marks=() if phase in ordinary else pytest.mark.slow) for phase in PHASES]
+
+
+def on_phases(*ordinary: str) -> pytest.MarkDecorator:
+    """Mark a module whose tests run on more phases in the ordinary suite than on the first."""
+    return pytest.mark.parametrize("phase", slow_but_on(*ordinary), indirect=True, scope="session")
+
+
+def rendered(messages: list[Any], **options: Any) -> list[int]:
+    """The prompt of a conversation, as the bundled model reads it."""
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    assert tokenizer.chat_template is not None
+    return tokenizer.encode(tokenizer.chat_template.render(messages, **options), add_special_tokens=False)
 
 
 class Served:
     """A server that listens, and requests to it.
 
     Attributes:
-        url: where.
-        model: what it calls its model.
+        url: its address.
+        model: the name of its model.
         counted: the engine's counters when the test began.
     """
 
@@ -52,6 +106,15 @@ class Served:
         self.client = httpx.Client(base_url=url, timeout=HANG_S, headers=headers, **settings)
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
@@ -59,15 +122,40 @@ class Served:
     def body(self, **fields: Any) -> dict[str, Any]:
         return {"model": self.model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8} | fields
 
+    def chat_body(self, **fields: Any) -> dict[str, Any]:
+        return {"model": self.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | fields
+
+    def ask(self, path: str, **fields: Any) -> httpx.Response:
+        """Post to a route of completions or of chat."""
+        body = self.chat_body if "/chat" in path else self.body
+        return self.client.post(path, json=body(**fields))
+
     def post(self, **fields: Any) -> httpx.Response:
         """A completion that does not stream unless asked to."""
-        return self.client.post("/v1/completions", json=self.body(**({"stream": False} | fields)))
+        return self.ask("/v1/completions", **({"stream": False} | fields))
+
+    def chunks(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """The chunks of a plain stream: every line of it is data, and the last one says that it is the last."""
+        response = self.ask(path, **({"stream": True} | fields))
+        assert response.headers["content-type"].startswith("text/event-stream"), response.text
+        *events, done = response.text.removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def complete(self, **fields: Any) -> dict[str, Any]:
         response = self.post(**fields)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    def text(self, **fields: Any) -> str:
+        """The text of a completion's only choice."""
+        (choice,) = self.complete(**fields)["choices"]
+        return str(choice["text"])
+
+    def assert_serves(self) -> None:
+        """The next request is served, whatever came before."""
+        assert self.complete(max_tokens=1)["usage"]["completion_tokens"] == 1
 
     @contextmanager
     def streaming(self, **fields: Any) -> Iterator[Iterator[Event]]:
@@ -84,18 +172,19 @@ class Served:
         with self.streaming(**fields) as events:
             return list(events)
 
-    def raw(self, **fields: Any) -> socket.socket:
-        """A connection on which a request has been sent, and nothing read. Its buffer is small."""
-        body = json.dumps(self.body(**fields)).encode()
+    def connect(self, sent: bytes = b"", *, buffer_bytes: int | None = None) -> socket.socket:
+        """A connection on which bytes were sent and nothing was read."""
         connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        if buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         connection.settimeout(HANG_S)
         connection.connect(("127.0.0.1", self.port))
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
+        connection.sendall(sent)
         return connection
+
+    def raw(self, **fields: Any) -> socket.socket:
+        """A connection with a small buffer on which a completion was asked for and nothing was read."""
+        return self.connect(with_body(self.body(**fields)), buffer_bytes=4096)
 
     def counters(self) -> dict[str, Any]:
         """The engine's counters since the test began."""
@@ -107,10 +196,74 @@ class Served:
         return room
 
 
-class ServerProcess(Served):
-    """A phase's server, started with flags, on a free port. Settings are those of the client.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
 
-    With variables of its own (`env`) it is a process that was started, else one that was forked.
+
+class ForkedProcess:
+    """As much of `subprocess.Popen([python, "-m", MODULE, *ARGUMENTS], text=True)` as tests use.
+
+    The process is forked from one that has imported torch already, which saves two seconds.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
+        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
+        child_ends = (stdin, stdout, stderr)
+        start = _Start(module, arguments, child_ends)
+        self._process = FORKS.Process(target=start.run)
+        self._process.start()
+        for end in child_ends:
+            os.close(end)
+        self.stdin = os.fdopen(to_stdin, "w")
+        self.stdout, self.stderr = os.fdopen(from_stdout), os.fdopen(from_stderr)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Start:
+    """The start of a forked process. Starting it pickles this object, which hands over the pipes."""
+
+    def __init__(self, module: str, arguments: Sequence[str], pipes: Sequence[int]) -> None:
+        self._module, self._arguments, self._pipes = module, list(arguments), pipes
+        self._environment = dict(os.environ)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_pipes": [DupFd(pipe) for pipe in self._pipes]}
+
+    def run(self) -> None:
+        for number, pipe in enumerate(self._pipes):
+            os.dup2(pipe.detach(), number)  # type: ignore[attr-defined]  # a DupFd by now
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        torch.set_num_threads(1)
+        sys.argv = [self._module, *self._arguments]
+        runpy.run_module(self._module, run_name="__main__", alter_sys=True)
+
+
+class ServerProcess(Served):
+    """A phase's server, started with flags, on a free port.
+
+    It is forked, or with environment variables of its own (`env`) started. `settings` are the client's.
     """
 
     def __init__(
@@ -257,7 +410,7 @@ class LocalServer(Served):
         config = package.Config(device="cpu", dtype="float32", **options)
         self.worker = EngineWorker(lambda: package.build_engine(config))
         self.engine = self.worker.build()
-        self.listener = serve.bind("127.0.0.1", 0)
+        self.listener = sockets.bind("127.0.0.1", 0)
         # A few hundred tokens suffice to fill what the kernel takes for a client that reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         backlogs = backlogs or Backlogs()
@@ -281,7 +434,7 @@ class LocalServer(Served):
         self._thread = threading.Thread(target=self.http.run, args=([self.listener],))
         self._thread.start()
         eventually(lambda: self.http.started)
-        super().__init__(serve.url_of(self.listener))
+        super().__init__(sockets.url_of(self.listener))
 
     def signal(self) -> None:
         """As SIGTERM does."""
@@ -299,6 +452,157 @@ class LocalServer(Served):
         assert self.ended
 
 
+# ---------------------------------------------------------------------- apps without a socket
+
+
+def app_with(phase: str = "phase5_continuous", **options: Any) -> TestClient:
+    """A client of an app around a small engine of its own. Its options are those of `create_app`."""
+    package = find_phase(phase)
+    engine = package.build_engine(package.Config(device="cpu", dtype="float32", max_seq_len=64))
+    return TestClient(create_app(engine, model_name=MODEL, **options))
+
+
+class HeldTokenizer:
+    """Holds every `encode` of an engine's tokenizer until it is opened."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.open = threading.Event()
+        self.begun: list[str] = []
+        self._encode = engine.tokenizer.encode
+        engine.tokenizer.encode = self.encode
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.begun.append(text)
+        assert self.open.wait(30)
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+
+class Answered:
+    """The status, headers and body of an answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """The status and the code of an error."""
+        return self.status, str(self.json()["error"]["code"])
+
+
+class StartedApp:
+    """An app in this event loop, and requests to it of clients who stay until `left` is set."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.service: Service = app.state.server
+
+    def queue_room(self) -> int:
+        return self.service.worker.queue_room()
+
+    async def complete(self, prompt: Any, left: asyncio.Event | None = None, **fields: Any) -> Answered:
+        """Ask for a completion of two tokens that does not stream."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": False} | fields
+        return await self.post("/v1/completions", body, left)
+
+    async def post(
+        self, path: str, body: dict[str, Any] | bytes, left: asyncio.Event | None = None
+    ) -> Answered:
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        unread = [{"type": "http.request", "body": sent, "more_body": False}]
+        stays = left or asyncio.Event()
+        answered = Answered()
+
+        async def receive() -> dict[str, Any]:
+            if unread:
+                return unread.pop()
+            await stays.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answered.status = message["status"]
+                answered.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                answered.body += message.get("body", b"")
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        await self.app(scope, receive, send)
+        return answered
+
+
+@asynccontextmanager
+async def started(engine: Engine) -> AsyncIterator[StartedApp]:
+    app = create_app(engine, model_name=MODEL)
+    async with app.router.lifespan_context(app):
+        yield StartedApp(app)
+
+
+# ---------------------------------------------------------------------- several clients
+
+
+def in_background(count: int, ask: Callable[[int], Any]) -> list[Future[Any]]:
+    """Ask that often at once."""
+    pool = ThreadPoolExecutor(count)
+    together = threading.Barrier(count)
+
+    def wait_and_ask(number: int) -> Any:
+        together.wait(HANG_S)
+        return ask(number)
+
+    return [pool.submit(wait_and_ask, number) for number in range(count)]
+
+
+def post(server: Served, **fields: Any) -> httpx.Response:
+    """As `server.post`, on a connection of its own."""
+    body = server.body(**({"stream": False} | fields))
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
+
+
+def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Response]:
+    """Submit as many sequences as are computed together, and hold their first pass."""
+    server.order("hold")
+    server.forget_output()
+    (batch,) = in_background(1, lambda _: post(server, prompt=["Once"] * BATCH, **fields))
+    server.expect("held")
+    return batch
+
+
+# ---------------------------------------------------------------------- requests and answers as bytes
+
+
+def with_body(body: Any, head: bytes = HEAD) -> bytes:
+    """A request with this body, encoded as JSON unless it is bytes."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All that comes until the server closes, in whatever way."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(65536):
+            received += more
+    return received
+
+
+def assert_told(answer: bytes, status: int, code: str) -> None:
+    """An answer in the form that all errors have, and the last of its connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"\r\nconnection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["code"], set(error)) == (code, {"message", "type", "param", "code"})
+
+
+# ---------------------------------------------------------------------- streams and errors
+
+
 def read_events(response: httpx.Response) -> Iterator[Event]:
     """The named events of a stream, comments left out."""
     name = ""
@@ -308,6 +612,10 @@ def read_events(response: httpx.Response) -> Iterator[Event]:
             name = value
         elif field == "data":
             yield name, json.loads(value)
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [data["token_id"] for name, data in events if name == "token"]
 
 
 def texts(events: list[Event]) -> dict[int, str]:
@@ -330,7 +638,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def assert_error(
-    response: httpx.Response, status: int, param: str | None = None, code: str | None = None
+    response: httpx.Response, status: int, param: str | None = None, code: str | None = None, says: str = ""
 ) -> None:
     """An answer in the one shape that errors have."""
     assert response.status_code == status, response.text
@@ -340,6 +648,7 @@ def assert_error(
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
+    assert says in body["error"]["message"]
     assert body["error"]["param"] == param
     if code is not None:
         assert body["error"]["code"] == code

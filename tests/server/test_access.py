@@ -8,13 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
-from common.phases import find_phase
-from common.server.options import UsageError, read_options
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
-from tests.server.test_lifecycle import in_background
+from tests.server.support import HANG_S, ServerProcess, assert_error, eventually, in_background
 
 KEYS = ("first-key", "schlüssel zwei")
 
@@ -22,14 +18,13 @@ KEYS = ("first-key", "schlüssel zwei")
 @pytest.fixture(scope="module")
 def named() -> Iterator[ServerProcess]:
     """A server with two keys, from the environment, and three names, from flags."""
-    process = ServerProcess(
+    with ServerProcess(
         "phase5_continuous",
         *("--served-model-name", "mine", "--served-model-name", "yours,owner/theirs", "--max-seq-len", "256"),
         env={"INFER_API_KEY": ",".join(KEYS)},
         headers={"Authorization": f"Bearer {KEYS[0]}"},
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
@@ -41,7 +36,7 @@ def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
 
 
 def test_who_has_a_key_may_pause_the_server(named: ServerProcess) -> None:
-    """It needs no --admin then."""
+    """With a key, the route needs no --admin."""
     with httpx.Client(base_url=named.url) as stranger:
         assert_error(stranger.post("/pause"), 401, None, "invalid_api_key")
     assert named.client.get("/health").json()["status"] == "ok"
@@ -50,8 +45,7 @@ def test_who_has_a_key_may_pause_the_server(named: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/steps", "/v1/models", "/openai/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"],
+    "path", ["/steps", "/v1/models", "/openai/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"]
 )
 def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
     named.begin_test()
@@ -89,16 +83,6 @@ def test_whoever_watches_over_servers_needs_none(named: ServerProcess, path: str
     assert ask(named, path).status_code == 200
 
 
-def test_the_clients_own_key(named: ServerProcess) -> None:
-    with openai.OpenAI(base_url=f"{named.url}/v1", api_key=KEYS[0], max_retries=0) as client:
-        assert client.completions.create(model="mine", prompt="Once", max_tokens=1).choices
-    with (
-        openai.OpenAI(base_url=f"{named.url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(openai.AuthenticationError),
-    ):
-        client.completions.create(model="mine", prompt="Once", max_tokens=1)
-
-
 # ---------------------------------------------------------------------- the model's names
 
 
@@ -112,13 +96,6 @@ def test_a_model_has_all_its_names_and_calls_itself_by_the_first(named: ServerPr
     document = named.client.get("/openapi.json").json()
     model = document["components"]["schemas"]["CompletionRequest"]["properties"]["model"]
     assert model["anyOf"][0]["enum"] == ["mine", "yours", "owner/theirs"]
-
-
-@pytest.mark.parametrize("option", ["--api-key", "--served-model-name"])
-def test_empty_names_and_keys_are_refused(option: str) -> None:
-    for value in ("", "a,", ","):
-        with pytest.raises(UsageError, match=option):
-            read_options(find_phase("phase5_continuous"), [option, value])
 
 
 # ---------------------------------------------------------------------- ids of requests
@@ -144,7 +121,7 @@ def test_one_that_is_made_up_is_the_answers(server: ServerProcess) -> None:
 
 
 def test_requests_of_one_id_do_not_meet(server: ServerProcess) -> None:
-    """A client may use one twice, even at the same time."""
+    """A client may use one id twice, even at the same time."""
 
     def ask(_: int) -> Any:
         body = server.body(stream=False, max_tokens=30)

@@ -9,31 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from starlette.requests import Request
 
 from common.engine import Engine
 from common.grammar import Grammar
 from common.server import bodies, intake
-from common.server.app import create_app
 from common.server.bodies import Bodies
 from common.server.errors import ApiError
 from common.server.intake import Lane
 from common.server.replies.answer import Answer
-from common.server.service import Service
-from tests.engine_helpers import build, tiny_model
-from tests.server.in_process import MODEL, HeldTokenizer, complete, post, until
+from tests.engine_helpers import build, tiny_model, until
+from tests.server.support import MODEL, HeldTokenizer, started
 
-
-def serve(engine: Engine, scenario: Callable[[FastAPI, Service], Any]) -> None:
-    """Run a scenario beside a started app of this engine."""
-    app = create_app(engine, model_name=MODEL)
-
-    async def main() -> None:
-        async with app.router.lifespan_context(app):
-            await scenario(app, app.state.server)
-
-    asyncio.run(main())
+pytestmark = pytest.mark.anyio
 
 
 class Held:
@@ -71,48 +59,39 @@ def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Held]:
 # ---------------------------------------------------------------------- lanes
 
 
-def test_a_full_lane_refuses_and_takes_the_next_when_a_thread_is_free() -> None:
-    async def scenario() -> None:
-        lane, held = Lane("sorting", threads=1, limit=3, retry_after_s=7), Held()
-        running = [asyncio.create_task(lane.run(held)) for _ in range(3)]
-        await until(lambda: len(held.calls) == 1)
-        with pytest.raises(ApiError, match="3 requests are sorting") as refused:
-            await lane.run(held)
-        assert (refused.value.status, refused.value.code) == (503, "sorting_busy")
-        assert refused.value.headers == {"Retry-After": "7"}
-        held.open.set()
-        assert await asyncio.gather(*running) == ["done"] * 3
+async def test_a_full_lane_refuses_and_takes_the_next_when_a_thread_is_free() -> None:
+    lane, held = Lane("sorting", threads=1, limit=3, retry_after_s=7), Held()
+    running = [asyncio.create_task(lane.run(held)) for _ in range(3)]
+    await until(lambda: len(held.calls) == 1)
+    with pytest.raises(ApiError, match="3 requests are sorting") as refused:
+        await lane.run(held)
+    assert (refused.value.status, refused.value.code) == (503, "sorting_busy")
+    assert refused.value.headers == {"Retry-After": "7"}
+    held.open.set()
+    assert await asyncio.gather(*running) == ["done"] * 3
+    await until(lambda: lane.jobs == 0)
+    assert await lane.run(held) == "done"
+
+
+async def test_a_cancelled_wait_is_dropped_and_work_that_has_begun_counts_until_its_end() -> None:
+    lane, held = Lane("sorting", threads=1, limit=2), Held()
+    begun, waiting = (asyncio.create_task(lane.run(held)) for _ in range(2))
+    await until(lambda: len(held.calls) == 1)
+    for task in (begun, waiting):
+        task.cancel()
+    await asyncio.gather(begun, waiting, return_exceptions=True)
+    assert lane.jobs == 1, "the thread is still at work"
+    held.open.set()
+    await until(lambda: lane.jobs == 0)
+    assert len(held.calls) == 1, "nobody waits for the other one"
+
+
+async def test_an_error_of_the_work_is_its_callers() -> None:
+    lane = Lane("sorting", threads=1, limit=1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await lane.run(lambda: 1 // 0)
         await until(lambda: lane.jobs == 0)
-        assert await lane.run(held) == "done"
-
-    asyncio.run(scenario())
-
-
-def test_a_cancelled_wait_is_dropped_and_work_that_has_begun_counts_until_its_end() -> None:
-    async def scenario() -> None:
-        lane, held = Lane("sorting", threads=1, limit=2), Held()
-        begun, waiting = (asyncio.create_task(lane.run(held)) for _ in range(2))
-        await until(lambda: len(held.calls) == 1)
-        for task in (begun, waiting):
-            task.cancel()
-        await asyncio.gather(begun, waiting, return_exceptions=True)
-        assert lane.jobs == 1, "the thread is still at work"
-        held.open.set()
-        await until(lambda: lane.jobs == 0)
-        assert len(held.calls) == 1, "nobody waits for the other one"
-
-    asyncio.run(scenario())
-
-
-def test_an_error_of_the_work_is_its_callers() -> None:
-    async def scenario() -> None:
-        lane = Lane("sorting", threads=1, limit=1)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                await lane.run(lambda: 1 // 0)
-            await until(lambda: lane.jobs == 0)
-
-    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------------- grammars
@@ -122,141 +101,171 @@ def constrained(number: int) -> dict[str, Any]:
     return {"structured_outputs": {"regex": f"[ab]{{{number + 1}}}"}}
 
 
-def test_grammars_that_compile_hold_no_places_and_have_a_quota(
+async def test_grammars_that_compile_hold_no_places_and_have_a_quota(
     hold_grammars: Callable[[Engine], Held],
 ) -> None:
     engine = build("continuous", max_waiting_requests=4)
     held = hold_grammars(engine)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        room = service.worker.queue_room()
-        slow = [asyncio.create_task(complete(app, f"slow {i}", **constrained(i))) for i in range(8)]
-        await until(lambda: service.admission.compiling.jobs == 8 and len(held.calls) == 1)
-        assert service.worker.queue_room() == room
-        refused = await complete(app, "one too many", **constrained(8))
-        assert (refused.status, refused.code) == (503, "compiling_busy")
+    async with started(engine) as app:
+        room = app.queue_room()
+        slow = [asyncio.create_task(app.complete(f"slow {i}", **constrained(i))) for i in range(8)]
+        await until(lambda: app.service.admission.compiling.jobs == 8 and len(held.calls) == 1)
+        assert app.queue_room() == room
+        refused = await app.complete("one too many", **constrained(8))
+        assert refused.refusal == (503, "compiling_busy")
         assert int(refused.headers["retry-after"]) >= 1
-        ordinary = await asyncio.gather(*(complete(app, f"ordinary {i}") for i in range(room)))
+        ordinary = await asyncio.gather(*(app.complete(f"ordinary {i}") for i in range(room)))
         assert [answer.status for answer in ordinary] == [200] * room
         assert len(held.calls) == 1, "the compiler was busy all the while"
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
         held.open.set()
-        await until(lambda: service.admission.compiling.jobs == 0)
+        await until(lambda: app.service.admission.compiling.jobs == 0)
         assert len(held.calls) == 1, "a grammar whose client has left is not compiled"
-        assert (await complete(app, "the next", **constrained(9))).status == 200
-
-    serve(engine, scenario)
+        assert (await app.complete("the next", **constrained(9))).status == 200
 
 
-def test_a_quick_grammar_does_not_wait_for_one_that_compiles(
+async def test_a_quick_grammar_does_not_wait_for_one_that_compiles(
     hold_grammars: Callable[[Engine], Held],
 ) -> None:
     engine = build("continuous")
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        assert (await complete(app, "first", **constrained(0))).status == 200
+    async with started(engine) as app:
+        assert (await app.complete("first", **constrained(0))).status == 200
         held = hold_grammars(engine)
-        slow = asyncio.create_task(complete(app, "slow", **constrained(1)))
+        slow = asyncio.create_task(app.complete("slow", **constrained(1)))
         await until(lambda: len(held.calls) == 1)
-        assert (await complete(app, "again", **constrained(0))).status == 200
+        assert (await app.complete("again", **constrained(0))).status == 200
         assert not slow.done()
         held.open.set()
         assert (await slow).status == 200
 
-    serve(engine, scenario)
 
-
-def test_a_known_grammar_that_is_slow_waits_among_its_like(
+async def test_a_known_grammar_that_is_slow_waits_among_its_like(
     hold_grammars: Callable[[Engine], Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build("continuous")
     monkeypatch.setattr(intake, "QUICK_COMPILE_S", 0.0)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        assert (await complete(app, "first", **constrained(0))).status == 200
+    async with started(engine) as app:
+        assert (await app.complete("first", **constrained(0))).status == 200
         held = hold_grammars(engine)
-        slow = asyncio.create_task(complete(app, "slow", **constrained(1)))
+        slow = asyncio.create_task(app.complete("slow", **constrained(1)))
         await until(lambda: len(held.calls) == 1)
-        again = asyncio.create_task(complete(app, "again", **constrained(0)))
-        await until(lambda: service.admission.compiling.jobs == 2)
+        again = asyncio.create_task(app.complete("again", **constrained(0)))
+        await until(lambda: app.service.admission.compiling.jobs == 2)
         held.open.set()
         assert [(await slow).status, (await again).status] == [200, 200]
 
-    serve(engine, scenario)
 
-
-def test_nothing_is_compiled_for_a_queue_that_is_full(hold_grammars: Callable[[Engine], Held]) -> None:
+async def test_nothing_is_compiled_for_a_queue_that_is_full(hold_grammars: Callable[[Engine], Held]) -> None:
     engine = build("continuous", max_waiting_requests=4)
     held = hold_grammars(engine)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        with service.worker.hold_places(service.worker.queue_room()):
-            refused = await complete(app, "no room", **constrained(0))
-        assert (refused.status, refused.code) == (503, "queue_full")
+    async with started(engine) as app:
+        with app.service.worker.hold_places(app.queue_room()):
+            refused = await app.complete("no room", **constrained(0))
+        assert refused.refusal == (503, "queue_full")
         assert not held.calls
         held.open.set()
-        assert (await complete(app, "the next", **constrained(0))).status == 200
+        assert (await app.complete("the next", **constrained(0))).status == 200
 
-    serve(engine, scenario)
+
+# ---------------------------------------------------------------------- prompts that are tokenized
+
+TOKENIZING_THREADS = 2
+
+
+async def test_few_prompts_are_tokenized_at_once_and_the_others_keep_their_places() -> None:
+    engine = build("continuous", max_waiting_requests=8)
+    held = HeldTokenizer(engine)
+    async with started(engine) as app:
+        room = app.queue_room()
+        asked = [asyncio.create_task(app.complete(f"prompt {i}")) for i in range(room)]
+        await until(lambda: app.queue_room() == 0 and len(held.begun) == TOKENIZING_THREADS)
+        assert (await app.complete("one too many")).status == 503
+        assert len(held.begun) == TOKENIZING_THREADS < room
+        held.open.set()
+        assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * room
+        assert sorted(held.begun) == sorted(f"prompt {i}" for i in range(room))
+        await until(lambda: app.queue_room() == room)
+
+
+async def test_a_client_that_leaves_before_its_turn_gives_its_place_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So does a client that leaves while its prompt is tokenized. The thread is free only when that is done."""
+    caplog.set_level("INFO", "common.server.logs")
+    engine = build("continuous", max_waiting_requests=8)
+    held, leaves = HeldTokenizer(engine), asyncio.Event()
+    async with started(engine) as app:
+        room = app.queue_room()
+        running = [asyncio.create_task(app.complete("gone", leaves)) for _ in range(TOKENIZING_THREADS)]
+        await until(lambda: len(held.begun) == TOKENIZING_THREADS)
+        waiting = asyncio.create_task(app.complete("never", leaves))
+        patient = asyncio.create_task(app.complete("patient"))
+        await until(lambda: app.queue_room() == room - TOKENIZING_THREADS - 2)
+        leaves.set()
+        gone = await asyncio.gather(*running, waiting)
+        assert [answer.status for answer in gone] == [499] * (TOKENIZING_THREADS + 1)
+        dropped = [record for record in caplog.messages if record.startswith("dropped: the client left")]
+        assert len(dropped) == TOKENIZING_THREADS + 1
+        assert app.queue_room() == room - 1
+        assert len(held.begun) == TOKENIZING_THREADS, "the places are free, the threads are not"
+        held.open.set()
+        assert (await patient).status == 200
+        await until(lambda: app.queue_room() == room)
+    assert held.begun[TOKENIZING_THREADS:] == ["patient"]
+    assert engine.telemetry.counters.requests_added == 1
 
 
 # ---------------------------------------------------------------------- /tokenize
 
 
-def test_tokenizing_for_clients_is_bounded_and_delays_no_completion() -> None:
+async def test_tokenizing_for_clients_is_bounded_and_delays_no_completion() -> None:
     engine = build("continuous")
     held = HeldTokenizer(engine)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
+    async with started(engine) as app:
         leaves = asyncio.Event()
         asked = [
-            asyncio.create_task(post(app, "/tokenize", {"prompt": f"text {i}"}, leaves)) for i in range(16)
+            asyncio.create_task(app.post("/tokenize", {"prompt": f"text {i}"}, leaves)) for i in range(16)
         ]
-        await until(lambda: service.admission.converting.jobs == 16 and len(held.begun) == 1)
-        refused = await post(app, "/tokenize", {"prompt": "one too many"})
-        assert (refused.status, refused.code) == (503, "converting_busy")
-        refused = await post(app, "/detokenize", {"tokens": [1, 2]})
-        assert (refused.status, refused.code) == (503, "converting_busy")
-        assert (await complete(app, [5, 6, 7])).status == 200, "its threads are others"
+        await until(lambda: app.service.admission.converting.jobs == 16 and len(held.begun) == 1)
+        refused = await app.post("/tokenize", {"prompt": "one too many"})
+        assert refused.refusal == (503, "converting_busy")
+        refused = await app.post("/detokenize", {"tokens": [1, 2]})
+        assert refused.refusal == (503, "converting_busy")
+        assert (await app.complete([5, 6, 7])).status == 200, "its threads are others"
         leaves.set()
         await asyncio.gather(*asked)
         held.open.set()
-        await until(lambda: service.admission.converting.jobs == 0)
+        await until(lambda: app.service.admission.converting.jobs == 0)
         assert len(held.begun) == 1, "texts whose clients have left are not tokenized"
-        answer = await post(app, "/tokenize", {"prompt": "the next"})
+        answer = await app.post("/tokenize", {"prompt": "the next"})
         assert answer.json()["count"] == len("the next")
 
-    serve(engine, scenario)
 
-
-def test_a_text_that_is_cut_or_only_tokenized_may_not_be_of_any_length() -> None:
+async def test_a_text_that_is_cut_or_only_tokenized_may_not_be_of_any_length() -> None:
     engine = build("continuous")
     limit = intake.MAX_LENGTHS * engine.max_request_tokens
-
-    async def scenario(app: FastAPI, service: Service) -> None:
+    async with started(engine) as app:
         held = HeldTokenizer(engine)
         held.open.set()
         least = engine.tokenizer.min_tokens("a" * 1000) / 1000  # tokens per character
         beyond = "a" * int((limit + 1) / least + 1)
         for refused in (
-            await complete(app, beyond, truncate_prompt_tokens=4),
-            await post(app, "/tokenize", {"prompt": beyond}),
+            await app.complete(beyond, truncate_prompt_tokens=4),
+            await app.post("/tokenize", {"prompt": beyond}),
         ):
-            assert (refused.status, refused.code) == (422, "invalid_value")
+            assert refused.refusal == (422, "invalid_value")
             assert f"at most {limit}" in refused.json()["error"]["message"]
         assert not held.begun
-        taken = await complete(app, "ab" * engine.max_request_tokens, truncate_prompt_tokens=4)
+        taken = await app.complete("ab" * engine.max_request_tokens, truncate_prompt_tokens=4)
         assert taken.json()["usage"]["prompt_tokens"] == 4
-
-    serve(engine, scenario)
 
 
 # ---------------------------------------------------------------------- bodies
 
 
-def test_large_bodies_are_validated_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_are_validated_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     ordinary = intake.parse
 
@@ -265,37 +274,30 @@ def test_large_bodies_are_validated_in_a_thread(monkeypatch: pytest.MonkeyPatch)
         return ordinary(*arguments)
 
     monkeypatch.setattr(intake, "parse", remembering)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        assert (await complete(app, "short")).status == 200
-        assert (await complete(app, "long " * 20_000, truncate_prompt_tokens=4)).status in (200, 422)
+    async with started(build("continuous")) as app:
+        assert (await app.complete("short")).status == 200
+        assert (await app.complete("long " * 20_000, truncate_prompt_tokens=4)).status in (200, 422)
         assert threads == ["MainThread", "validating"]
-        wrong = await complete(app, "long " * 20_000, temperature="hot")
-        assert (wrong.status, wrong.code) == (400, "invalid_type")
+        wrong = await app.complete("long " * 20_000, temperature="hot")
+        assert wrong.refusal == (400, "invalid_type")
         assert threads[2:] == ["validating"]
-
-    serve(build("continuous"), scenario)
 
 
 @pytest.mark.parametrize(
     "prompt",
-    [
-        [[1]] * (bodies.MAX_CONTAINERS + 1),
-        [1] * (bodies.MAX_VALUES + 1),
-        ["a"] * (bodies.MAX_VALUES + 1),
-    ],
+    [[[1]] * (bodies.MAX_CONTAINERS + 1), [1] * (bodies.MAX_VALUES + 1), ["a"] * (bodies.MAX_VALUES + 1)],
     ids=["lists", "ids", "texts"],
 )
-def test_bodies_of_very_many_values_are_not_validated(prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(app: FastAPI, service: Service) -> None:
+async def test_bodies_of_very_many_values_are_not_validated(
+    prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(build("continuous")) as app:
         with monkeypatch.context() as patched:
             patched.setattr(intake, "parse", lambda *_: pytest.fail("it was validated"))
             body = json.dumps({"model": MODEL, "prompt": prompt}, separators=(",", ":")).encode()
-            refused = await post(app, "/v1/completions", body)
-        assert (refused.status, refused.code) == (413, "body_too_complex")
-        assert (await complete(app, "the next")).status == 200
-
-    serve(build("continuous"), scenario)
+            refused = await app.post("/v1/completions", body)
+        assert refused.refusal == (413, "body_too_complex")
+        assert (await app.complete("the next")).status == 200
 
 
 @pytest.mark.parametrize("text", ['a,"b",[c],{d}' * 100_000, '\\",\\\\' * 200_000, ',"\\' * 200_000])
@@ -307,7 +309,7 @@ def test_commas_and_brackets_of_a_text_are_no_values(text: str) -> None:
 # ---------------------------------------------------------------------- log-probabilities of prompts
 
 
-def test_a_prompt_is_scored_once_for_all_its_choices() -> None:
+async def test_a_prompt_is_scored_once_for_all_its_choices() -> None:
     engine = build("continuous", tiny_model(), max_batch_size=8)
     scored: list[int | None] = []
     add_request = engine.add_request
@@ -318,13 +320,12 @@ def test_a_prompt_is_scored_once_for_all_its_choices() -> None:
 
     engine.add_request = remembering  # type: ignore[method-assign]
     fields = {"prompt_logprobs": 2, "logprobs": 1, "echo": True, "temperature": 1.0, "seed": 3}
-
-    async def scenario(app: FastAPI, service: Service) -> None:
+    async with started(engine) as app:
         prompts = ["once upon", "a time"]
-        whole = (await complete(app, prompts, n=3, **fields)).json()["choices"]
+        whole = (await app.complete(prompts, n=3, **fields)).json()["choices"]
         assert scored == [2, None, None] * 2
         for prompt, of_prompt in zip(prompts, (whole[:3], whole[3:]), strict=True):
-            (alone,) = (await complete(app, prompt, **fields)).json()["choices"]
+            (alone,) = (await app.complete(prompt, **fields)).json()["choices"]
             for choice in of_prompt:
                 assert choice["prompt_logprobs"] == alone["prompt_logprobs"]
                 tokens = len(prompt)
@@ -333,7 +334,7 @@ def test_a_prompt_is_scored_once_for_all_its_choices() -> None:
                 ):
                     assert column[:tokens] == of_alone[:tokens]
                 assert choice["text"].startswith(prompt)
-        streamed = await complete(app, prompts, n=3, stream=True, **fields)
+        streamed = await app.complete(prompts, n=3, stream=True, **fields)
         shown: dict[int, Any] = {}
         for line in streamed.body.decode().splitlines():
             data = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
@@ -343,11 +344,9 @@ def test_a_prompt_is_scored_once_for_all_its_choices() -> None:
                     shown[choice["index"]] = choice["prompt_logprobs"]
         assert shown == {choice["index"]: choice["prompt_logprobs"] for choice in whole}
 
-    serve(engine, scenario)
 
-
-def test_choices_wait_for_their_prompts_scores_and_not_for_ever() -> None:
-    """The choice that has its prompt scored fails: the others go on without the scores."""
+async def test_choices_wait_for_their_prompts_scores_and_not_for_ever() -> None:
+    """If the choice whose prompt is scored fails, the others go on without the scores."""
     engine = build("continuous", tiny_model(), max_batch_size=8)
     add_request = engine.add_request
 
@@ -357,40 +356,33 @@ def test_choices_wait_for_their_prompts_scores_and_not_for_ever() -> None:
         return add_request(request)
 
     engine.add_request = failing  # type: ignore[method-assign]
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        streamed = await complete(app, "once upon", n=3, stream=True, prompt_logprobs=2)
+    async with started(engine) as app:
+        streamed = await app.complete("once upon", n=3, stream=True, prompt_logprobs=2)
         events = streamed.body.decode().split("\n\n")
         assert sum(event.startswith("event: error") for event in events) == 1
         assert sum(event.startswith("event: done") for event in events) == 2
         assert streamed.body.count(b'"prompt_logprobs":null') == 2
-        assert (await complete(app, "the next")).status == 200
-
-    serve(engine, scenario)
+        assert (await app.complete("the next")).status == 200
 
 
-def test_log_probabilities_of_a_prompt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_log_probabilities_of_a_prompt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MAX_PROMPT_LOGPROBS", 100)
     engine = build("continuous", tiny_model(), max_batch_size=8)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        assert (await complete(app, "a" * 10, n=3, prompt_logprobs=2)).status == 200  # 90 entries
+    async with started(engine) as app:
+        assert (await app.complete("a" * 10, n=3, prompt_logprobs=2)).status == 200  # 90 entries
         for fields in ({"prompt_logprobs": 3}, {"echo": True, "logprobs": 3}):
-            refused = await complete(app, "a" * 10, n=3, **fields)
+            refused = await app.complete("a" * 10, n=3, **fields)
             assert refused.status == 422
             assert "at most 100" in refused.json()["error"]["message"]
-        assert (await complete(app, "the next")).status == 200
-        assert service.worker.queue_room() == engine.scheduler.queue_room()
-
-    serve(engine, scenario)
+        assert (await app.complete("the next")).status == 200
+        assert app.queue_room() == engine.scheduler.queue_room()
 
 
-def test_large_answers_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_answers_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build("continuous", tiny_model(), max_batch_size=8)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
+    async with started(engine) as app:
         encoded: list[Any] = []
-        lane = service.admission.encoding
+        lane = app.service.admission.encoding
         run = lane.run
 
         async def remembering(work: Any) -> Any:
@@ -398,87 +390,79 @@ def test_large_answers_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) 
             return await run(work)
 
         monkeypatch.setattr(lane, "run", remembering)
-        assert (await complete(app, "short", prompt_logprobs=1)).status == 200
+        assert (await app.complete("short", prompt_logprobs=1)).status == 200
         assert not encoded
         long = "once upon a time " * 3
-        whole = await complete(app, long, prompt_logprobs=20)
+        whole = await app.complete(long, prompt_logprobs=20)
         assert len(encoded) == 1
-        streamed = await complete(app, long, prompt_logprobs=20, stream=True)
+        streamed = await app.complete(long, prompt_logprobs=20, stream=True)
         assert len(encoded) == 2
         first = json.loads(streamed.body.decode().splitlines()[1].removeprefix("data: "))
         assert first["choices"][0]["prompt_logprobs"] == whole.json()["choices"][0]["prompt_logprobs"]
-
-    serve(engine, scenario)
 
 
 # ---------------------------------------------------------------------- time
 
 
-def test_the_time_that_a_request_may_take_begins_when_it_has_arrived(
+async def test_the_time_that_a_request_may_take_begins_when_it_has_arrived(
     hold_grammars: Callable[[Engine], Held],
 ) -> None:
     engine = build("continuous", request_timeout=0.2)
     held = hold_grammars(engine)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        late = await complete(app, "late", **constrained(0))
-        assert (late.status, late.code) == (504, "request_timeout")
+    async with started(engine) as app:
+        late = await app.complete("late", **constrained(0))
+        assert late.refusal == (504, "request_timeout")
         held.open.set()
-        await until(lambda: not service.admission.busy)
-        assert service.worker.queue_room() == engine.scheduler.queue_room()
+        await until(lambda: not app.service.admission.busy)
+        assert app.queue_room() == engine.scheduler.queue_room()
         assert engine.telemetry.counters.requests_added == 0
 
-    serve(engine, scenario)
 
-
-def test_a_request_whose_answer_cannot_be_begun_leaves_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_whose_answer_cannot_be_begun_leaves_its_seat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = build("continuous", max_batch_size=1)
 
     def fail(*_: object) -> None:
         raise ValueError("cannot be shown")
 
-    async def scenario(app: FastAPI, service: Service) -> None:
+    async with started(engine) as app:
         with monkeypatch.context() as failing:
             failing.setattr(Answer, "show_prompts", fail)
-            failed = await complete(app, [1, 2, 3], max_tokens=60, ignore_eos=True)
+            failed = await app.complete([1, 2, 3], max_tokens=60, ignore_eos=True)
             assert failed.status == 500, failed.body
-        assert (await complete(app, [1, 2, 3])).status == 200
-        assert service.worker.requests.ended["abort"] == 1
-
-    serve(engine, scenario)
+        assert (await app.complete([1, 2, 3])).status == 200
+        assert app.service.worker.requests.ended["abort"] == 1
 
 
 # ---------------------------------------------------------------------- one client's many choices
 
 
-def test_many_choices_leave_places_for_others() -> None:
-    """Alone they may take the whole queue; beside others, a quarter of it stays free."""
+async def test_many_choices_leave_places_for_others() -> None:
+    """One request may take the whole queue if it is alone. Beside others, a quarter of the queue stays free."""
     engine = build("continuous", max_waiting_requests=8, max_batch_size=4)
     held = HeldTokenizer(engine)
-
-    async def scenario(app: FastAPI, service: Service) -> None:
-        room = service.worker.queue_room()
+    async with started(engine) as app:
+        room = app.queue_room()
         assert room == 12
-        first = asyncio.create_task(complete(app, "first"))
-        await until(lambda: service.worker.queue_room() == room - 1)
-        many = asyncio.create_task(complete(app, "many", n=8))
-        await until(lambda: service.worker.queue_room() == room - 9)
-        refused = await complete(app, "too many", n=2)
-        assert (refused.status, refused.code) == (503, "queue_full")
-        single = asyncio.create_task(complete(app, "single"))
-        await until(lambda: service.worker.queue_room() == room - 10)
+        first = asyncio.create_task(app.complete("first"))
+        await until(lambda: app.queue_room() == room - 1)
+        many = asyncio.create_task(app.complete("many", n=8))
+        await until(lambda: app.queue_room() == room - 9)
+        refused = await app.complete("too many", n=2)
+        assert refused.refusal == (503, "queue_full")
+        single = asyncio.create_task(app.complete("single"))
+        await until(lambda: app.queue_room() == room - 10)
         held.open.set()
         assert [answer.status for answer in await asyncio.gather(first, many, single)] == [200] * 3
-        await until(lambda: service.worker.queue_room() == room)
-        assert (await complete(app, "alone", n=8)).status == 200
-
-    serve(engine, scenario)
+        await until(lambda: app.queue_room() == room)
+        assert (await app.complete("alone", n=8)).status == 200
 
 
 # ---------------------------------------------------------------------- large bodies
 
 
-def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     now = [100.0]
 
@@ -497,21 +481,18 @@ def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.M
 
         return Request({"type": "http", "headers": []}, receive)
 
-    async def scenario() -> None:
-        bodies = Bodies(30.0)
-        monkeypatch.setattr("common.server.bodies.asyncio.get_running_loop", Loop)
-        monkeypatch.setattr("common.server.bodies.asyncio.sleep", sleep)
-        large, small = b"x" * 2**20, b"x" * Bodies.FREE_BYTES
-        for _ in range(4):
-            assert await bodies._read(request(large)) == large
-        assert waited == [], "a burst"
+    bodies = Bodies(30.0)
+    monkeypatch.setattr("common.server.bodies.asyncio.get_running_loop", Loop)
+    monkeypatch.setattr("common.server.bodies.asyncio.sleep", sleep)
+    large, small = b"x" * 2**20, b"x" * Bodies.FREE_BYTES
+    for _ in range(4):
         assert await bodies._read(request(large)) == large
-        assert waited[-1] == pytest.approx((5 * (2**20 - 2**16) - Bodies.BURST_BYTES) / Bodies.BYTES_PER_S)
-        count = len(waited)
-        assert await bodies._read(request(small)) == small
-        assert len(waited) == count
-        now[0] += 60.0
-        assert await bodies._read(request(large)) == large
-        assert len(waited) == count, "the rate is free again"
-
-    asyncio.run(scenario())
+    assert waited == [], "a burst"
+    assert await bodies._read(request(large)) == large
+    assert waited[-1] == pytest.approx((5 * (2**20 - 2**16) - Bodies.BURST_BYTES) / Bodies.BYTES_PER_S)
+    count = len(waited)
+    assert await bodies._read(request(small)) == small
+    assert len(waited) == count
+    now[0] += 60.0
+    assert await bodies._read(request(large)) == large
+    assert len(waited) == count, "the rate is free again"

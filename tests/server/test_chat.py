@@ -1,27 +1,17 @@
-"""Chat, through the real `openai` client and byte by byte."""
+"""Chat: the rendered conversation, the chunks of its streams, and refusals."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from pydantic import BaseModel
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import ServerProcess, assert_error
+from tests.server.support import MESSAGES, PREFIXES, ServerProcess, assert_error, rendered
 
-MESSAGES: list[Any] = [
-    {"role": "system", "content": "You tell short stories."},
-    {"role": "user", "content": "Tell me a story about a brave fox."},
-]
-PREFIXES = ("/v1", "/openai/v1")
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/fox.png"}}
 
 
@@ -30,21 +20,8 @@ def prefix(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def client(server: ServerProcess, prefix: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + prefix, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def the_next_request_is_served(server: ServerProcess) -> Iterator[None]:
-    yield
-    assert chat(server, max_tokens=1)["usage"]["completion_tokens"] == 1
-
-
 def post(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> httpx.Response:
-    body = {"model": server.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | fields
-    return server.client.post(f"{prefix}/chat/completions", json=body)
+    return server.ask(f"{prefix}/chat/completions", **fields)
 
 
 def chat(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
@@ -52,13 +29,6 @@ def chat(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str,
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
-
-
-def rendered(messages: list[Any], **options: Any) -> list[int]:
-    """The prompt of a conversation, as the default model reads it."""
-    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
-    assert tokenizer.chat_template is not None
-    return tokenizer.encode(tokenizer.chat_template.render(messages, **options), add_special_tokens=False)
 
 
 # ---------------------------------------------------------------------- answers
@@ -123,16 +93,8 @@ def test_roles_parts_and_names(server: ServerProcess) -> None:
 # ---------------------------------------------------------------------- streams
 
 
-def chunks(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> list[dict[str, Any]]:
-    response = post(server, prefix, stream=True, **fields)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *lines, done = response.text.removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 def test_a_stream_says_the_role_first_and_ends_with_the_last_text(server: ServerProcess, prefix: str) -> None:
-    first, *said = chunks(server, prefix, max_tokens=6, ignore_eos=True)
+    first, *said = server.chunks(f"{prefix}/chat/completions", max_tokens=6, ignore_eos=True)
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert [set(chunk["choices"][0]["delta"]) for chunk in said] == [{"content"}] * 6
     assert [chunk["choices"][0]["finish_reason"] for chunk in (first, *said)] == [None] * 6 + ["length"]
@@ -145,9 +107,10 @@ def test_a_stream_says_the_role_first_and_ends_with_the_last_text(server: Server
 
 
 def test_every_choice_has_its_role_and_all_have_one_usage(server: ServerProcess) -> None:
-    *said, last = chunks(server, n=3, seed=1, temperature=1, stream_options={"include_usage": True})
-    assert last["choices"] == []
-    assert last["usage"] == chat(server, n=3, seed=1, temperature=1)["usage"]
+    fields = {"n": 3, "seed": 1, "temperature": 1}
+    usage = {"stream_options": {"include_usage": True}}
+    *said, last = server.chunks("/v1/chat/completions", **fields, **usage, cache_salt="stream")
+    assert (last["choices"], last["usage"]) == ([], chat(server, **fields, cache_salt="whole")["usage"])
     for index in range(3):
         deltas = [c["choices"][0]["delta"] for c in said if c["choices"][0]["index"] == index]
         assert deltas[0] == {"role": "assistant", "content": ""}
@@ -160,127 +123,6 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
     assert response.json()["object"] == "chat.completion"
     status = 400 if prefix.startswith("/openai") else 422
     assert_error(post(server, prefix, stream_options={"include_usage": True}), status, "stream_options")
-
-
-# ---------------------------------------------------------------------- the real client
-
-
-def test_json_and_stream_agree(client: openai.OpenAI, server: ServerProcess) -> None:
-    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
-    whole = client.chat.completions.create(**fields)
-    *said, last = client.chat.completions.create(
-        **fields, stream=True, stream_options={"include_usage": True}
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in said)
-    assert text == whole.choices[0].message.content
-    assert last.usage == whole.usage
-
-
-def test_an_answer_can_be_sent_back(client: openai.OpenAI, server: ServerProcess) -> None:
-    messages = list(MESSAGES)
-    for question in ("And then?", "Who was it?"):
-        answer = client.chat.completions.create(model=server.model, messages=messages, max_tokens=12)
-        messages += [answer.choices[0].message, {"role": "user", "content": question}]
-    messages[2] = messages[2].model_dump()  # with its nulls
-    assert client.chat.completions.create(model=server.model, messages=messages, max_tokens=2).choices
-
-
-class Fox(BaseModel):
-    brave: bool
-
-
-def test_the_clients_helpers(client: openai.OpenAI, server: ServerProcess) -> None:
-    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0}
-    with client.chat.completions.stream(**fields) as stream:
-        deltas = [event.delta for event in stream if event.type == "content.delta"]
-        final = stream.get_final_completion()
-    assert "".join(deltas) == final.choices[0].message.content
-    assert final.choices[0].finish_reason == "stop"
-    parsed = client.chat.completions.parse(**fields, response_format=Fox).choices[0].message.parsed
-    assert isinstance(parsed, Fox)
-
-
-def test_async_clients_side_by_side(server: ServerProcess, prefix: str) -> None:
-    expected = chat(server, max_tokens=12)["choices"][0]["message"]["content"]
-
-    async def whole(client: openai.AsyncOpenAI) -> str | None:
-        answer = await client.chat.completions.create(
-            model=server.model, messages=MESSAGES, max_tokens=12, temperature=0
-        )
-        return answer.choices[0].message.content
-
-    async def streamed(client: openai.AsyncOpenAI) -> str:
-        stream = await client.chat.completions.create(
-            model=server.model, messages=MESSAGES, max_tokens=12, temperature=0, stream=True
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def run() -> list[str | None]:
-        async with openai.AsyncOpenAI(base_url=server.url + prefix, api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client) for ask in (whole, streamed) * 4))
-
-    assert asyncio.run(run()) == [expected] * 8
-
-
-@pytest.mark.parametrize("count", [None, 0, 5])
-def test_logprobs(client: openai.OpenAI, server: ServerProcess, count: int | None) -> None:
-    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "max_tokens": 6, "seed": 2}
-    fields |= {"logprobs": True, "top_logprobs": count, "extra_body": {"ignore_eos": True}}
-    choice = client.chat.completions.create(**fields).choices[0]
-    assert choice.logprobs is not None
-    content = choice.logprobs.content
-    assert content is not None
-    assert "".join(each.token for each in content) == choice.message.content
-    for each in content:
-        assert each.logprob <= 0
-        assert each.bytes == list(each.token.encode())
-        assert [top.logprob for top in each.top_logprobs] == sorted(
-            (top.logprob for top in each.top_logprobs), reverse=True
-        )
-        assert len(each.top_logprobs) == (count or 0)
-    streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**fields, stream=True)]
-    parts = [part.content[0] for part in streamed if part is not None and part.content]
-    assert [(part.token, part.logprob) for part in parts] == [(each.token, each.logprob) for each in content]
-
-
-def test_choices(client: openai.OpenAI, server: ServerProcess) -> None:
-    answer = client.chat.completions.create(
-        model=server.model, messages=MESSAGES, n=4, seed=4, temperature=1.3, max_tokens=40
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert len({choice.message.content for choice in answer.choices}) == 4
-
-
-def test_answers_of_a_form(client: openai.OpenAI, server: ServerProcess) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"brave": {"type": "boolean"}},
-        "required": ["brave"],
-        "additionalProperties": False,
-    }
-    answer = client.chat.completions.create(
-        model=server.model,
-        messages=MESSAGES,
-        max_tokens=60,
-        response_format={"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}},
-    )
-    assert set(json.loads(answer.choices[0].message.content or "")) == {"brave"}
-    chosen = client.chat.completions.create(
-        model=server.model,
-        messages=MESSAGES,
-        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
-    )
-    assert chosen.choices[0].message.content in ("yes", "no")
-
-
-def test_stop_strings(client: openai.OpenAI, server: ServerProcess) -> None:
-    whole = chat(server, max_tokens=30)["choices"][0]["message"]["content"]
-    stop = whole[len(whole) // 2 : len(whole) // 2 + 5]
-    answer = client.chat.completions.create(
-        model=server.model, messages=MESSAGES, temperature=0, max_tokens=30, stop=[stop]
-    )
-    assert answer.choices[0].message.content == whole[: whole.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
 
 
 # ---------------------------------------------------------------------- refusals
@@ -396,7 +238,7 @@ def test_choosing_no_tool_is_accepted(server: ServerProcess) -> None:
 
 
 def test_an_assistants_content_may_be_null(server: ServerProcess) -> None:
-    """It is an empty text to the template. Nobody else's content may be null."""
+    """The template gets an empty text. No other role's content may be null."""
     conversations = [
         [*MESSAGES, {"role": "assistant"} | content, {"role": "user", "content": "And then?"}]
         for content in ({"content": None}, {}, {"content": ""})
@@ -408,18 +250,6 @@ def test_an_assistants_content_may_be_null(server: ServerProcess) -> None:
             first["choices"],
             first["usage"]["prompt_tokens"],
         )
-
-
-def test_another_model(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.chat.completions.create(model="another", messages=MESSAGES)
-    assert unknown.value.code == "model_not_found"
-
-
-def test_responses_are_refused_by_name(server: ServerProcess, prefix: str) -> None:
-    response = server.client.post(f"{prefix}/responses", json={})
-    assert_error(response, 404, None, "not_found")
-    assert "responses are not served" in response.json()["error"]["message"]
 
 
 # ---------------------------------------------------------------------- other templates
@@ -434,25 +264,19 @@ def serve(folder: Path, template: str | None) -> ServerProcess:
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:
-    other = serve(tmp_path, None)
-    try:
+    with serve(tmp_path, None) as other:
         for prefix, status in (("/v1", 422), ("/openai/v1", 400)):
-            response = post(other, prefix)
-            assert_error(response, status, "messages")
-            assert "no chat template" in response.json()["error"]["message"]
-        assert other.complete()["choices"]
-    finally:
-        other.close()
+            assert_error(post(other, prefix), status, "messages", says="no chat template")
+        other.assert_serves()
 
 
 def test_what_a_template_is_told_and_what_it_says(tmp_path: Path) -> None:
-    """It has `chat_template_kwargs`. Its own refusals and mistakes are the request's, and the next is served."""
-    other = serve(
-        tmp_path,
+    """A template sees `chat_template_kwargs`. If it raises, the request is refused and the next one served."""
+    template = (
         "{% if loud %}{{ messages[0].content | upper }}{% else %}{{ messages[0].content }}{% endif %}"
-        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ 'x' * times }}",
+        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ 'x' * times }}"
     )
-    try:
+    with serve(tmp_path, template) as other:
         hello = [{"role": "user", "content": "hello"}]
         for variables, text in (({"times": 1}, "hellox"), ({"times": 2, "loud": True}, "HELLOxx")):
             answer = chat(other, messages=hello, chat_template_kwargs=variables)
@@ -462,18 +286,13 @@ def test_what_a_template_is_told_and_what_it_says(tmp_path: Path) -> None:
             ({"messages": hello * 2, "chat_template_kwargs": {"times": 1}}, "one at a time"),
             ({"messages": hello, "chat_template_kwargs": {"times": "x"}}, "TypeError"),
         ):
-            response = post(other, **fields)
-            assert_error(response, 422, "messages")
-            assert says in response.json()["error"]["message"]
+            assert_error(post(other, **fields), 422, "messages", says=says)
         empty = [{"role": "user", "content": ""}]
         assert_error(post(other, messages=empty, chat_template_kwargs={"times": 0}), 400, "messages")
         refused = other.client.post(
             "/tokenize", json={"messages": hello * 2, "chat_template_kwargs": {"times": 1}}
         )
-        assert_error(refused, 422, "messages", "invalid_value")
-        assert "one at a time" in refused.json()["error"]["message"]
+        assert_error(refused, 422, "messages", "invalid_value", "one at a time")
         assert refused.headers["x-request-id"]
         assert "Traceback" not in other.log_text
         assert chat(other, messages=hello, chat_template_kwargs={"times": 1})
-    finally:
-        other.close()

@@ -14,12 +14,24 @@ from common.generate import generate
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from tests.conftest import OwnPrompt
-from tests.server.conftest import CACHING
-from tests.server.support import ServerProcess, assert_error, read_events, texts
-from tests.server.test_lifecycle import in_background
+from tests.server.support import (
+    CACHING,
+    PHASES,
+    ServerProcess,
+    assert_error,
+    in_background,
+    on_phases,
+    read_events,
+    texts,
+    tokens_of,
+)
 
-GREEDY = {"temperature": 0}
-SEEDED = {"temperature": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 7}
+pytestmark = on_phases(PHASES[0], PHASES[-1])
+
+GREEDY = {"prompt": "The lantern was in the"}
+SEEDED = GREEDY | {"temperature": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 7}
+#: Text with characters of several tokens: never half of one in an event.
+SCRIPTS = {"prompt": "猫 🐈‍⬛ naïve ß", "temperature": 3.0, "seed": 2, "ignore_eos": True}
 
 
 # ---------------------------------------------------------------------- stream
@@ -35,9 +47,8 @@ def test_stream_has_a_named_event_for_each_token_and_one_that_ends_it(server: Se
         assert data["id"].startswith("cmpl-")
         assert data["created"] == events[0][1]["created"]
     for _, data in events[:-1]:
-        assert data["choices"] == [
-            {"index": 0, "text": data["token"], "logprobs": None, "finish_reason": None}
-        ]
+        (choice,) = data["choices"]
+        assert choice == {"index": 0, "text": data["token"], "logprobs": None, "finish_reason": None}
         assert isinstance(data["token_id"], int)
         assert "usage" not in data
     done = events[-1][1]
@@ -49,7 +60,7 @@ def test_stream_has_a_named_event_for_each_token_and_one_that_ends_it(server: Se
 
 
 def test_stream_is_lf_only_and_has_no_ping(server: ServerProcess) -> None:
-    response = server.client.post("/v1/completions", json=server.body(stream=True))
+    response = server.ask("/v1/completions", stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-store"
     assert b"\r" not in response.content
@@ -58,11 +69,13 @@ def test_stream_is_lf_only_and_has_no_ping(server: ServerProcess) -> None:
     assert response.content.endswith(b"\n\n")
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_joined_stream_equals_the_json_answer(server: ServerProcess, sampling: dict[str, float]) -> None:
-    fields = {"max_tokens": 60, "prompt": "The lantern was in the", **sampling}
-    answer, events = server.complete(**fields), server.events(**fields)
-    assert texts(events)[0].encode() == answer["choices"][0]["text"].encode()
+@pytest.mark.parametrize("fields", [GREEDY, SEEDED, SCRIPTS], ids=["greedy", "seeded", "many scripts"])
+def test_joined_stream_equals_the_json_answer(server: ServerProcess, fields: dict[str, Any]) -> None:
+    answer = server.complete(
+        **fields, max_tokens=60, cache_salt="json"
+    )  # so that neither finds the other's prompt
+    events = server.events(**fields, max_tokens=60, cache_salt="stream")
+    assert texts(events)[0] == answer["choices"][0]["text"]
     done = events[-1][1]
     assert done["usage"] == answer["usage"]
     assert done["finish_reason"] == answer["finish_reason"]
@@ -74,25 +87,24 @@ def test_json_answer_has_openais_shape(server: ServerProcess) -> None:
     assert set(answer) == {"id", "object", "created", "model", "choices", "finish_reason", "usage"}
     (choice,) = answer["choices"]
     assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
-    assert choice["finish_reason"] == answer["finish_reason"] == "length"
+    assert (choice["logprobs"], choice["finish_reason"], answer["finish_reason"]) == (
+        None,
+        "length",
+        "length",
+    )
 
 
 def test_greedy_tokens_are_those_of_the_reference(server: ServerProcess) -> None:
-    """The prompt travels as text and comes out as `generate()` would have it."""
     checkpoint = open_checkpoint("zoo:llama-tiny")
     model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=1024)
     tokenizer = checkpoint.tokenizer()
     prompt = tokenizer.encode("Once upon a time")
-    request = Request(
-        "solo", prompt, SamplingParams(temperature=0, max_new_tokens=40), model.config.eos_token_ids
-    )
+    greedy = SamplingParams(temperature=0, max_new_tokens=40)
+    request = Request("solo", prompt, greedy, model.config.eos_token_ids)
     expected = [output.token_id for output in generate(model, request)]
-    streamed = [data["token_id"] for name, data in server.events(max_tokens=40) if name == "token"]
-    assert streamed == expected
-    by_ids = [
-        data["token_id"] for name, data in server.events(max_tokens=40, prompt=prompt) if name == "token"
-    ]
-    assert by_ids == expected  # ids get no special tokens; text got them
+    assert tokens_of(server.events(max_tokens=40)) == expected
+    # Ids get no special tokens; text got them.
+    assert tokens_of(server.events(max_tokens=40, prompt=prompt)) == expected
 
 
 # ---------------------------------------------------------------------- stream or JSON
@@ -101,6 +113,7 @@ def test_greedy_tokens_are_those_of_the_reference(server: ServerProcess) -> None
 @pytest.mark.parametrize(
     ("accept", "stream", "streams"),
     [
+        ("application/json", ..., False),
         ("application/json", None, False),
         ("application/json; charset=utf-8", None, False),
         ("*/*", None, True),
@@ -112,21 +125,13 @@ def test_greedy_tokens_are_those_of_the_reference(server: ServerProcess) -> None
     ],
 )
 def test_an_explicit_stream_wins_over_accept(
-    server: ServerProcess, accept: str, stream: bool | None, streams: bool
+    server: ServerProcess, accept: str, stream: Any, streams: bool
 ) -> None:
-    response = server.client.post(
-        "/v1/completions", json=server.body(stream=stream, max_tokens=1), headers={"Accept": accept}
-    )
+    body = server.body(max_tokens=1) | ({} if stream is ... else {"stream": stream})
+    response = server.client.post("/v1/completions", json=body, headers={"Accept": accept})
     assert response.status_code == 200
     kind = "text/event-stream" if streams else "application/json"
     assert response.headers["content-type"].startswith(kind)
-
-
-def test_stream_left_out_is_stream_null(server: ServerProcess) -> None:
-    body = server.body(max_tokens=1)
-    assert "stream" not in body
-    response = server.client.post("/v1/completions", json=body, headers={"Accept": "application/json"})
-    assert response.json()["object"] == "text_completion"
 
 
 # ---------------------------------------------------------------------- several choices
@@ -146,16 +151,8 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(server: Server
     assert answer["finish_reason"] == singles[0]["finish_reason"]
     usage = answer["usage"]
     assert usage["completion_tokens"] == sum(s["usage"]["completion_tokens"] for s in singles)
-    assert usage["prompt_tokens"] == sum(
-        s["usage"]["prompt_tokens"] for s in singles[::2]
-    )  # a prompt counts once
-
-
-def test_seeded_choices_differ_and_repeat(server: ServerProcess) -> None:
-    fields = {"n": 4, "seed": 11, "temperature": 1.5, "max_tokens": 24}
-    first, again = server.complete(**fields), server.complete(**fields)
-    assert [c["text"] for c in first["choices"]] == [c["text"] for c in again["choices"]]
-    assert len({c["text"] for c in first["choices"]}) > 1
+    prompts_once = sum(s["usage"]["prompt_tokens"] for s in singles[::2])
+    assert usage["prompt_tokens"] == prompts_once
 
 
 def test_interleaved_choices_each_end_once_with_their_own_usage(server: ServerProcess) -> None:
@@ -193,7 +190,7 @@ def cached(usage: dict[str, Any]) -> int:
 def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(
     server: ServerProcess, phase: str, own_prompt: OwnPrompt
 ) -> None:
-    """Only phase 8 shares: there all but the last block of 40 tokens is found, by those with the same salt."""
+    """With prefix caching, all but the last block of 40 tokens is found by requests with the same salt."""
     found = 32 if phase in CACHING else 0
     fields: dict[str, Any] = {"prompt": own_prompt(40), "max_tokens": 3, "ignore_eos": True}
     first = server.complete(**fields, cache_salt="tenant a")
@@ -216,14 +213,6 @@ def test_a_prompt_with_several_choices_is_found_as_its_first_choice_found_it(
     fields: dict[str, Any] = {"prompt": own_prompt(40), "n": 3, "max_tokens": 1}
     cold, warm = server.complete(**fields)["usage"], server.complete(**fields)["usage"]
     assert (cached(cold), cached(warm)) == (0, 32 if phase in CACHING else 0)
-
-
-@pytest.mark.parametrize("salt", ["", "x" * 257, 5])
-def test_a_salt_is_a_text_of_some_length(server: ServerProcess, salt: Any) -> None:
-    response = server.client.post("/v1/completions", json=server.body(cache_salt=salt))
-    assert response.status_code == (400 if salt == 5 else 422)
-    assert response.json()["error"]["param"] == "cache_salt"
-    assert server.complete(max_tokens=1, cache_salt="x")["usage"]["completion_tokens"] == 1
 
 
 def test_what_is_cached_can_be_forgotten(server: ServerProcess, phase: str, own_prompt: OwnPrompt) -> None:
@@ -262,7 +251,7 @@ def test_a_model_that_ends_its_text_ends_with_eos(server: ServerProcess) -> None
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProcess, as_list: bool) -> None:
-    whole = server.complete(max_tokens=40)["choices"][0]["text"]
+    whole = server.text(max_tokens=40)
     stop = whole[len(whole) // 2 : len(whole) // 2 + 6]  # begins and ends anywhere within tokens
     fields = {"max_tokens": 40, "stop": [stop, "never in the text"] if as_list else stop}
     answer, events = server.complete(**fields), server.events(**fields)
@@ -273,7 +262,7 @@ def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProce
 
 
 def test_text_held_for_a_stop_string_comes_with_the_last_token(server: ServerProcess) -> None:
-    whole = server.complete(max_tokens=9, ignore_eos=True)["choices"][0]["text"]
+    whole = server.text(max_tokens=9, ignore_eos=True)
     stop = whole[-3:] + "\u2603 never"  # the end of the text might have been its start
     events = server.events(max_tokens=9, ignore_eos=True, stop=stop)
     assert texts(events)[0] == whole
@@ -282,10 +271,7 @@ def test_text_held_for_a_stop_string_comes_with_the_last_token(server: ServerPro
 
 
 def test_min_tokens_holds_endings_off(server: ServerProcess) -> None:
-    tokens = [
-        data["token_id"] for name, data in server.events(max_tokens=8, ignore_eos=True) if name == "token"
-    ]
-    stop = [tokens[1]]
+    stop = [tokens_of(server.events(max_tokens=8, ignore_eos=True))[1]]
     assert server.complete(stop_token_ids=stop, ignore_eos=True)["usage"]["completion_tokens"] <= 2
     answer = server.complete(stop_token_ids=stop, ignore_eos=True, min_tokens=6, max_tokens=30)
     assert answer["usage"]["completion_tokens"] >= 6
@@ -298,19 +284,13 @@ def test_include_usage_adds_a_last_event_without_choices(server: ServerProcess) 
     fields = {"prompt": ["One", "Two"], "n": 2, "max_tokens": 3, "ignore_eos": True}
     events = server.events(**fields, stream_options={"include_usage": True})
     assert [name for name, _ in events if name != "token"] == ["done"] * 4 + ["usage"]
-    name, data = events[-1]
-    assert name == "usage"
-    assert data["choices"] == []
-    assert data["usage"] == server.complete(**fields)["usage"]
+    last = events[-1][1]
+    assert (last["choices"], last["usage"]) == ([], server.complete(**fields)["usage"])
 
 
 def test_continuous_usage_counts_each_choice(server: ServerProcess) -> None:
-    events = server.events(
-        n=2,
-        max_tokens=4,
-        ignore_eos=True,
-        stream_options={"continuous_usage_stats": True, "include_usage": False},
-    )
+    options = {"continuous_usage_stats": True, "include_usage": False}
+    events = server.events(n=2, max_tokens=4, ignore_eos=True, stream_options=options)
     assert "usage" not in [name for name, _ in events]
     for index in (0, 1):
         counts = [d["usage"]["completion_tokens"] for _, d in events if d["choices"][0]["index"] == index]
@@ -327,32 +307,26 @@ def test_stream_options_are_taken_where_nothing_streams(server: ServerProcess) -
 
 def test_null_means_the_default(server: ServerProcess) -> None:
     names = (
-        "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop logprobs stream_options"
+        "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop logprobs stream_options echo "
+        "n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user response_format structured_outputs "
+        "prompt_logprobs return_token_ids"
     )
-    names += " echo n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user response_format"
-    names += " structured_outputs prompt_logprobs return_token_ids"
     nulls: dict[str, None] = dict.fromkeys(names.split())
     assert server.complete(**nulls)["choices"] == server.complete()["choices"]
     answer = server.complete(max_tokens=None, temperature=None, seed=None, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 128
 
 
-def test_neutral_values_of_what_is_not_implemented(server: ServerProcess) -> None:
-    answer = server.complete(n=2, best_of=2, suffix=None, user="me")
-    assert len(answer["choices"]) == 2
-
-
 def test_penalties_and_filters_reach_the_sampler(server: ServerProcess) -> None:
-    plain = server.complete(max_tokens=40, ignore_eos=True)["choices"][0]["text"]
+    plain = server.text(max_tokens=40, ignore_eos=True)
     for fields in (
         {"repetition_penalty": 5.0},
         {"presence_penalty": 2.0, "frequency_penalty": 2.0},
         {"temperature": 2.0, "seed": 1},
     ):
-        assert server.complete(max_tokens=40, ignore_eos=True, **fields)["choices"][0]["text"] != plain
+        assert server.text(max_tokens=40, ignore_eos=True, **fields) != plain
     for name, value in (("top_k", 1), ("top_p", 1e-6), ("min_p", 1.0)):
-        filters = {"temperature": 2.0, name: value}
-        again = server.complete(max_tokens=40, ignore_eos=True, **filters)["choices"][0]["text"]
+        again = server.text(max_tokens=40, ignore_eos=True, temperature=2.0, **{name: value})
         assert again == plain, f"{name} {value} leaves only the likeliest token"
 
 
@@ -362,9 +336,8 @@ def test_logprobs_have_openais_shape(server: ServerProcess, count: int) -> None:
     (choice,) = server.complete(**fields)["choices"]
     logprobs = choice["logprobs"]
     assert "".join(logprobs["tokens"]) == choice["text"]
-    assert [len(logprobs[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
-        6
-    ] * 4
+    keys = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert [len(logprobs[key]) for key in keys] == [6] * 4
     assert logprobs["text_offset"] == [len("".join(logprobs["tokens"][:i])) for i in range(6)]
     for token, logprob, top in zip(
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
@@ -384,42 +357,6 @@ def test_the_sampled_token_is_reported_beside_likelier_ones(server: ServerProces
     assert {len(top) for top in logprobs["top_logprobs"]} == {1, 2}
     for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
         assert token in top
-
-
-def test_no_logprobs_unless_asked_for(server: ServerProcess) -> None:
-    assert server.complete()["choices"][0]["logprobs"] is None
-
-
-def test_text_of_many_scripts_comes_whole(server: ServerProcess) -> None:
-    """Whatever the model makes of it: no half character, and the same in pieces as in one."""
-    fields = {
-        "prompt": "猫 🐈‍⬛ naïve ß",
-        "temperature": 3.0,
-        "seed": 2,
-        "max_tokens": 60,
-        "ignore_eos": True,
-    }
-    answer, events = server.complete(**fields), server.events(**fields)
-    assert texts(events)[0] == answer["choices"][0]["text"]
-
-
-# ---------------------------------------------------------------------- every architecture
-
-
-@pytest.mark.parametrize("model", ["zoo:qwen3-tiny", "zoo:gemma3-tiny"])
-def test_each_architecture_over_http(phase: str, model: str) -> None:
-    """The ordinary server has the llama; these are the others."""
-    server = ServerProcess(phase, "--model", model, "--max-seq-len", "512")
-    try:
-        assert server.model == model
-        prompts = ["Once upon a time, " * 20, "The"]
-        answer = server.complete(prompt=prompts, max_tokens=24)
-        events = server.events(prompt=prompts, max_tokens=24)
-        assert texts(events) == {c["index"]: c["text"] for c in answer["choices"]}
-        alone = [server.complete(prompt=p, max_tokens=24)["choices"][0]["text"] for p in prompts]
-        assert alone == [c["text"] for c in answer["choices"]], "a neighbour changed an answer"
-    finally:
-        server.close()
 
 
 # ---------------------------------------------------------------------- the small routes
@@ -477,67 +414,3 @@ def test_connections_are_kept_alive(server: ServerProcess) -> None:
             with client.stream("POST", "/v1/completions", json=server.body(stream=stream)) as response:
                 assert "close" not in response.headers.get("connection", "")
                 list(read_events(response)) if stream else response.read()
-
-
-# ---------------------------------------------------------------------- prompts that are cut
-
-
-@pytest.mark.parametrize(
-    ("side", "kept"), [(None, slice(-20, None)), ("left", slice(-20, None)), ("right", slice(20))]
-)
-def test_of_a_prompt_only_so_much_is_taken(
-    server: ServerProcess, side: str | None, kept: slice, own_prompt: OwnPrompt
-) -> None:
-    cut = {"truncate_prompt_tokens": 20, "truncation_side": side, "return_token_ids": True, "max_tokens": 4}
-    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
-    text = "Once upon a time there was a fox. " * 300  # more than the server takes whole
-    token_ids = own_prompt(40)
-    for prompt, tokens in ((text, tokenizer.encode(text)), (token_ids, token_ids)):
-        (choice,) = server.complete(prompt=prompt, echo=True, **cut)["choices"]
-        assert choice["prompt_token_ids"] == tokens[kept]
-        whole = server.complete(prompt=tokens[kept], echo=True, max_tokens=4)["choices"][0]
-        assert choice["text"] == whole["text"]
-    short = server.complete(prompt=[5, 6, 7], **cut)["choices"][0]
-    assert short["prompt_token_ids"] == [5, 6, 7]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_cut_to_what_fits(server: ServerProcess, side: str) -> None:
-    """-1: as many tokens of the prompt as leave room for `max_tokens` within the server's 1,024."""
-    prompt = [50 + i % 7 for i in range(1500)]
-    cut = {
-        "truncate_prompt_tokens": -1,
-        "truncation_side": side,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
-    for max_tokens, kept in ((4, 1020), (1, 1023), (1000, 24)):
-        answer = server.complete(prompt=prompt, max_tokens=max_tokens, **cut)
-        expected = prompt[:kept] if side == "right" else prompt[-kept:]
-        assert answer["choices"][0]["prompt_token_ids"] == expected
-        assert answer["usage"]["completion_tokens"] == max_tokens
-    short = server.complete(prompt="A short one", **cut)["choices"][0]
-    whole = server.complete(prompt="A short one", return_token_ids=True)["choices"][0]
-    assert short["prompt_token_ids"] == whole["prompt_token_ids"]
-    assert_error(server.post(prompt=prompt, max_tokens=1024, **cut), 422, "max_tokens")
-    body = {"messages": [{"role": "user", "content": "Cut it. " * 900}], "truncate_prompt_tokens": -1}
-    chat = server.client.post("/v1/chat/completions", json=body | {"min_tokens": 3, "ignore_eos": True})
-    assert chat.json()["usage"]["total_tokens"] == 1024
-    assert chat.json()["usage"]["completion_tokens"] == 3
-
-
-def test_a_cut_that_leaves_too_much_is_refused(server: ServerProcess) -> None:
-    prompt = [5] * 1500
-    for fields in ({"truncate_prompt_tokens": 1024}, {"truncate_prompt_tokens": 1020, "max_tokens": 5}):
-        assert_error(
-            server.post(prompt=prompt, **fields), 422, "prompt" if len(fields) == 1 else "max_tokens"
-        )
-    for fields in (
-        {"truncate_prompt_tokens": 0},
-        {"truncate_prompt_tokens": -2},
-        {"truncation_side": "both"},
-    ):
-        assert_error(server.post(**fields), 422, next(iter(fields)))
-    body = {"model": server.model, "messages": [{"role": "user", "content": "word " * 3000}], "max_tokens": 1}
-    chat = server.client.post("/v1/chat/completions", json=body | {"truncate_prompt_tokens": 30})
-    assert chat.json()["usage"]["prompt_tokens"] == 30

@@ -1,23 +1,32 @@
-"""Answers of a form over HTTP: OpenAI's `response_format` and vLLM's `structured_outputs`, by the real client."""
+"""Answers of a form over HTTP: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jsonschema
-import openai
 import psutil
 import pytest
 
 from tests.grammars import AMBIGUOUS, Form
 from tests.grammars import FORMS as GRAMMAR_FORMS
-from tests.server.support import ServerProcess, assert_error, eventually, texts
+from tests.server.support import (
+    PHASES,
+    ServerProcess,
+    assert_error,
+    eventually,
+    in_background,
+    on_phases,
+    post,
+    texts,
+)
+
+ON_FIRST_AND_LAST = on_phases(PHASES[0], PHASES[-1])
 
 PROMPT = "Once upon a time"
 SCHEMA = {
@@ -46,51 +55,33 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
+@ON_FIRST_AND_LAST
 @pytest.mark.parametrize(("fields", "pattern"), FORMS, ids=str)
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_json_and_stream(
-    client: openai.OpenAI, server: ServerProcess, fields: dict[str, Any], pattern: str, temperature: float
+    server: ServerProcess, fields: dict[str, Any], pattern: str, temperature: float
 ) -> None:
-    def create(**more: Any) -> Any:
-        return client.completions.create(
-            model=server.model,
-            prompt=PROMPT,
-            max_tokens=120,
-            temperature=temperature,
-            seed=3,
-            extra_body=fields,
-            **more,
-        )
-
-    (choice,) = create().choices
-    assert choice.finish_reason == "stop"
-    assert re.fullmatch(pattern, choice.text, re.DOTALL)
-    if choice.text.startswith("{"):
-        jsonschema.validate(json.loads(choice.text), SCHEMA)
-    assert "".join(chunk.choices[0].text for chunk in create(stream=True)) == choice.text
+    asked = fields | {"max_tokens": 120, "temperature": temperature, "seed": 3}
+    (choice,) = server.complete(**asked)["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch(pattern, choice["text"], re.DOTALL)
+    if choice["text"].startswith("{"):
+        jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+    assert texts(server.events(**asked)) == {0: choice["text"]}
 
 
-def test_any_json_object(client: openai.OpenAI, server: ServerProcess) -> None:
-    """What a client gets that ends too soon is the beginning of one."""
+@ON_FIRST_AND_LAST
+def test_any_json_object(server: ServerProcess) -> None:
+    """An answer that is cut is the beginning of an object."""
+    fields = {"prompt": '{"name": "Ann"}\n', "max_tokens": 150, "response_format": {"type": "json_object"}}
     for seed in range(4):
-        answer = client.completions.create(
-            model=server.model,
-            prompt='{"name": "Ann"}\n',
-            max_tokens=150,
-            seed=seed,
-            extra_body={"response_format": {"type": "json_object"}},
-        )
-        assert answer.choices[0].text.startswith("{")
-        if answer.choices[0].finish_reason == "stop":
-            assert isinstance(json.loads(answer.choices[0].text), dict)
+        (choice,) = server.complete(**fields, temperature=1, seed=seed)["choices"]
+        assert choice["text"].startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["text"]), dict)
 
 
+@ON_FIRST_AND_LAST
 def test_every_choice_and_prompt_has_a_form_of_its_own(server: ServerProcess) -> None:
     regex = "([a-z]{2} ){3}[0-9]"
     fields = {"prompt": [PROMPT, "The"], "n": 3, "temperature": 1.5, "seed": 1, "max_tokens": 30}
@@ -102,6 +93,7 @@ def test_every_choice_and_prompt_has_a_form_of_its_own(server: ServerProcess) ->
     assert list(texts(events).values()) == found
 
 
+@ON_FIRST_AND_LAST
 def test_an_answer_that_is_cut_says_so(server: ServerProcess) -> None:
     (choice,) = server.complete(max_tokens=5, structured_outputs={"regex": "[0-9]{20}"})["choices"]
     assert choice["finish_reason"] == "length"
@@ -117,12 +109,13 @@ def exploding(multiple: int = 999_999) -> dict[str, Any]:
     return {"json": {"type": "integer", "multipleOf": multiple}}
 
 
+def schema_of(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x"} | fields}}
+
+
+UNIQUE = {"json": {"type": "array", "uniqueItems": True}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
-        "structured_outputs.json",
-        "uniqueItems",
-    ),
+    ({"structured_outputs": UNIQUE}, "structured_outputs.json", "uniqueItems"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "line 1"),
     ({"structured_outputs": {"regex": "[a"}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs.regex", "70000"),
@@ -130,16 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": ["x" * 70_000]}}, "structured_outputs.choice", "characters"),
     ({"structured_outputs": exploding()}, "structured_outputs.json", "too much time"),
     ({"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar", "a trial answer fails"),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"type": "text"}},
-            }
-        },
-        "response_format.json_schema.schema",
-        "Invalid type: text",
-    ),
+    (schema_of(schema={"type": "text"}), "response_format.json_schema.schema", "Invalid type: text"),
     (
         {"response_format": JSON_SCHEMA, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
@@ -156,11 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", "response_format"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "unknown"),
     ({"response_format": {"type": "text", "x": 1}}, "response_format.x", "unknown"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "y": 1}}},
-        "response_format.json_schema.y",
-        "unknown",
-    ),
+    (schema_of(schema={}, y=1), "response_format.json_schema.y", "unknown"),
 ]
 
 
@@ -169,11 +149,8 @@ def test_refusals_name_the_field_and_come_before_the_stream(
     server: ServerProcess, fields: dict[str, Any], param: str, reason: str
 ) -> None:
     for stream in (False, True):
-        response = server.post(stream=stream, **fields)
-        assert_error(response, 422, param)
-        assert reason in response.json()["error"]["message"]
-    (choice,) = server.complete(structured_outputs={"regex": "b{3}"})["choices"]
-    assert choice["text"] == "bbb"
+        assert_error(server.post(stream=stream, **fields), 422, param, says=reason)
+    assert server.text(structured_outputs={"regex": "b{3}"}) == "bbb"
 
 
 @pytest.mark.parametrize(
@@ -181,11 +158,8 @@ def test_refusals_name_the_field_and_come_before_the_stream(
     [
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
-            "response_format",
-        ),
+        (schema_of(), "response_format"),
+        (schema_of(schema=[]), "response_format"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs"),
@@ -194,28 +168,17 @@ def test_refusals_name_the_field_and_come_before_the_stream(
 )
 def test_wrong_types(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
     assert_error(server.post(**fields), 400, param)
-    assert server.complete(structured_outputs={"choice": ["c"]})["choices"][0]["text"] == "c"
+    assert server.text(structured_outputs={"choice": ["c"]}) == "c"
 
 
 def test_a_grammar_that_takes_long_holds_up_nobody_else(server: ServerProcess) -> None:
-    statuses: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda multiple=multiple: statuses.append(
-                server.post(structured_outputs=exploding(multiple)).status_code
-            )
-        )
-        for multiple in (999_979, 999_983)  # of no other test: a refusal that is known takes no time
-    ]
-    for thread in threads:
-        thread.start()
+    multiples = (999_979, 999_983)  # of no other test: a refusal that is known takes no time
+    slow = in_background(2, lambda number: post(server, structured_outputs=exploding(multiples[number])))
     time.sleep(0.2)  # they are being compiled, or wait for that
-    while not statuses:
-        assert server.complete()["usage"]["completion_tokens"] > 0
+    while not any(each.done() for each in slow):
+        server.assert_serves()
         assert server.client.get("/health").status_code == 200
-    for thread in threads:
-        thread.join()
-    assert statuses == [422, 422]
+    assert [each.result().status_code for each in slow] == [422, 422]
 
 
 def test_the_compilers_process_ends_with_the_server(phase: str) -> None:
@@ -236,23 +199,13 @@ def test_the_same_answers_at_every_depth() -> None:
 
     def ask(server: ServerProcess, form: Form) -> str:
         schema = {"name": "form", "schema": json.loads(form.grammar.text), "strict": True}
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            plain = client.completions.create(model=server.model, prompt=PROMPT, max_tokens=5, stream=False)
-            assert plain.usage is not None
-            assert plain.usage.completion_tokens == 5
-            chunks = client.completions.create(
-                model=server.model,
-                prompt=PROMPT,
-                max_tokens=160,
-                temperature=0,
-                stream=True,
-                extra_body={"response_format": {"type": "json_schema", "json_schema": schema}},
-            )
-            choices = [choice for chunk in chunks for choice in chunk.choices]
-        text = "".join(choice.text for choice in choices)
-        if choices[-1].finish_reason == "stop":
+        response_format = {"type": "json_schema", "json_schema": schema}
+        assert server.complete(max_tokens=5)["usage"]["completion_tokens"] == 5
+        events = server.events(max_tokens=160, response_format=response_format)
+        text, reason = texts(events)[0], events[-1][1]["finish_reason"]
+        if reason != "length":
             assert form.matches(text), (form.name, text)
-        return text + f" {choices[-1].finish_reason}"
+        return f"{text} {reason}"
 
     answers = []
     for phase, *options in [
@@ -260,9 +213,7 @@ def test_the_same_answers_at_every_depth() -> None:
         *(("phase9_pipelined", "--pipeline-depth", str(depth)) for depth in range(3)),
         ("phase9_pipelined", "--no-captured-steps", "--prefill-mode", "drained"),
     ]:
-        server = ServerProcess(phase, "--max-seq-len", "512", *options)
-        with ThreadPoolExecutor(4) as pool:
-            answers.append(list(pool.map(lambda form, server=server: ask(server, form), schemas)))
-        server.close()
+        with ServerProcess(phase, "--max-seq-len", "512", *options) as server, ThreadPoolExecutor(4) as pool:
+            answers.append(list(pool.map(partial(ask, server), schemas)))
     assert all(each == answers[0] for each in answers[1:])
-    assert sum(answer.endswith(" stop") for answer in answers[0]) >= 0.8 * len(schemas)
+    assert sum(not answer.endswith(" length") for answer in answers[0]) >= 0.8 * len(schemas)

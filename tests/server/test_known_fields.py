@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from common.server.bodies import Body, Limits, parse
 from common.server.errors import ApiError
 from common.server.requests.chat import ChatRequest, TokenizeRequest
-from common.server.requests.generation import CompletionRequest
+from common.server.requests.completions import CompletionRequest
 from common.server.requests.known_fields import TABLES, Neutral, lines_of
 from docs.building.options import unimplemented_fields_table
-from tests.server.support import ServerProcess, assert_error
+from tests.server.support import PREFIXES, ServerProcess, assert_error
 
 LIMITS = Limits(models=("served",), max_choices=64, vocab_size=1000)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who was known by these fields?"}]}
@@ -49,7 +49,7 @@ PLACES: dict[str, list[Place]] = {
         for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION))
     ],
     "`messages`": [
-        (ChatRequest, lambda fields: {"messages": [{"role": "assistant", "content": "I."} | fields]}),
+        (ChatRequest, lambda fields: {"messages": [{"role": "assistant", "content": "I."} | fields]})
     ],
 }
 
@@ -128,95 +128,63 @@ def test_every_field_of_openais_library_is_known() -> None:
     assert set(ChatCompletionStreamOptionsParam.__annotations__) <= names(stream_options)
 
 
+def nulls(names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split())
+
+
 #: Fields of vLLM's requests at vLLM's defaults, those of both bodies first. From its `protocol.py`, 0.8 to 0.20.
-VLLM_BOTH: dict[str, Any] = {
-    "add_special_tokens": None,
-    "allowed_token_ids": None,
+VLLM_BOTH: dict[str, Any] = nulls(
+    "add_special_tokens allowed_token_ids cache_salt ec_transfer_params guided_choice "
+    "guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern "
+    "kv_transfer_params logit_bias logits_processors model prompt_logprobs repetition_detection "
+    "request_id response_format return_token_ids return_tokens_as_token_ids seed stream_options "
+    "structural_tag structured_outputs temperature thinking_token_budget top_p truncate_prompt_tokens "
+    "truncation_side user vllm_xargs"
+) | {
     "bad_words": [],
-    "cache_salt": None,
-    "ec_transfer_params": None,
     "frequency_penalty": 0.0,
-    "guided_choice": None,
-    "guided_decoding_backend": None,
-    "guided_grammar": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_whitespace_pattern": None,
     "ignore_eos": False,
     "include_stop_str_in_output": False,
-    "kv_transfer_params": None,
     "length_penalty": 1.0,
-    "logit_bias": None,
-    "logits_processors": None,
     "min_p": 0.0,
     "min_tokens": 0,
-    "model": None,
     "n": 1,
     "presence_penalty": 0.0,
     "priority": 0,
-    "prompt_logprobs": None,
-    "repetition_detection": None,
     "repetition_penalty": 1.0,
-    "request_id": None,
-    "response_format": None,
-    "return_token_ids": None,
     "return_token_offsets": False,
-    "return_tokens_as_token_ids": None,
-    "seed": None,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "stop": [],
     "stop_token_ids": [],
     "stream": False,
-    "stream_options": None,
-    "structural_tag": None,
-    "structured_outputs": None,
-    "temperature": None,
-    "thinking_token_budget": None,
     "top_k": 0,
-    "top_p": None,
-    "truncate_prompt_tokens": None,
-    "truncation_side": None,
     "use_beam_search": False,
-    "user": None,
-    "vllm_xargs": None,
 }
-VLLM_CHAT: dict[str, Any] = {
+VLLM_CHAT: dict[str, Any] = nulls(
+    "best_of chat_template chat_template_kwargs documents max_completion_tokens max_tokens "
+    "media_io_kwargs mm_processor_kwargs reasoning_effort return_prompt_text tools"
+) | {
     "add_generation_prompt": True,
     "add_special_tokens": False,
-    "best_of": None,
-    "chat_template": None,
-    "chat_template_kwargs": None,
     "continue_final_message": False,
-    "documents": None,
     "echo": False,
     "include_reasoning": True,
     "logprobs": False,
-    "max_completion_tokens": None,
-    "max_tokens": None,
-    "media_io_kwargs": None,
-    "mm_processor_kwargs": None,
     "parallel_tool_calls": True,
-    "reasoning_effort": None,
     "return_assistant_tokens_mask": False,
-    "return_prompt_text": None,
     "tool_choice": "none",
-    "tools": None,
     "top_k": -1,
     "top_logprobs": 0,
 }
-VLLM_COMPLETION: dict[str, Any] = {
+VLLM_COMPLETION: dict[str, Any] = nulls("best_of logprobs prompt_embeds suffix") | {
     "add_special_tokens": True,
-    "best_of": None,
     "echo": False,
-    "logprobs": None,
     "max_tokens": 16,
-    "prompt_embeds": None,
-    "suffix": None,
 }
 
 
-@pytest.mark.parametrize("prefix", ["/v1", "/openai/v1"])
+@pytest.mark.parametrize("prefix", PREFIXES)
 def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, prefix: str) -> None:
     def neutral(*titles: str) -> dict[str, Any]:
         return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}

@@ -5,53 +5,26 @@ from __future__ import annotations
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from tests.server.gated_server import SECRET
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually, texts
-
-BATCH, QUEUE = 4, 6  # as the fixture starts it
-
-
-def in_background(count: int, ask: Callable[[int], Any]) -> list[Future[Any]]:
-    """Ask that often at once."""
-    pool = ThreadPoolExecutor(count)
-    together = threading.Barrier(count)
-
-    def wait_and_ask(number: int) -> Any:
-        together.wait(HANG_S)
-        return ask(number)
-
-    return [pool.submit(wait_and_ask, number) for number in range(count)]
-
-
-def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Response]:
-    """Submit as many sequences as are computed together, and hold their first pass."""
-    server.order("hold")
-    server.forget_output()
-    (batch,) = in_background(1, lambda _: post(server, prompt=["Once"] * BATCH, **fields))
-    server.expect("held")
-    return batch
-
-
-def are_done(crowd: list[Future[Any]], count: int) -> bool:
-    return sum(each.done() for each in crowd) >= count
-
-
-def post(server: ServerProcess, **fields: Any) -> httpx.Response:
-    return httpx.post(
-        f"{server.url}/v1/completions", json=server.body(**({"stream": False} | fields)), timeout=HANG_S
-    )
-
+from tests.server.support import (
+    BATCH,
+    HANG_S,
+    QUEUE,
+    ServerProcess,
+    assert_error,
+    eventually,
+    hold_a_full_batch,
+    in_background,
+    post,
+    texts,
+)
 
 # ---------------------------------------------------------------------- the event loop is free
 
@@ -71,7 +44,7 @@ def test_the_server_answers_while_a_pass_runs(gated: ServerProcess) -> None:
 
 
 def test_the_garbage_collector_has_little_to_look_through(gated: ServerProcess) -> None:
-    """It would hold up a step for longer than most take."""
+    """A collection would take longer than most steps."""
     assert gated.complete()["usage"]["completion_tokens"] > 0
     gated.order("collect")
     gated.expect("few")
@@ -82,7 +55,7 @@ def test_overload_is_refused_exactly_and_costs_no_memory(gated: ServerProcess) -
     for _ in range(4):
         batch = hold_a_full_batch(gated)
         crowd = in_background(QUEUE + 10, lambda _: post(gated))
-        eventually(partial(are_done, crowd, 10))
+        eventually(lambda crowd=crowd: sum(each.done() for each in crowd) >= 10)
         refused = [each.result() for each in crowd if each.done()]
         assert len(refused) == 10, "the queue's places were all taken, and no more than that"
         for response in refused:
@@ -110,7 +83,7 @@ def test_a_request_with_several_choices_is_taken_whole_or_not_at_all(gated: Serv
 
 
 def test_a_refusal_gives_its_place_back(gated: ServerProcess) -> None:
-    """Places are promised before tokenizing; a prompt that proves too long does not keep its own."""
+    """A place is held before the prompt is tokenized, and given back if the prompt proves too long."""
     for _ in range(2 * QUEUE):
         assert_error(gated.post(prompt="word " * 5000), 422, "prompt")
         assert_error(gated.post(prompt=[10**6]), 400, "prompt")
@@ -121,13 +94,13 @@ def test_a_refusal_gives_its_place_back(gated: ServerProcess) -> None:
 
 
 def reset(connection: socket.socket) -> None:
-    """Leave as a process does that is killed."""
+    """Leave as a killed process does."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def half_close(connection: socket.socket) -> None:
-    """Stop sending; over HTTP/1.1 that is leaving."""
+    """Stop sending, which over HTTP/1.1 is leaving."""
     connection.shutdown(socket.SHUT_WR)
 
 
@@ -173,30 +146,8 @@ def test_a_client_leaves_while_waiting(
     counters = gated.counters()
     assert counters["requests_finished"] == BATCH
     assert counters["decode_tokens"] < 1000, "what nobody waits for was computed"
-    assert gated.complete()["usage"]["completion_tokens"] > 0
     for connection in connections:
         connection.close()
-
-
-def test_a_client_leaves_before_its_whole_answer_is_made(gated: ServerProcess) -> None:
-    """Nothing is sent before the end of a JSON answer: only watching the connection tells."""
-    connection = gated.raw(stream=False, max_tokens=3000, ignore_eos=True)
-    eventually(lambda: gated.counters()["decode_tokens"] > 3)
-    connection.close()
-    eventually(lambda: gated.counters()["requests_cancelled"] == 1)
-    assert gated.counters()["requests_finished"] == 0
-    assert gated.complete()["usage"]["completion_tokens"] > 0
-    eventually(lambda: gated.client.get("/telemetry").json()["steps"][-1]["kv_reserved_tokens"] == 0)
-
-
-def test_a_client_leaves_in_the_middle_of_its_body(gated: ServerProcess) -> None:
-    with socket.create_connection(("127.0.0.1", gated.port)) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
-        )
-    assert gated.complete()["usage"]["completion_tokens"] > 0
-    assert "Traceback" not in gated.log_text
 
 
 @pytest.mark.slow
@@ -213,7 +164,6 @@ def test_readers_that_stall_are_dropped_and_cost_no_memory(gated: ServerProcess)
         for connection in stalled:
             connection.close()
     assert memory[-1] - memory[0] < 30, memory
-    assert gated.complete()["usage"]["completion_tokens"] > 0
     assert "Traceback" not in gated.log_text
 
 
@@ -229,39 +179,15 @@ def test_a_pass_that_raises_fails_its_requests_and_no_others(gated: ServerProces
         first = [next(events) for _ in range(4)]
         gated.order("fail")
         rest = list(events)
-    gated.order("heal")
     assert {name for name, _ in first} == {"token"}
-    errors = [data for name, data in rest if name != "token"]
     assert [name for name, _ in rest if name != "token"] == ["error"] * 2
+    errors = [data for name, data in rest if name == "error"]
     assert sorted(data["choices"][0]["index"] for data in errors) == [0, 1]
     for data in errors:
         assert set(data["error"]) == {"message", "type", "param", "code"}
         assert SECRET not in str(data)
     assert SECRET not in response.text
     assert SECRET in gated.log_text, "the log says what the client is not told"
-    assert gated.complete()["usage"]["completion_tokens"] > 0
-    assert gated.client.get("/health").status_code == 200
-
-
-def test_an_error_event_of_a_single_choice_holds_the_error_alone(gated: ServerProcess) -> None:
-    gated.order("fail")
-    ((name, data),) = gated.events()
-    assert name == "error"
-    assert data == {
-        "error": {
-            "message": "the server failed on this request",
-            "type": "server_error",
-            "param": None,
-            "code": "internal_error",
-        }
-    }
-
-
-def test_logits_that_are_not_numbers(gated: ServerProcess) -> None:
-    gated.order("nan")
-    assert_error(gated.post(), 500, None, "nan_logits")
-    gated.order("heal")
-    assert gated.complete()["usage"]["completion_tokens"] > 0
 
 
 def test_a_dead_device_answers_everyone_and_health_says_so(mortal: ServerProcess) -> None:
@@ -320,12 +246,8 @@ def test_an_idle_server_ends_at_once_with_connections_open(mortal: ServerProcess
 
 
 def test_what_is_not_done_in_time_ends_with_an_error(phase: str) -> None:
-    server = ServerProcess(
-        phase,
-        *("--shutdown-timeout", "0.5", "--max-batch-size", "2"),
-        module="tests.server.gated_server",
-    )
-    try:
+    options = ("--shutdown-timeout", "0.5", "--max-batch-size", "2")
+    with ServerProcess(phase, *options, module="tests.server.gated_server") as server:
         with server.streaming(max_tokens=4000, ignore_eos=True) as events:
             next(events)
             whole = in_background(2, lambda _: post(server, max_tokens=4000, ignore_eos=True))
@@ -337,8 +259,6 @@ def test_what_is_not_done_in_time_ends_with_an_error(phase: str) -> None:
             assert_error(each.result(HANG_S), 503, None, "shutting_down")
         assert server.wait() == 0
         assert "Traceback" not in server.log_text
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -359,29 +279,20 @@ def test_a_second_signal_ends_it_now(mortal: ServerProcess, number: signal.Signa
     assert batch.exception(HANG_S) is not None or batch.result().status_code == 500
 
 
-def test_a_signal_while_a_stalled_reader_is_connected(mortal: ServerProcess) -> None:
-    with mortal.raw(stream=True, max_tokens=1500, ignore_eos=True):
-        eventually(lambda: mortal.counters()["decode_tokens"] > 10)
-        mortal.signal()
-        assert mortal.wait() == 0
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_that_takes_too_long_is_given_up(phase: str, stream: bool) -> None:
-    """In a stream after what it had, else as a status; the next one is served."""
-    server = ServerProcess(phase, "--max-seq-len", "1024", "--request-timeout", "0.2")
     slow = {"max_tokens": 1000, "ignore_eos": True, "n": 4}
-    if stream:
-        events = server.events(**slow)
-        assert {name for name, _ in events} == {"token", "error"}
-        failures = [data for name, data in events if name == "error"]
-        assert [each["error"]["code"] for each in failures] == ["request_timeout"] * 4
-    else:
-        assert_error(server.post(**slow), 504, None, "request_timeout")
-    assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
-    counters = server.counters()
-    assert (
-        counters["requests_failed"] >= 1
-    )  # with one choice a whole answer is lost, and the others are given up
-    assert counters["requests_failed"] + counters["requests_cancelled"] == 4
-    server.close()
+    with ServerProcess(phase, "--max-seq-len", "1024", "--request-timeout", "0.2") as server:
+        if stream:
+            events = server.events(**slow)
+            assert {name for name, _ in events} == {"token", "error"}
+            failures = [data for name, data in events if name == "error"]
+            assert [each["error"]["code"] for each in failures] == ["request_timeout"] * 4
+        else:
+            assert_error(server.post(**slow), 504, None, "request_timeout")
+        server.assert_serves()
+        counters = server.counters()
+        assert (
+            counters["requests_failed"] >= 1
+        )  # with it the whole answer is lost: the other choices are given up
+        assert counters["requests_failed"] + counters["requests_cancelled"] == 4

@@ -21,35 +21,34 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.server import connections
+from common.server.backlogs import Backlogs, SlowReaderError
 from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
     Config,
     Connection,
     ConnectionLimits,
-    LingeringTransport,
     TooMany,
-    allow_open_files,
 )
-from common.server.serve import find_lost_peers
-from common.server.stream import Backlogs, SlowReaderError
-from tests.server.support import HANG_S, LocalServer, eventually
+from common.server.sockets import LingeringTransport, allow_open_files, find_lost_peers
+from tests.server.support import HANG_S, HEAD, LocalServer, assert_told, eventually, everything, with_body
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+TOKENIZE = HEAD.replace(b"/v1/completions", b"/tokenize")
+GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LocalServer]:
     """A server with little patience."""
-    server = LocalServer(
+    with LocalServer(
         "phase5_continuous",
         limits=ConnectionLimits(keep_alive_s=0.6, receive_s=0.4, send_s=0.5),
         backlogs=Backlogs(limit_bytes=2**17, send_timeout_s=60.0),
-        body_timeout_s=0.4,
+        body_timeout_s=1.0,
         max_seq_len=4096,
-    )
-    yield server
-    server.close()
+    ) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -59,56 +58,40 @@ def next_request_is_served(
     caplog.set_level(logging.INFO, "common")
     yield
     if "strict" in request.fixturenames:
-        server = request.getfixturevalue("strict")
-        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+        request.getfixturevalue("strict").assert_serves()
     assert not [record for record in caplog.records if record.exc_info], caplog.text
-
-
-def connect(server: LocalServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
-
-
-def everything(connection: socket.socket) -> bytes:
-    """All that comes until the server closes, in whatever way."""
-    received = b""
-    with contextlib.suppress(ConnectionResetError):
-        while more := connection.recv(65536):
-            received += more
-    return received
-
-
-def assert_told(answer: bytes, status: int, code: str) -> None:
-    """An answer in the form that all errors have, and the last of its connection."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status), answer
-    assert b"\r\nconnection: close" in head.lower()
-    error = json.loads(body)["error"]
-    assert (error["code"], set(error)) == (code, {"message", "type", "param", "code"})
 
 
 # ---------------------------------------------------------------------- requests that come slowly, or never
 
 
-@pytest.mark.parametrize("half", [b"POST /v1/comp", HEAD, HEAD + b"Content-Length: 7\r\n"])
-def test_half_a_head(strict: LocalServer, half: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    with connect(strict) as connection:
-        connection.sendall(half)
-        assert_told(everything(connection), 408, "request_timeout")
-    assert "refused: 408 request_timeout" in caplog.text
-
-
-@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
-def test_half_a_body(strict: LocalServer, path: bytes) -> None:
-    with connect(strict) as connection:
-        connection.sendall(HEAD.replace(b"/v1/completions", path) + b'Content-Length: 100\r\n\r\n{"model": ')
-        assert_told(everything(connection), 408, "body_timeout")
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"POST /v1/comp", 408, "request_timeout"),
+        (HEAD, 408, "request_timeout"),
+        (HEAD + b"Content-Length: 7\r\n", 408, "request_timeout"),
+        (HEAD + b'Content-Length: 100\r\n\r\n{"model": ', 408, "body_timeout"),
+        (TOKENIZE + b'Content-Length: 100\r\n\r\n{"model": ', 408, "body_timeout"),
+        (CHUNKED + b"1\r\n \r\n" * (FREE_BODY_PIECES + 2), 413, "too_many_pieces"),
+        (b"nonsense\r\n\r\n", 400, "invalid_http"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_http"),
+        (HEAD + b"X: " + b"x" * 2**20, 400, "invalid_http"),
+    ],
+    ids=lambda value: repr(value)[-40:],
+)
+def test_a_request_that_does_not_come_whole_or_is_none(
+    strict: LocalServer, sent: bytes, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with strict.connect(sent) as connection:
+        assert_told(everything(connection), status, code)
+    if TOKENIZE not in sent:  # which is not logged
+        eventually(lambda: f"refused: {status} {code}" in caplog.text)
     assert strict.worker.num_waiting() == 0
 
 
 def test_a_body_that_trickles(strict: LocalServer) -> None:
-    """A byte now and then is not enough: it must come whole."""
-    with connect(strict) as connection:
-        connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n")
+    with strict.connect(HEAD + b"Content-Length: 1000\r\n\r\n") as connection:
         answer = b""
         connection.settimeout(0.05)
         for _ in range(int(HANG_S / 0.05)):
@@ -123,8 +106,7 @@ def test_a_body_that_trickles(strict: LocalServer) -> None:
 
 
 def test_a_body_that_goes_on_behind_its_answer(strict: LocalServer) -> None:
-    with connect(strict) as connection:
-        connection.sendall(HEAD + b"Content-Length: 9000000\r\n\r\n")
+    with strict.connect(HEAD + b"Content-Length: 9000000\r\n\r\n") as connection:
         assert b" 413 " in connection.recv(65536)
         with contextlib.suppress(OSError):  # closed while bytes are still coming
             for _ in range(int(HANG_S / 0.05)):
@@ -133,35 +115,23 @@ def test_a_body_that_goes_on_behind_its_answer(strict: LocalServer) -> None:
             pytest.fail("the connection is still open")
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [b"", GET_HEALTH])
 def test_a_connection_without_a_request(strict: LocalServer, first: bytes) -> None:
-    with connect(strict) as connection:
-        connection.sendall(first)
+    with strict.connect(first) as connection:
         answer = everything(connection)
     assert answer.startswith(b"HTTP/1.1 200 OK" if first else b"")
     assert bool(answer) == bool(first)
 
 
 def test_requests_one_behind_the_other(strict: LocalServer) -> None:
-    """All of them answered, although they came before the first was, and the last in pieces."""
-    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    with connect(strict) as connection:
-        connection.sendall(request * 5 + request[:9])
+    with strict.connect(GET_HEALTH * 5 + GET_HEALTH[:9]) as connection:
         time.sleep(0.1)
-        connection.sendall(request[9:])
+        connection.sendall(GET_HEALTH[9:])
         assert everything(connection).count(b" 200 OK") == 6
 
 
-def test_what_is_no_http(strict: LocalServer) -> None:
-    for nonsense in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", HEAD + b"X: " + b"x" * 2**20):
-        with connect(strict) as connection:
-            connection.sendall(nonsense)
-            assert_told(everything(connection), 400, "invalid_http")
-
-
 def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
-    with connect(strict) as connection:
-        connection.sendall(HEAD.replace(b"POST", b"PUT") + b"Transfer-Encoding: chunked\r\n\r\n")
+    with strict.connect(CHUNKED.replace(b"POST", b"PUT")) as connection:
         answer = b""
         while not answer.endswith(b"}}"):
             answer += connection.recv(65536)
@@ -171,7 +141,7 @@ def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
 
 
 def test_a_target_with_a_host(strict: LocalServer) -> None:
-    """As clients of a proxy write it. The target's host counts, whatever the header says."""
+    """Clients of a proxy send such targets. The host of the target counts, not that of the header."""
     for target, status in (
         (b"http://127.0.0.1/health", 200),
         (b"HTTP://user@127.0.0.1:1?x=1", 200),
@@ -179,76 +149,74 @@ def test_a_target_with_a_host(strict: LocalServer) -> None:
         (b"http://[::1/health", 400),
         (b"ftp://127.0.0.1/health", 404),
     ):
-        with connect(strict) as connection:
+        with strict.connect() as connection:
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
             assert everything(connection).startswith(b"HTTP/1.1 %d " % status), target
 
 
 # ---------------------------------------------------------------------- requests in pieces
 
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-
-
-def test_a_body_in_too_many_pieces(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    with connect(strict) as connection:
-        connection.sendall(CHUNKED + b"1\r\n \r\n" * (FREE_BODY_PIECES + 2))
-        assert_told(everything(connection), 413, "too_many_pieces")
-    assert "refused: 413 too_many_pieces" in caplog.text
-
 
 def test_a_body_in_many_pieces(strict: LocalServer) -> None:
-    """It takes several turns of the event loop, and so does the request behind it."""
+    """Parsing the body takes several turns of the event loop."""
     body = json.dumps(strict.body(stream=False, max_tokens=2)).encode()
     small = [body[at : at + 1] for at in range(len(body))]
     pieces = [b" " * 512] * (2 * EVENTS_PER_TURN) + small  # as many bytes as so many pieces must have
     request = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-    with connect(strict) as connection:
-        connection.sendall(request * 2)
+    with strict.connect(request * 2) as connection:
         answers = everything(connection)
     assert answers.count(b" 200 OK") == 2
     assert answers.count(b'"completion_tokens":2') == 2
 
 
-def test_a_turn_of_the_event_loop_parses_so_much_and_no_more() -> None:
+def transport_of(host: str | None = None) -> MagicMock:
+    """A transport that takes everything, of a client with this address."""
+    transport = MagicMock(spec=asyncio.Transport)
+    transport.is_closing.return_value = False
+    transport.get_extra_info.side_effect = lambda name, _=None: (
+        (host, 5) if name == "peername" and host else None
+    )
+    return transport
+
+
+def connection_of(transport: MagicMock, state: ServerState, config: Config) -> Connection:
+    connection = Connection(config, state, {})
+    connection.connection_made(transport)
+    return connection
+
+
+async def hanging(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(HANG_S)
+
+
+@pytest.mark.anyio
+async def test_a_turn_of_the_event_loop_parses_so_much_and_no_more() -> None:
     """256 KiB of chunks of one byte come in one read. Others are served between two turns."""
-
-    async def run() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await asyncio.sleep(HANG_S)
-
-        config = Config(app, ConnectionLimits(), lifespan="off", ws="none", log_config=None)
-        transport = MagicMock(spec=asyncio.Transport)
-        transport.is_closing.return_value = False
-        transport.get_extra_info.return_value = None
-        connection = Connection(config, ServerState(), {})
-        connection.connection_made(transport)
-        connection.data_received(CHUNKED + b"1\r\nx\r\n" * 40_000)
-        assert 0 < len(connection.cycle.body) < EVENTS_PER_TURN
-        connection.data_received(b"1\r\nx\r\n")
-        assert len(connection.cycle.body) < EVENTS_PER_TURN, "a packet is no turn of its own"
-        await asyncio.sleep(0)
-        assert EVENTS_PER_TURN < len(connection.cycle.body) < 2 * EVENTS_PER_TURN
-        connection.connection_lost(None)
-        for task in connection.tasks:
-            task.cancel()
-
-    asyncio.run(run())
+    config = Config(hanging, ConnectionLimits(), lifespan="off", ws="none", log_config=None)
+    connection = connection_of(transport_of(), ServerState(), config)
+    connection.data_received(CHUNKED + b"1\r\nx\r\n" * 40_000)
+    assert 0 < len(connection.cycle.body) < EVENTS_PER_TURN
+    connection.data_received(b"1\r\nx\r\n")
+    assert len(connection.cycle.body) < EVENTS_PER_TURN, "a packet is no turn of its own"
+    await asyncio.sleep(0)
+    assert EVENTS_PER_TURN < len(connection.cycle.body) < 2 * EVENTS_PER_TURN
+    connection.connection_lost(None)
+    for task in connection.tasks:
+        task.cancel()
 
 
 @contextlib.contextmanager
 def computing(server: LocalServer) -> Iterator[socket.socket]:
     """A connection whose request is being computed, and at its end must have been cancelled."""
-    body = json.dumps(server.body(stream=False, max_tokens=3500, ignore_eos=True)).encode()
     server.counted = {}
     server.counted = server.counters()
-    with connect(server) as connection:
-        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    with server.connect(with_body(server.body(stream=False, max_tokens=3500, ignore_eos=True))) as connection:
         eventually(lambda: server.engine.telemetry.latest.active == 1)
         yield connection
     eventually(lambda: server.counters()["requests_cancelled"] == 1)
 
 
-@pytest.mark.parametrize("more", [b"x", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("more", [b"x", GET_HEALTH])
 def test_bytes_behind_a_request_do_not_hide_that_its_client_leaves(strict: LocalServer, more: bytes) -> None:
     with computing(strict) as connection:
         connection.sendall(more)
@@ -264,9 +232,8 @@ def test_too_much_behind_a_request(strict: LocalServer, caplog: pytest.LogCaptur
 
 
 def test_an_answer_before_the_end_of_the_request_is_the_last(strict: LocalServer) -> None:
-    """The client reads it, although it goes on sending. Not a byte of that is parsed."""
-    with connect(strict) as connection:
-        connection.sendall(CHUNKED.replace(b"POST", b"PUT"))
+    """The client gets the answer while it goes on sending. Nothing of that is parsed."""
+    with strict.connect(CHUNKED.replace(b"POST", b"PUT")) as connection:
         answer = connection.recv(65536)
         for _ in range(20):
             connection.sendall(b"no chunk\r\n" * 1000)
@@ -274,26 +241,23 @@ def test_an_answer_before_the_end_of_the_request_is_the_last(strict: LocalServer
     assert_told(answer, 405, "method_not_allowed")
 
 
-def test_a_connection_may_be_reset_when_it_is_to_close() -> None:
-    async def run() -> None:
-        transport = MagicMock(spec=asyncio.Transport)
-        transport.is_closing.return_value = False
-        transport.write_eof.side_effect = OSError(107, "Transport endpoint is not connected")
-        lingering = LingeringTransport(transport, lambda: True, linger_s=0.01)
-        lingering.close()
-        assert lingering.is_closing()
-        transport.close.assert_not_called()
-        await asyncio.sleep(0.1)
-        transport.close.assert_called_once()
-
-    asyncio.run(run())
+@pytest.mark.anyio
+async def test_a_connection_may_be_reset_when_it_is_to_close() -> None:
+    transport = transport_of()
+    transport.write_eof.side_effect = OSError(107, "Transport endpoint is not connected")
+    lingering = LingeringTransport(transport, lambda: True, linger_s=0.01)
+    lingering.close()
+    assert lingering.is_closing()
+    transport.close.assert_not_called()
+    await asyncio.sleep(0.1)
+    transport.close.assert_called_once()
 
 
 # ---------------------------------------------------------------------- answers that are not taken
 
 
 def test_a_stream_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Ended by its bytes, long before its time: the patience for those is a minute here."""
+    """The stream ends for its unread bytes, long before the send timeout of a minute."""
     with strict.raw(stream=True, max_tokens=3000, ignore_eos=True, logprobs=5):
         eventually(lambda: "bytes unread" in caplog.text)
     assert "cancelled (the client left 13" in caplog.text, "the first event over 128 KiB"
@@ -302,16 +266,8 @@ def test_a_stream_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptu
 
 
 def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    """What is complete waits in the HTTP server."""
-    body = json.dumps({"prompt": "a b " * 50_000, "return_token_strs": True}).encode()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(HANG_S)
-        connection.connect(("127.0.0.1", strict.port))
-        connection.sendall(
-            HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
-        )
-        connection.sendall(body)
+    request = with_body({"prompt": "a b " * 50_000, "return_token_strs": True}, TOKENIZE)
+    with strict.connect(request, buffer_bytes=4096) as connection:
         eventually(lambda: "took too little of its answer for 0.5 s" in caplog.text)
         assert len(everything(connection)) < 2**18, "the rest was dropped"
 
@@ -319,85 +275,69 @@ def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCapt
 def test_an_answer_that_nobody_reads_counts_among_the_unread_bytes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of all such answers has one bound, long before the patience for each is over."""
+    """One bound holds for the memory of all such answers."""
     monkeypatch.setattr(connections, "COUNT_AFTER_S", 0.1)
-    server = LocalServer("phase5_continuous", backlogs=Backlogs(total_limit_bytes=2**18), max_seq_len=4096)
-    body = json.dumps({"prompt": "a b " * 100_000, "return_token_strs": True}).encode()
-    head = HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
-    try:
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", server.port))
-            connection.sendall(head + body)
+    body = {"prompt": "a b " * 100_000, "return_token_strs": True}
+    backlogs = Backlogs(total_limit_bytes=2**18)
+    with LocalServer("phase5_continuous", backlogs=backlogs, max_seq_len=4096) as server:
+        with server.connect(with_body(body, TOKENIZE), buffer_bytes=4096):
             eventually(lambda: "the most of all, over --max-total-unread-bytes: closed" in caplog.text)
-        assert (server.service.backlogs.bytes, server.service.backlogs.unread) == (0, set())
+        assert (backlogs.bytes, backlogs.unread) == (0, set())
         monkeypatch.undo()
-        answer = server.client.post("/tokenize", content=body, headers={"Content-Type": "application/json"})
-        assert answer.json()["count"] > 100_000, "the same answer, read"
-    finally:
-        server.close()
+        assert server.client.post("/tokenize", json=body).json()["count"] > 100_000, "the same answer, read"
 
 
 def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
-    """Over a longer time than one may take nothing, but never nothing for so long."""
-    body = json.dumps({"prompt": "a b " * 20_000, "return_token_strs": True}).encode()
-    with connect(strict) as connection:
-        head = HEAD.replace(b"/v1/completions", b"/tokenize") + b"Connection: close\r\n"
-        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    """Reading may take longer than the send timeout, as long as the client never pauses for so long."""
+    body = {"prompt": "a b " * 20_000, "return_token_strs": True}
+    with strict.connect(with_body(body, TOKENIZE + b"Connection: close\r\n")) as connection:
         answer = b""
         while more := connection.recv(2**15):
             answer += more
             time.sleep(0.05)
-    head, _, text = answer.partition(b"\r\n\r\n")
+    text = answer.partition(b"\r\n\r\n")[2]
     assert len(json.loads(text)["tokens"]) > 20_000
 
 
 KIB = 1024
 
 
-def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:
-    """And its bytes leave the total at once, so that nobody else has to."""
-
-    async def run() -> None:
-        backlogs = Backlogs(limit_bytes=1000 * KIB, total_limit_bytes=1500 * KIB)
-        with contextlib.ExitStack() as stack:
-            large, second, *prompt = (stack.enter_context(backlogs.open()) for _ in range(8))
-            second.put(b"x" * 700 * KIB)
-            large.put(b"x" * 790 * KIB)
-            for reader in prompt:
-                reader.put(b"x" * 5 * KIB)
-            with pytest.raises(
-                SlowReaderError, match=r"^the client left 808960 .* --max-total-unread-bytes$"
-            ):
-                await large.failed
-            assert backlogs.bytes == 730 * KIB
-            large.put(b"x" * 900 * KIB)
-            assert backlogs.bytes == 730 * KIB, "what is made for one that was given up counts no more"
-            for reader in prompt:
-                reader.put(b"x" * 5 * KIB)
-                reader.taken(len(await reader.next_piece()))
-            assert not any(each.failed.done() for each in (second, *prompt))
-            second.put(b"x" * 301 * KIB)
-            with pytest.raises(SlowReaderError, match=r"left 1025024 .* --max-unread-bytes$"):
-                await second.failed
-        assert (backlogs.bytes, backlogs.unread) == (0, set())
-
-    asyncio.run(run())
+@pytest.mark.anyio
+async def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:
+    """Its bytes leave the total at once, so no other stream is cancelled."""
+    backlogs = Backlogs(limit_bytes=1000 * KIB, total_limit_bytes=1500 * KIB)
+    with contextlib.ExitStack() as stack:
+        large, second, *prompt = (stack.enter_context(backlogs.open()) for _ in range(8))
+        second.put(b"x" * 700 * KIB)
+        large.put(b"x" * 790 * KIB)
+        for reader in prompt:
+            reader.put(b"x" * 5 * KIB)
+        with pytest.raises(SlowReaderError, match=r"^the client left 808960 .* --max-total-unread-bytes$"):
+            await large.failed
+        assert backlogs.bytes == 730 * KIB
+        large.put(b"x" * 900 * KIB)
+        assert backlogs.bytes == 730 * KIB, "what is made for one that was given up counts no more"
+        for reader in prompt:
+            reader.put(b"x" * 5 * KIB)
+            reader.taken(len(await reader.next_piece()))
+        assert not any(each.failed.done() for each in (second, *prompt))
+        second.put(b"x" * 301 * KIB)
+        with pytest.raises(SlowReaderError, match=r"left 1025024 .* --max-unread-bytes$"):
+            await second.failed
+    assert (backlogs.bytes, backlogs.unread) == (0, set())
 
 
-def test_nobody_is_given_up_for_a_little() -> None:
-    async def run() -> None:
-        backlogs = Backlogs(total_limit_bytes=100 * KIB)
-        with contextlib.ExitStack() as stack:
-            streams = [stack.enter_context(backlogs.open()) for _ in range(3)]
-            for stream in streams:
-                stream.put(b"x" * 60 * KIB)
-            assert not any(stream.failed.done() for stream in streams)
-            streams[1].put(b"x" * 5 * KIB)
-            assert [stream.failed.done() for stream in streams] == [False, True, False]
-            assert isinstance(streams[1].failed.exception(), SlowReaderError)
-
-    asyncio.run(run())
+@pytest.mark.anyio
+async def test_nobody_is_given_up_for_a_little() -> None:
+    backlogs = Backlogs(total_limit_bytes=100 * KIB)
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(backlogs.open()) for _ in range(3)]
+        for stream in streams:
+            stream.put(b"x" * 60 * KIB)
+        assert not any(stream.failed.done() for stream in streams)
+        streams[1].put(b"x" * 5 * KIB)
+        assert [stream.failed.done() for stream in streams] == [False, True, False]
+        assert isinstance(streams[1].failed.exception(), SlowReaderError)
 
 
 # ---------------------------------------------------------------------- too many at once
@@ -405,73 +345,52 @@ def test_nobody_is_given_up_for_a_little() -> None:
 
 def test_too_many_connections(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SPARE_CONNECTIONS", 4)
-    caplog.set_level(logging.INFO, "common")
     limits = ConnectionLimits(connections=10)
-    server = LocalServer("phase5_continuous", limits=limits, max_seq_len=64)
-    server.client.close()
-    try:
+    with LocalServer("phase5_continuous", limits=limits, max_seq_len=64) as server:
+        server.client.close()
         eventually(lambda: not server.http.server_state.connections)
         with contextlib.ExitStack() as idle:
             for _ in range(limits.connections):
-                idle.enter_context(connect(server))
+                idle.enter_context(server.connect())
             eventually(lambda: len(server.http.server_state.connections) == limits.connections)
-            with connect(server) as connection:
-                connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}")
+            with server.connect(with_body({})) as connection:
                 assert_told(everything(connection), 503, "too_many_connections")
-            with connect(server) as connection:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            with server.connect(GET_HEALTH) as connection:
                 assert b" 200 OK" in connection.recv(65536)
-            crowd = [idle.enter_context(connect(server)) for _ in range(12)]
+            crowd = [idle.enter_context(server.connect()) for _ in range(12)]
             eventually(lambda: len(server.http.server_state.connections) <= limits.connections + 4)
             assert [everything(each) for each in crowd[4:]] == [b""] * 8
             assert caplog.text.count("the most that --max-connections allows") == 1
         eventually(lambda: not server.http.server_state.connections)
-        with connect(server) as connection:
-            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert b" 200 OK" in everything(connection)
-    finally:
-        server.close()
+        with server.connect(with_body(server.body(stream=False))) as connection:
+            assert b" 200 OK" in connection.recv(65536)
 
 
-def test_too_many_connections_of_one_address(caplog: pytest.LogCaptureFixture) -> None:
-    """The others of that address are refused, and those of other addresses are not."""
+@pytest.mark.anyio
+async def test_too_many_connections_of_one_address(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(hanging, ConnectionLimits(connections=8), lifespan="off", ws="none", log_config=None)
+    state = ServerState()
 
-    async def run() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await asyncio.sleep(HANG_S)
+    def connect_from(host: str) -> Connection:
+        return connection_of(transport_of(host), state, config)
 
-        config = Config(app, ConnectionLimits(connections=8), lifespan="off", ws="none", log_config=None)
-        state = ServerState()
+    def refused(connection: Connection) -> bool:
+        return isinstance(connection.app, TooMany)
 
-        def connect_from(host: str) -> Connection:
-            transport = MagicMock(spec=asyncio.Transport)
-            transport.is_closing.return_value = False
-            transport.get_extra_info.side_effect = lambda name, _: (host, 5) if name == "peername" else None
-            connection = Connection(config, state, {})
-            connection.connection_made(transport)
-            return connection
-
-        def refused(connection: Connection) -> bool:
-            return isinstance(connection.app, TooMany)
-
-        first = [connect_from("192.0.2.1") for _ in range(4)]
-        assert not any(refused(each) for each in first)
-        assert refused(connect_from("192.0.2.1"))
-        assert (
-            "4 connections of 192.0.2.1 are open, the most that --max-connections-per-address" in caplog.text
-        )
-        assert not refused(connect_from("192.0.2.2"))
-        for each in list(state.connections):
-            each.connection_lost(None)
-        assert not config.addresses
-        assert not refused(connect_from("192.0.2.1"))
-        networks = [connect_from(f"2001:db8::{number:x}") for number in range(5)]
-        assert [refused(each) for each in networks] == [False] * 4 + [True], "a machine has as many addresses"
-        for each in list(state.connections):
-            each.connection_lost(None)
-        assert not any(refused(connect_from(host)) for host in ["127.0.0.1"] * 4 + ["::1"] * 4)
-
-    asyncio.run(run())
+    first = [connect_from("192.0.2.1") for _ in range(4)]
+    assert not any(refused(each) for each in first)
+    assert refused(connect_from("192.0.2.1"))
+    assert "4 connections of 192.0.2.1 are open, the most that --max-connections-per-address" in caplog.text
+    assert not refused(connect_from("192.0.2.2"))
+    for each in list(state.connections):
+        each.connection_lost(None)
+    assert not config.addresses
+    assert not refused(connect_from("192.0.2.1"))
+    networks = [connect_from(f"2001:db8::{number:x}") for number in range(5)]
+    assert [refused(each) for each in networks] == [False] * 4 + [True], "a machine has as many addresses"
+    for each in list(state.connections):
+        each.connection_lost(None)
+    assert not any(refused(connect_from(host)) for host in ["127.0.0.1"] * 4 + ["::1"] * 4)
 
 
 def test_as_many_files_as_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -497,21 +416,22 @@ def test_lost_peers_are_found_by_the_kernel() -> None:
 
 
 def test_half_a_body_does_not_hold_up_the_end() -> None:
-    server = LocalServer("phase5_continuous", max_seq_len=64)
-    with connect(server) as body, connect(server) as head:
-        head.sendall(HEAD)
-        body.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
-        assert server.complete(max_tokens=1)  # behind both
+    with (
+        LocalServer("phase5_continuous", max_seq_len=64) as server,
+        server.connect(HEAD + b'Content-Length: 100\r\n\r\n{"model": ') as body,
+        server.connect(HEAD),
+    ):
+        server.assert_serves()  # behind both
         began = time.monotonic()
         server.signal()
         assert_told(everything(body), 503, "shutting_down")
         eventually(lambda: server.ended)
         assert time.monotonic() - began < 20, "neither 30 s for bodies nor 30 s to shut down"
-    server.close()
 
 
-def test_the_end_may_come_in_the_moment_when_a_body_is_late() -> None:
-    async def run() -> None:
+@pytest.mark.anyio
+async def test_the_end_may_come_in_the_moment_when_a_body_is_late() -> None:
+    async def read() -> None:
         async with asyncio.timeout(0.01) as deadline:
             try:
                 await asyncio.sleep(HANG_S)
@@ -519,15 +439,16 @@ def test_the_end_may_come_in_the_moment_when_a_body_is_late() -> None:
                 expire(deadline)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(run())
+        await read()
 
 
 def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    server = LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2)
-    with server.raw(stream=True, max_tokens=3000, ignore_eos=True):
+    with (
+        LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2) as server,
+        server.raw(stream=True, max_tokens=3000, ignore_eos=True),
+    ):
         eventually(lambda: server.service.backlogs.bytes > 4096)  # the buffers before it are full
         server.signal()
         eventually(lambda: server.ended)
     assert "some requests were not done in time" in caplog.text
     assert "answers of 1 connections were not taken in time: closed" in caplog.text
-    server.close()

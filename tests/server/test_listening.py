@@ -1,4 +1,4 @@
-"""Files that a server is started with: a Unix socket to listen on, certificates, a chat template."""
+"""Servers of other models, and files that a server is started with: a socket, certificates, a chat template."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.phases import find_phase
-from common.server.options import UsageError, read_options
-from tests.server.forked import ForkedProcess
-from tests.server.support import HANG_S, ServerProcess
+from tests.server.support import HANG_S, ForkedProcess, ServerProcess, texts
 
 PHASE = "phase5_continuous"
 TLS = Path(__file__).parent / "tls"
@@ -31,8 +28,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "infer.sock"
     with socket.socket(socket.AF_UNIX) as killed:  # its file stays
         killed.bind(str(path))
-    server = ServerProcess(PHASE, "--uds", str(path), "--max-seq-len", "64")
-    try:
+    with ServerProcess(PHASE, "--uds", str(path), "--max-seq-len", "64") as server:
         assert server.url == f"unix:{path}"
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
@@ -43,21 +39,16 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         server.signal()
         assert server.wait() == 0
         assert not path.exists()
-    finally:
-        server.close()
 
 
 def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    server = ServerProcess(PHASE, "--chat-template", str(file), "--max-seq-len", "64")
-    try:
+    with ServerProcess(PHASE, "--chat-template", str(file), "--max-seq-len", "64") as server:
         body = {"messages": [{"role": "user", "content": "Once upon"}]}
         said = server.client.post("/tokenize", json=body).json()["tokens"]
         plain = {"prompt": "Once upon", "add_special_tokens": False}
         assert said == server.client.post("/tokenize", json=plain).json()["tokens"]
-    finally:
-        server.close()
     file.unlink()
     assert str(file) in start_and_fail("--chat-template", str(file))
 
@@ -73,19 +64,16 @@ def test_a_file_that_can_be_no_socket(tmp_path: Path) -> None:
 def test_tls() -> None:
     certificate, key = TLS / "certificate.pem", TLS / "key.pem"
     trust = ssl.create_default_context(cafile=str(certificate))
-    server = ServerProcess(
+    with ServerProcess(
         PHASE,
         *("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--max-seq-len", "64"),
         verify=trust,
-    )
-    try:
+    ) as server:
         assert server.url.startswith("https://127.0.0.1:")
         assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
         refused = server.client.post("/v1/completions", content=iter([b" " * 2**16] * 64))
         assert refused.status_code == 400, "an answer before the end of the request"
         assert server.complete(max_tokens=2)["choices"]
-    finally:
-        server.close()
 
 
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
@@ -96,5 +84,15 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         assert start_and_fail(*options).startswith(
             f"error: --ssl-certfile {files[0]} --ssl-keyfile {files[1]}: "
         )
-    with pytest.raises(UsageError, match="--ssl-keyfile has no meaning without --ssl-certfile"):
-        read_options(find_phase(PHASE), ["--ssl-keyfile", str(key)])
+
+
+@pytest.mark.parametrize("model", ["zoo:qwen3-tiny", "zoo:gemma3-tiny"])
+def test_each_architecture_over_http(phase: str, model: str) -> None:
+    """Other tests serve the Llama."""
+    with ServerProcess(phase, "--model", model, "--max-seq-len", "512") as server:
+        assert server.model == model
+        prompts = ["Once upon a time, " * 20, "The"]
+        alone = [server.text(prompt=prompt, max_tokens=24) for prompt in prompts]
+        answer = server.complete(prompt=prompts, max_tokens=24)
+        assert alone == [choice["text"] for choice in answer["choices"]], "a neighbour changed an answer"
+        assert texts(server.events(prompt=prompts, max_tokens=24)) == dict(enumerate(alone))

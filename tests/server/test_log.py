@@ -8,8 +8,16 @@ import uuid
 
 import pytest
 
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
-from tests.server.test_lifecycle import QUEUE, hold_a_full_batch, in_background, post
+from tests.server.support import (
+    HANG_S,
+    QUEUE,
+    ServerProcess,
+    assert_error,
+    eventually,
+    hold_a_full_batch,
+    in_background,
+    post,
+)
 
 WROTE = "Xylophone"  # what a client asks; no log has it
 LINE = re.compile(

@@ -15,9 +15,17 @@ from starlette.types import Receive, Scope, Send
 
 from common.server.middleware import CountAnswers
 from tests.conftest import OwnPrompt
-from tests.server.conftest import CACHING
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
-from tests.server.test_lifecycle import QUEUE, hold_a_full_batch, in_background, post
+from tests.server.support import (
+    CACHING,
+    HANG_S,
+    QUEUE,
+    ServerProcess,
+    assert_error,
+    eventually,
+    hold_a_full_batch,
+    in_background,
+    post,
+)
 
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -103,12 +111,13 @@ def test_lengths_are_counted_by_their_bounds(server: ServerProcess) -> None:
 
 
 def test_time_in_the_queue_is_told_from_time_in_the_engine(gated: ServerProcess) -> None:
-    """Who waits behind a full batch and leaves has spent all of its time in the queue."""
+    """A client that leaves while it waits has spent all of its time in the queue."""
     batch = hold_a_full_batch(gated)
     before = scrape(gated)
     with gated.raw(stream=True, max_tokens=1000, ignore_eos=True):
         eventually(lambda: gated.queue_room() == QUEUE - 1)
         time.sleep(0.5)  # its place is held before it is tokenized: a client that leaves then is not counted
+    time.sleep(0.5)  # the server sees that it has left, before a seat could be given up for it
     gated.order("open")
     assert batch.result(HANG_S).status_code == 200
     aborted = "vllm:request_success_total finished_reason=abort"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server.support import ServerProcess
+from tests.server.support import PHASES, ServerProcess
 
 #: Checks left out: `positive_data_acceptance`. Whether a prompt is too long in tokens, alone or with max_tokens, is
 #: not for a schema to say, so requests that fit it may still be answered 422.
@@ -23,14 +22,6 @@ CHECKS = [
     "missing_required_header",
     "unsupported_method",
 ]
-
-
-@pytest.fixture(scope="module")
-def small(phase: str) -> Iterator[ServerProcess]:
-    """Answers are short, however many tokens the fuzzer asks for."""
-    process = ServerProcess(phase, "--max-seq-len", "192", "--max-waiting-requests", "64")
-    yield process
-    process.close()
 
 
 def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> None:
@@ -74,28 +65,23 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
         assert schema["$ref"].rpartition("/")[2] in document["components"]["schemas"]
 
 
-def fuzz(server: ServerProcess, folder: Path, examples: int, seed: int) -> None:
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-    command += [
-        "--checks",
-        ",".join(CHECKS),
-        "--max-examples",
-        str(examples),
-        "--seed",
-        str(seed),
-        "--no-color",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert server.complete()["usage"]["completion_tokens"] > 0
-    assert "Traceback" not in server.log_text
-
-
 @pytest.mark.slow
-def test_fuzzing_finds_nothing(small: ServerProcess, tmp_path: Path) -> None:
-    fuzz(small, tmp_path, examples=3, seed=1)  # static batches answer slowly
-
-
-@pytest.mark.slow
-def test_much_fuzzing_finds_nothing(small: ServerProcess, tmp_path: Path) -> None:
-    fuzz(small, tmp_path, examples=30, seed=2)
+@pytest.mark.parametrize(("served", "examples"), [(PHASES[0], 3), (PHASES[-1], 30)])
+def test_fuzzing_finds_nothing(served: str, examples: int, tmp_path: Path) -> None:
+    """Answers are short, however many tokens the fuzzer asks for. Static batches answer slowly."""
+    with ServerProcess(served, "--max-seq-len", "192", "--max-waiting-requests", "64") as server:
+        command = [
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "run",
+            f"{server.url}/openapi.json",
+            "--no-color",
+        ]
+        command += ["--checks", ",".join(CHECKS), "--max-examples", str(examples), "--seed", "1"]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        server.assert_serves()
+        assert "Traceback" not in server.log_text

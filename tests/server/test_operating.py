@@ -1,4 +1,4 @@
-"""What operators set: a proxy's prefix, pages of other origins, and a log for programs."""
+"""What operators set: a pause, a proxy's prefix, pages of other origins, and a log for programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,28 +17,18 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.phases import find_phase
-from common.server.app import create_app
 from common.server.logs import FIELDS, JsonLines
-from common.server.options import UsageError, read_options
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
-from tests.server.test_lifecycle import in_background
+from common.server.options import read_options
+from tests.server.support import HANG_S, ServerProcess, app_with, assert_error, eventually, in_background
 
 PHASE = "phase5_continuous"
-
-
-def app_with(**options: Any) -> Iterator[TestClient]:
-    package = find_phase(PHASE)
-    engine = package.build_engine(package.Config(device="cpu", dtype="float32", max_seq_len=64))
-    with TestClient(create_app(engine, model_name="m", **options)) as client:
-        yield client
 
 
 # ---------------------------------------------------------------------- a step that never ends
 
 
 def test_a_step_that_does_not_end_makes_the_server_unwell_until_it_does() -> None:
-    server = ServerProcess(PHASE, "--step-timeout", "0.5", module="tests.server.gated_server")
-    try:
+    with ServerProcess(PHASE, "--step-timeout", "0.5", module="tests.server.gated_server") as server:
         server.order("hold")
         answer = in_background(1, lambda _: server.complete(max_tokens=2))[0]
         server.expect("held")
@@ -51,8 +42,45 @@ def test_a_step_that_does_not_end_makes_the_server_unwell_until_it_does() -> Non
         time.sleep(0.7)  # an idle engine is in no step, however long
         assert server.client.get("/health").status_code == 200
         assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
-    finally:
-        server.close()
+
+
+# ---------------------------------------------------------------------- a pause
+
+PAUSED_BODY = {"prompt": "A pause", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": False}
+
+
+def test_requests_of_a_pause_queue_and_are_answered_when_it_ends() -> None:
+    with app_with("phase9_pipelined", admin=True) as client:
+        expected = client.post("/v1/completions", json=PAUSED_BODY).json()["choices"]
+        assert client.post("/pause").json() == {"status": "paused"}
+        assert client.get("/health").json()["status"] == "paused"
+        assert client.get("/ready").status_code == 200
+        answers: list[Any] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(client.post("/v1/completions", json=PAUSED_BODY))
+        )
+        asking.start()
+        passes = counters(client)["passes"]
+        eventually(lambda: counters(client)["requests_added"] == 2)
+        asking.join(0.05)
+        assert (answers, counters(client)["passes"]) == ([], passes)
+        assert client.post("/resume").json() == {"status": "ok"}
+        asking.join(30.0)
+        assert answers[0].json()["choices"] == expected
+        assert client.get("/health").json()["status"] == "ok"
+        assert client.get("/pause").status_code == 405
+
+
+def counters(client: TestClient) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/telemetry").json()["counters"]
+    return found
+
+
+def test_without_the_option_nobody_can_pause() -> None:
+    with app_with() as client:
+        for path in ("/pause", "/resume"):
+            assert_error(client.post(path), 404, None, "not_found")
+        assert client.post("/v1/completions", json=PAUSED_BODY).status_code == 200
 
 
 # ---------------------------------------------------------------------- below a prefix
@@ -60,7 +88,8 @@ def test_a_step_that_does_not_end_makes_the_server_unwell_until_it_does() -> Non
 
 @pytest.fixture(scope="module")
 def below() -> Iterator[TestClient]:
-    yield from app_with(root_path="/llm/five", api_keys=["key"])
+    with app_with(root_path="/llm/five", api_keys=["key"]) as client:
+        yield client
 
 
 @pytest.mark.parametrize("prefix", ["/llm/five", ""], ids=["left", "taken away"])
@@ -86,22 +115,17 @@ def test_only_that_prefix(below: TestClient) -> None:
     assert below.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm/five"}]
 
 
-@pytest.mark.parametrize("value", ["llm", "/llm/", "/", "/a?b", "http://x"])
-def test_what_is_no_prefix(value: str) -> None:
-    with pytest.raises(UsageError, match="--root-path"):
-        read_options(find_phase(PHASE), ["--root-path", value])
-
-
 # ---------------------------------------------------------------------- pages of other origins
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[TestClient]:
-    yield from app_with(cors_origins=["https://good.example"], api_keys=["key"])
+    with app_with(cors_origins=["https://good.example"], api_keys=["key"]) as client:
+        yield client
 
 
 def test_a_page_of_a_named_origin(shared: TestClient) -> None:
-    """The browser asks first, without a key; then the page may read answers and refusals alike."""
+    """The browser's first request has no key. The page may then read answers and refusals."""
     origin = {"Origin": "https://good.example"}
     asking = origin | {
         "Access-Control-Request-Method": "POST",
@@ -120,7 +144,6 @@ def test_a_page_of_a_named_origin(shared: TestClient) -> None:
 
 
 def test_a_page_of_another(shared: TestClient, below: TestClient) -> None:
-    """Neither where others are named, nor where none is."""
     headers = {"Origin": "https://bad.example", "Access-Control-Request-Method": "POST"}
     for client in (shared, below):
         assert client.options("/v1/completions", headers=headers).status_code >= 400
@@ -130,7 +153,7 @@ def test_a_page_of_another(shared: TestClient, below: TestClient) -> None:
 
 def test_any_origin() -> None:
     options, _ = read_options(find_phase(PHASE), ["--cors-origin", "*"])
-    for client in app_with(cors_origins=options.cors_origin):
+    with app_with(cors_origins=options.cors_origin) as client:
         answer = client.get("/health", headers={"Origin": "https://bad.example"})
         assert answer.headers["access-control-allow-origin"] == "*"
 
@@ -143,7 +166,7 @@ def test_an_unexpected_error_has_the_requests_id_and_can_be_read_by_a_page() -> 
         raise ZeroDivisionError("a secret")
 
     origin = "https://page.example"
-    for client in app_with(cors_origins=[origin]):
+    with app_with(cors_origins=[origin]) as client:
         client.app.add_api_route("/fail", fail, methods=["GET"])  # type: ignore[attr-defined]
         outside = TestClient(client.app, raise_server_exceptions=False)
         answer = outside.get("/fail", headers={"X-Request-ID": "job-5", "Origin": origin})
@@ -185,7 +208,7 @@ def logged() -> Iterator[io.StringIO]:
 
 
 def test_a_request_has_its_numbers_as_fields(logged: io.StringIO) -> None:
-    for client in app_with():
+    with app_with() as client:
         logged.truncate(0)
         logged.seek(0)
         body = {"model": "m", "prompt": ["Once", "A"], "max_tokens": 5, "ignore_eos": True, "stream": False}
@@ -223,8 +246,7 @@ def test_an_exception_is_one_line() -> None:
 
 @pytest.mark.slow
 def test_all_that_a_server_says_from_its_start_to_its_end() -> None:
-    server = ServerProcess(PHASE, "--log-format", "json", "--max-seq-len", "64")
-    try:
+    with ServerProcess(PHASE, "--log-format", "json", "--max-seq-len", "64") as server:
         server.complete(max_tokens=2)
         eventually(lambda: "ended" in server.log_text)
         server.signal()
@@ -237,5 +259,3 @@ def test_all_that_a_server_says_from_its_start_to_its_end() -> None:
         ended = subprocess.run(second, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 1
         assert "no/such/model/anywhere" in json_lines(ended.stderr)[-1]["message"]
-    finally:
-        server.close()

@@ -9,8 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.server.middleware import AllowedHosts
-from tests.server.support import ServerProcess, assert_error
-from tests.server.test_operating import app_with
+from tests.server.support import ServerProcess, app_with, assert_error, eventually
 
 ORIGIN = "https://friend.example"
 
@@ -19,7 +18,8 @@ ORIGIN = "https://friend.example"
 def client() -> Iterator[TestClient]:
     """An app that pages of one other site may use."""
     hosts = AllowedHosts("127.0.0.1", ["chat.example.org"])
-    yield from app_with(hosts=hosts, cors_origins=[ORIGIN])
+    with app_with(hosts=hosts, cors_origins=[ORIGIN]) as client:
+        yield client
 
 
 # ---------------------------------------------------------------------- names
@@ -77,18 +77,15 @@ def test_names_follow_the_address(bound: str, others: list[str], host: str, allo
 
 
 def test_the_command_line() -> None:
-    """A server as it starts by default refuses; one with a key asks for that instead."""
-    server = ServerProcess(
+    """A server without keys refuses by name. A server with keys asks for a key instead."""
+    with ServerProcess(
         "phase5_continuous", "--max-seq-len", "64", "--allowed-host", "mine.example,its.example"
-    )
-    try:
+    ) as server:
         headers = {"Host": "evil.example"}
         assert_error(server.client.get("/v1/models", headers=headers), 403, None, "host_not_allowed")
         assert server.client.get("/v1/models", headers={"Host": "its.example"}).status_code == 200
-        assert "refused: 403 host_not_allowed" in server.log_text
-    finally:
-        server.close()
-    for keyed in app_with(api_keys=["key"], hosts=AllowedHosts("127.0.0.1")):
+        eventually(lambda: "refused: 403 host_not_allowed" in server.log_text)
+    with app_with(api_keys=["key"], hosts=AllowedHosts("127.0.0.1")) as keyed:
         assert_error(keyed.get("/v1/models", headers=headers), 401, None, "invalid_api_key")
         assert keyed.get("/v1/models", headers=headers | {"Authorization": "Bearer key"}).status_code == 200
 

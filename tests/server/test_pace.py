@@ -10,6 +10,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.server.middleware import PaceRefusals
 
+pytestmark = pytest.mark.anyio
+
 
 class Sleeper:
     """A clock that `asyncio.sleep` turns forward."""
@@ -45,34 +47,23 @@ def paced(status: int, monkeypatch: pytest.MonkeyPatch, *, computing: bool = Tru
     return ask, sleeper
 
 
-def test_a_flood_of_refusals_waits_and_every_one_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_refusals_waits_and_every_one_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, sleeper = paced(422, monkeypatch)
-
-    async def flood() -> None:
-        for _ in range(PaceRefusals.BURST + 8):
-            assert [message["type"] for message in await ask()] == [
-                "http.response.start",
-                "http.response.body",
-            ]
-
-    asyncio.run(flood())
+    for _ in range(PaceRefusals.BURST + 8):
+        assert [message["type"] for message in await ask()] == ["http.response.start", "http.response.body"]
     assert sleeper.slept == pytest.approx([(i + 1) / PaceRefusals.PER_S for i in range(8)])
 
 
-def test_no_refusal_waits_for_long_and_a_pause_makes_good(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_refusal_waits_for_long_and_a_pause_makes_good(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, sleeper = paced(429, monkeypatch)
-
-    async def flood() -> None:
-        for _ in range(PaceRefusals.BURST + 100):
-            await ask()
-        assert max(sleeper.slept) == PaceRefusals.MOST_S
-        sleeper.slept.clear()
-        sleeper.now += 60.0
-        for _ in range(PaceRefusals.BURST):
-            await ask()
-        assert sleeper.slept == []
-
-    asyncio.run(flood())
+    for _ in range(PaceRefusals.BURST + 100):
+        await ask()
+    assert max(sleeper.slept) == PaceRefusals.MOST_S
+    sleeper.slept.clear()
+    sleeper.now += 60.0
+    for _ in range(PaceRefusals.BURST):
+        await ask()
+    assert sleeper.slept == []
 
 
 @pytest.mark.parametrize(
@@ -80,40 +71,32 @@ def test_no_refusal_waits_for_long_and_a_pause_makes_good(monkeypatch: pytest.Mo
     [(422, False, "/v1/completions"), (200, True, "/v1/completions"), (503, True, "/health")],
     ids=["idle", "an answer", "health"],
 )
-def test_other_answers_do_not_wait(
+async def test_other_answers_do_not_wait(
     status: int, computing: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask, sleeper = paced(status, monkeypatch, computing=computing)
-
-    async def flood() -> None:
-        for _ in range(PaceRefusals.BURST + 20):
-            await ask(path)
-
-    asyncio.run(flood())
+    for _ in range(PaceRefusals.BURST + 20):
+        await ask(path)
     assert sleeper.slept == []
 
 
-def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that waits may hold a body of two megabytes."""
     ask, _sleeper = paced(422, monkeypatch)
     begun: list[float] = []
+    release = asyncio.Event()
 
-    async def flood() -> None:
-        release = asyncio.Event()
+    async def wait(seconds: float) -> None:
+        begun.append(seconds)
+        await release.wait()
 
-        async def wait(seconds: float) -> None:
-            begun.append(seconds)
-            await release.wait()
-
-        monkeypatch.setattr(asyncio, "sleep", wait)
-        count = PaceRefusals.BURST + PaceRefusals.MOST_WAITING + 30
-        asked = [asyncio.create_task(ask()) for _ in range(count)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        for _ in range(5):
-            await asyncio.wait([asyncio.create_task(asyncio.to_thread(int))])
-        assert len(begun) == PaceRefusals.MOST_WAITING
-        assert sum(each.done() for each in asked) == count - PaceRefusals.MOST_WAITING
-        release.set()
-        await asyncio.gather(*asked)
-
-    asyncio.run(flood())
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    count = PaceRefusals.BURST + PaceRefusals.MOST_WAITING + 30
+    asked = [asyncio.create_task(ask()) for _ in range(count)]
+    await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    for _ in range(5):
+        await asyncio.wait([asyncio.create_task(asyncio.to_thread(int))])
+    assert len(begun) == PaceRefusals.MOST_WAITING
+    assert sum(each.done() for each in asked) == count - PaceRefusals.MOST_WAITING
+    release.set()
+    await asyncio.gather(*asked)

@@ -71,9 +71,8 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture(scope="module")
 def chatty() -> Iterator[ServerProcess]:
     """A server of a model that has a chat template."""
-    process = ServerProcess("phase5_continuous")
-    yield process
-    process.close()
+    with ServerProcess("phase5_continuous") as process:
+        yield process
 
 
 #: Keeps the bodies that the page posts and the statuses that it shows.
@@ -175,8 +174,7 @@ def test_six_stories_are_one_click(tab: Tab, chatty: ServerProcess) -> None:
 def test_a_model_without_a_chat_template_continues_text(tab: Tab, tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     shutil.copytree(ROOT / "common/zoo/llama-tiny", folder, ignore=shutil.ignore_patterns("chat_template*"))
-    server = ServerProcess("phase5_continuous", "--model", str(folder))
-    try:
+    with ServerProcess("phase5_continuous", "--model", str(folder)) as server:
         opened(tab, server)
         write(tab, max_tokens=20, temperature=0)
         ended(tab)
@@ -185,8 +183,6 @@ def test_a_model_without_a_chat_template_continues_text(tab: Tab, tmp_path: Path
         (about,) = texts(tab, ".about")
         assert about.endswith("Cut at 20 tokens.")
         tab.assert_well(server.url)
-    finally:
-        server.close()
 
 
 @pytest.mark.browser
@@ -222,14 +218,13 @@ def test_a_refusal_is_shown_once_and_the_message_stays(tab: Tab, chatty: ServerP
 @pytest.fixture(scope="module")
 def live() -> Iterator[ServerProcess]:
     """A server that wants a key, as the strictest do."""
-    process = ServerProcess(
+    with ServerProcess(
         "phase7_chunked",
         *("--max-seq-len", "512", "--max-batch-size", "4", "--num-blocks", "64"),
         env={"INFER_API_KEY": "a-key"},
         headers={"Authorization": "Bearer a-key"},
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 def give_key(tab: Tab) -> None:
@@ -288,16 +283,13 @@ def test_requests_are_seen_sharing_the_steps(tab: Tab, live: ServerProcess, widt
 
 @pytest.mark.browser
 def test_a_server_without_the_view_says_so(tab: Tab) -> None:
-    server = ServerProcess("phase5_continuous", "--no-live-view")
-    try:
+    with ServerProcess("phase5_continuous", "--no-live-view") as server:
         tab.open(server.url)
         assert "--no-live-view" in tab.until("document.getElementById('live-status').textContent")
         send(tab, 1, 5)
         tab.until("document.querySelector('.answer .about').textContent.endsWith('Cut at 5 tokens.')")
         assert not any(each.endswith("/steps") for each in tab.requested)
         tab.assert_well(server.url)
-    finally:
-        server.close()
 
 
 @pytest.mark.browser

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import httpx
 import pytest
 
+from common.models.registry import open_checkpoint
+from tests.conftest import OwnPrompt
 from tests.server.support import ServerProcess, assert_error
 
+STRICT = "/openai/v1/completions"
 PROMPT = "Once upon a time, the fox"
-
-
-def plain_chunks(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:
-    """What comes of a stream under `/openai/v1`."""
-    body = server.body(**fields) | {"stream": True}
-    with httpx.stream("POST", f"{server.url}/openai/v1/completions", json=body, timeout=60) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_an_echo_comes_before_the_answer(server: ServerProcess) -> None:
@@ -35,7 +27,7 @@ def test_an_echo_comes_before_the_answer(server: ServerProcess) -> None:
     events = server.events(prompt=PROMPT, echo=True)
     assert events[0][1]["choices"][0]["text"] == PROMPT + events[0][1]["token"]
     assert "".join(data["choices"][0]["text"] for name, data in events if name == "token") == PROMPT + answer
-    chunks = plain_chunks(server, prompt=PROMPT, echo=True)
+    chunks = server.chunks(STRICT, prompt=PROMPT, echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT + answer
 
 
@@ -69,7 +61,7 @@ def test_log_probabilities_of_an_echo(server: ServerProcess, count: int) -> None
     for token, at in zip(found["tokens"], found["text_offset"], strict=True):
         if token in choice["text"]:
             assert choice["text"][at:].startswith(token) or at == 0
-    streamed = plain_chunks(server, **fields, echo=True)
+    streamed = server.chunks(STRICT, **fields, echo=True)
     joined = [value for chunk in streamed for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
     assert joined == found["token_logprobs"]
 
@@ -104,9 +96,8 @@ def test_prompt_logprobs_as_vllm_has_them(server: ServerProcess, count: int) -> 
             assert [each["logprob"] for each in ranked] == sorted(
                 (e["logprob"] for e in ranked), reverse=True
             )
-    chunks = plain_chunks(
-        server, prompt=PROMPT, prompt_logprobs=count, return_token_ids=True, max_tokens=3, ignore_eos=True
-    )
+    fields = {"prompt_logprobs": count, "return_token_ids": True, "max_tokens": 3, "ignore_eos": True}
+    chunks = server.chunks(STRICT, prompt=PROMPT, **fields)
     assert ["prompt_logprobs" in chunk["choices"][0] for chunk in chunks] == [True, False, False]
     assert chunks[0]["choices"][0]["prompt_logprobs"] == answer["choices"][0]["prompt_logprobs"]
     assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks] == [1, 1, 1]
@@ -149,7 +140,7 @@ def test_no_tokens_and_an_echo(server: ServerProcess) -> None:
     assert {data["finish_reason"] for _, data in named[:-1]} == {"length"}
     told = sorted((data["choices"][0] for _, data in named[:-1]), key=lambda choice: choice["index"])
     assert told == none["choices"]
-    chunks = plain_chunks(server, **fields, max_tokens=0)
+    chunks = server.chunks(STRICT, **fields, max_tokens=0)
     assert (
         sorted((chunk["choices"][0] for chunk in chunks), key=lambda choice: choice["index"])
         == none["choices"]
@@ -161,7 +152,7 @@ def test_no_tokens_and_scores(server: ServerProcess) -> None:
     expected = server.complete(**fields, max_tokens=3)["choices"][0]["prompt_logprobs"]
     (choice,) = server.complete(**fields, max_tokens=0)["choices"]
     assert (choice["text"], choice["prompt_logprobs"]) == ("", expected)
-    (chunk,) = plain_chunks(server, **fields, max_tokens=0)
+    (chunk,) = server.chunks(STRICT, **fields, max_tokens=0)
     assert chunk["choices"][0] == choice
     echoed = server.complete(prompt=SCORED, max_tokens=0, echo=True)["choices"][0]
     assert (echoed["text"], echoed["logprobs"]) == (SCORED, None)
@@ -169,15 +160,13 @@ def test_no_tokens_and_scores(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [
-        ({}, "max_tokens"),
-        ({"logprobs": 1}, "max_tokens"),
-        ({"echo": True, "min_tokens": 1}, "min_tokens"),
-    ],
+    [({}, "max_tokens"), ({"logprobs": 1}, "max_tokens"), ({"echo": True, "min_tokens": 1}, "min_tokens")],
 )
 def test_no_tokens_and_nothing_to_tell(server: ServerProcess, fields: dict[str, Any], field: str) -> None:
     assert_error(server.post(prompt=SCORED, max_tokens=0, **fields), 422, field)
-    assert server.complete(prompt=SCORED, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+# ---------------------------------------------------------------------- biases
 
 
 def test_biases(server: ServerProcess) -> None:
@@ -190,8 +179,58 @@ def test_biases(server: ServerProcess) -> None:
     assert server.complete(**fields, logit_bias={})["choices"][0]["token_ids"][0] == first
 
 
-def test_a_refused_bias_leaves_the_next_request_as_it_was(server: ServerProcess) -> None:
-    before = server.complete()["choices"]
-    assert_error(server.post(logit_bias={"1000000": 1}), 422, "logit_bias")
-    assert_error(server.post(prompt_logprobs=21), 422, "prompt_logprobs")
-    assert server.complete()["choices"] == before
+# ---------------------------------------------------------------------- prompts that are cut
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [(None, slice(-20, None)), ("left", slice(-20, None)), ("right", slice(20))]
+)
+def test_of_a_prompt_only_so_much_is_taken(
+    server: ServerProcess, side: str | None, kept: slice, own_prompt: OwnPrompt
+) -> None:
+    cut = {"truncate_prompt_tokens": 20, "truncation_side": side, "return_token_ids": True, "max_tokens": 4}
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    text = "Once upon a time there was a fox. " * 300  # more than the server takes whole
+    token_ids = own_prompt(40)
+    for prompt, tokens in ((text, tokenizer.encode(text)), (token_ids, token_ids)):
+        (choice,) = server.complete(prompt=prompt, echo=True, **cut)["choices"]
+        assert choice["prompt_token_ids"] == tokens[kept]
+        whole = server.complete(prompt=tokens[kept], echo=True, max_tokens=4)["choices"][0]
+        assert choice["text"] == whole["text"]
+    short = server.complete(prompt=[5, 6, 7], **cut)["choices"][0]
+    assert short["prompt_token_ids"] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cut_to_what_fits(server: ServerProcess, side: str) -> None:
+    """-1: as many tokens of the prompt as leave room for `max_tokens` within the server's 1,024."""
+    prompt = [50 + i % 7 for i in range(1500)]
+    cut = {
+        "truncate_prompt_tokens": -1,
+        "truncation_side": side,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    for max_tokens, kept in ((4, 1020), (1, 1023), (1000, 24)):
+        answer = server.complete(prompt=prompt, max_tokens=max_tokens, **cut)
+        expected = prompt[:kept] if side == "right" else prompt[-kept:]
+        assert answer["choices"][0]["prompt_token_ids"] == expected
+        assert answer["usage"]["completion_tokens"] == max_tokens
+    short = server.complete(prompt="A short one", **cut)["choices"][0]
+    whole = server.complete(prompt="A short one", return_token_ids=True)["choices"][0]
+    assert short["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert_error(server.post(prompt=prompt, max_tokens=1024, **cut), 422, "max_tokens")
+    fields = {"truncate_prompt_tokens": -1, "max_tokens": None, "min_tokens": 3, "ignore_eos": True}
+    messages = [{"role": "user", "content": "Cut it. " * 900}]
+    chat = server.ask("/v1/chat/completions", messages=messages, **fields)
+    assert chat.json()["usage"]["total_tokens"] == 1024
+    assert chat.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_cut_that_leaves_too_much_is_refused(server: ServerProcess) -> None:
+    prompt = [5] * 1500
+    assert_error(server.post(prompt=prompt, truncate_prompt_tokens=1024), 422, "prompt")
+    assert_error(server.post(prompt=prompt, truncate_prompt_tokens=1020, max_tokens=5), 422, "max_tokens")
+    messages = [{"role": "user", "content": "word " * 3000}]
+    chat = server.ask("/v1/chat/completions", messages=messages, max_tokens=1, truncate_prompt_tokens=30)
+    assert chat.json()["usage"]["prompt_tokens"] == 30

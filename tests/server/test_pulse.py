@@ -14,16 +14,16 @@ import pytest
 
 from common.server import logs
 from common.server.logs import FIELDS, Pulse
-from common.worker import EngineWorker
-from tests.common.test_worker import read, until, with_worker
-from tests.engine_helpers import build, greedy
+from tests.engine_helpers import build, greedy, read, until, working
+
+pytestmark = pytest.mark.anyio
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == logs.__name__]
 
 
-def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
+async def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -39,8 +39,7 @@ def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
         return step()
 
     monkeypatch.setattr(engine, "step", held_step)
-
-    async def scenario(worker: EngineWorker) -> None:
+    async with working(engine) as worker:
         beating = asyncio.create_task(Pulse(engine, worker).run())
         await asyncio.sleep(0.05)
         assert not lines(caplog)
@@ -63,8 +62,6 @@ def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
         assert len(lines(caplog)) - count <= 1  # one may have been due
         beating.cancel()
 
-    with_worker(engine, scenario)
-
 
 FREED_MB = 150
 
@@ -72,13 +69,12 @@ FREED_MB = 150
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists() or platform.libc_ver()[0] != "glibc", reason="of GNU's C library"
 )
-def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that stay lie among those that are freed, so the allocator can give no end of its heap back."""
     monkeypatch.setattr(logs, "PULSE_EVERY_S", 0.01)
     process = psutil.Process()
     engine = build("continuous", clock=time.monotonic)
-
-    async def scenario(worker: EngineWorker) -> None:
+    async with working(engine) as worker:
         objects = [bytes(1000) for _ in range(FREED_MB * 1000)]
         kept = objects[::500]
         full = process.memory_info().rss
@@ -87,5 +83,3 @@ def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: pytest.
         await until(lambda: full - process.memory_info().rss > FREED_MB * 1e6 / 2)
         assert kept[-1] == bytes(1000)
         beating.cancel()
-
-    with_worker(engine, scenario)

@@ -11,8 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.support import HANG_S, ServerProcess, assert_error
-from tests.server.test_lifecycle import hold_a_full_batch, in_background
+from tests.server.support import HANG_S, ServerProcess, assert_error, hold_a_full_batch, in_background
 
 PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for every product to be shared out
 
@@ -20,15 +19,12 @@ PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for eve
 def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
     """Threads of a process that has answered requests of every kind, with products shared out to so many."""
     env = {"OMP_NUM_THREADS": str(workers), "OPENBLAS_NUM_THREADS": "1"}  # numpy has threads of its own
-    server = ServerProcess(phase, *flags, env=env)
-    try:
+    with ServerProcess(phase, *flags, env=env) as server:
         server.complete(prompt=PREFILL, max_tokens=12, temperature=1, top_p=0.9, seed=4)
         server.complete(prompt=[PREFILL] * 4, logprobs=3, presence_penalty=1, stop=["fox"])
         server.events(prompt=PREFILL)
         assert server.client.get("/telemetry").status_code == 200
         return psutil.Process(server.process.pid).num_threads()
-    finally:
-        server.close()
 
 
 @pytest.mark.slow
@@ -43,28 +39,24 @@ def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> Non
 
 @pytest.mark.slow
 def test_a_step_that_hangs_does_not_keep_the_server() -> None:
-    """Its clients are told, and the process ends, although the pass never does."""
-    server = ServerProcess(
+    """The clients get an error and the process ends, although the pass never does."""
+    with ServerProcess(
         "phase7_chunked",
         *("--shutdown-timeout", "0.2", "--max-batch-size", "4"),
         module="tests.server.gated_server",
-    )
-    try:
+    ) as server:
         batch = hold_a_full_batch(server)
         server.signal()
         assert_error(batch.result(HANG_S), 503, None, "shutting_down")
         assert server.wait() == 0
         assert "Traceback" not in server.log_text
-    finally:
-        server.close()
 
 
 def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
-    """It works for one request, and cannot be interrupted: the process ends without it."""
-    server = ServerProcess(
+    """A thread inside a request cannot be interrupted. The process ends without it."""
+    with ServerProcess(
         "phase5_continuous", "--shutdown-timeout", "0.2", module="tests.server.gated_server"
-    )
-    try:
+    ) as server:
         server.order("stick")
         (stuck,) = in_background(1, lambda _: server.client.post("/tokenize", json={"prompt": "a hat"}))
         server.expect("hangs")
@@ -72,8 +64,6 @@ def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
         assert server.wait() == 0
         assert isinstance(stuck.exception(HANG_S), httpx.TransportError)
         assert "Traceback" not in server.log_text
-    finally:
-        server.close()
 
 
 SLOW_ENGINE = """
@@ -94,7 +84,7 @@ serve.main("phase4_static", ["--port", "0"])
 
 
 def test_an_interrupt_while_the_engine_is_built() -> None:
-    """Its thread is inside torch and goes on: the process ends all the same, with one line."""
+    """The building thread is inside torch and goes on. The process ends all the same, with one line."""
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_ENGINE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

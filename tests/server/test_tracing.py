@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.server.backlogs import Backlogs
 from common.server.live_view import MAX_RECORDINGS
-from common.server.stream import Backlogs
 from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
 from tests.traces import assert_valid, read_trace, requests_of
 
@@ -130,8 +130,7 @@ def test_a_reader_of_a_trace_that_stalls_is_given_up(local: LocalServer) -> None
 
 def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "server.trace"
-    server = ServerProcess(SERVED, "--trace", str(path))
-    try:
+    with ServerProcess(SERVED, "--trace", str(path)) as server:
         for length in (3, 5):
             server.complete(max_tokens=length)
         with server.streaming(max_tokens=200) as events:
@@ -144,8 +143,6 @@ def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
             assert server.wait() == 0
             assert read_trace(reading.result(HANG_S).content) is not None
         assert "Traceback" not in server.log_text
-    finally:
-        server.close()
     data = path.read_bytes()
     assert data.endswith(b"]\n")
     events = read_trace(data)
@@ -158,16 +155,13 @@ def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_server_leaves_what_it_has_done(tmp_path: Path) -> None:
     path = tmp_path / "server.trace"
-    server = ServerProcess(SERVED, "--trace", str(path), "--max-seq-len", "2048")
-    try:
+    with ServerProcess(SERVED, "--trace", str(path), "--max-seq-len", "2048") as server:
         server.complete(max_tokens=3)
         with server.streaming(max_tokens=1500) as events:
             for _ in range(10):
                 next(events)
             server.signal(signal.SIGKILL)
             server.wait()
-    finally:
-        server.close()
     data = path.read_bytes()
     assert not data.rstrip().endswith(b"]")
     tracks = list(requests_of(read_trace(data)).values())
@@ -179,15 +173,14 @@ def test_a_killed_server_leaves_what_it_has_done(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_requests_that_a_shutdown_gives_up_end_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "server.trace"
-    server = ServerProcess(SERVED, "--trace", str(path), "--shutdown-timeout", "0.1", "--max-seq-len", "4096")
-    try:
+    with ServerProcess(
+        SERVED, "--trace", str(path), "--shutdown-timeout", "0.1", "--max-seq-len", "4096"
+    ) as server:
         with server.streaming(max_tokens=4000) as events:
             next(events)
             server.signal()
             assert list(events)[-1][0] == "error"
         assert server.wait() == 0
-    finally:
-        server.close()
     events = read_trace(path.read_bytes())
     assert_valid(events)
     (track,) = requests_of(events).values()
@@ -198,16 +191,13 @@ def test_requests_that_a_shutdown_gives_up_end_in_the_file(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a device that is always full")
 def test_a_full_disk_ends_the_trace_and_not_the_server() -> None:
-    server = ServerProcess(SERVED, "--trace", "/dev/full")
-    try:
+    with ServerProcess(SERVED, "--trace", "/dev/full") as server:
         for _ in range(3):
             server.complete(max_tokens=3)
         assert "a trace ends early: No space left on device" in "".join(server.log)
         assert "Traceback" not in "".join(server.log)
         server.signal()
         assert server.wait() == 0
-    finally:
-        server.close()
 
 
 @pytest.mark.slow

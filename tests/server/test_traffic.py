@@ -12,9 +12,21 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import called_from_python, with_option
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
-from tests.server.test_lifecycle import hold_a_full_batch, in_background, post
+from tests.server.support import (
+    HANG_S,
+    PHASES,
+    ServerProcess,
+    assert_error,
+    called_from_python,
+    eventually,
+    hold_a_full_batch,
+    in_background,
+    on_phases,
+    post,
+    with_option,
+)
+
+pytestmark = on_phases(*PHASES)
 
 QUEUE = 16
 PAGED = with_option("block_size")
@@ -88,7 +100,7 @@ def test_sixteen_at_once_all_complete_and_one_more_is_refused(busy: ServerProces
 
 def test_everyone_completes_where_blocks_run_out(busy: ServerProcess, phase: str) -> None:
     orders = [{"prompt": f"The fox number {number}", **LONG} for number in range(4)]
-    batch = hold_a_full_batch(busy)
+    batch = hold_a_full_batch(busy, max_tokens=1)  # a longer one would be preempted for its seats
     room = busy.queue_room()
     crowd = in_background(4, lambda number: post(busy, **orders[number]))
     eventually(lambda: busy.queue_room() == room - 4)  # so they will be computed together

@@ -35,7 +35,7 @@ def crowd(seed: int) -> Coming:
 
 
 class Seen:
-    """What each step planned and said, in a form in which two engines can be compared."""
+    """Records the plan and outputs of each step, in a form in which two engines can be compared."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -59,7 +59,7 @@ class Seen:
 
 
 def serve(engine: Engine, coming: Coming) -> list[Any]:
-    """One step after the other, whatever the clock says."""
+    """Run steps until no request is left, whatever the clock says. Returns their records."""
     seen = Seen(engine)
     left = list(coming)
     for step in range(2000):
@@ -80,7 +80,7 @@ def both(phase: int, **options: Any) -> tuple[Engine, Engine]:
     return real, simulate_engine(phase, ONE_SECOND_A_PASS, **options)
 
 
-TIGHT = {"block_size": 4, "num_blocks": 24}  # less than two of the longest: somebody is preempted
+TIGHT = {"block_size": 4, "num_blocks": 24}  # less than two of the longest requests need: one is preempted
 
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     *((phase, {}) for phase in NAMES),
@@ -116,7 +116,7 @@ def test_the_same_requests_make_the_same_plans(phase: int, options: dict[str, An
 
 
 def test_the_settings_preempt_find_prefixes_and_evict() -> None:
-    """What the test above compares must happen in it."""
+    """So the test above compares preemptions, prefix hits, evictions, padding and idle rows."""
     found = {"preemptions": 0, "cached_tokens": 0, "evictions": 0, "padded_tokens": 0, "idle_rows": 0}
     for phase, options in ((4, {}), (6, TIGHT), (8, TIGHT)):
         engine = both(phase, **options)[1]

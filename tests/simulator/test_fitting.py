@@ -12,21 +12,10 @@ from benchmarks.files import Together, load_comparisons
 from benchmarks.results import RESULTS, Run
 from simulator import LinearCost, Work
 from simulator.cost import Device, RooflineCost
-from simulator.fitting import fit_prices
-from simulator.observers import Distribution
+from simulator.fitting import cost_of, fit_group, fit_prices, held_out
+from simulator.observers import Durations
 from simulator.predict import figures, simulate_run
-from simulator.prices import (
-    PRICES,
-    SYNCHRONOUS,
-    Fit,
-    Group,
-    Measured,
-    cost_of,
-    costs_table,
-    find_cost,
-    fit_group,
-    load_fits,
-)
+from simulator.prices import PRICES, SYNCHRONOUS, Fit, Group, costs_table, find_cost, load_fits
 from simulator.replay import options_of, replay
 
 LINEUP = "20261123-030937"  # the comparison whose timelines are all published
@@ -67,7 +56,13 @@ def test_a_price_that_would_be_negative_is_none() -> None:
     assert found[0] == pytest.approx(2.0)
 
 
-def test_what_no_step_has_costs_nothing() -> None:
+def test_kinds_that_always_come_together_share_a_price() -> None:
+    amounts = np.array([[1.0, 2.0, 2.0], [1.0, 5.0, 5.0], [1.0, 9.0, 9.0]])
+    found = fit_prices(amounts, amounts @ np.array([3.0, 0.0, 1.0]))
+    assert found == pytest.approx([3.0, 0.5, 0.5])
+
+
+def test_a_kind_of_work_that_no_step_has_costs_nothing() -> None:
     assert fit_prices(np.array([[2.0, 0.0], [4.0, 0.0]]), np.array([1.0, 2.0])) == pytest.approx([0.5, 0.0])
     with pytest.raises(ValueError, match="no steps"):
         fit_prices(np.zeros((0, 2)), np.zeros(0))
@@ -97,11 +92,11 @@ def test_a_run_with_another_schedule_is_noticed() -> None:
 
 def test_prices_of_a_run_predict_it() -> None:
     run = committed("mixed", 8)
-    measured = [Measured(run, replay(run))]
+    replays = [replay(run)]
     tokens_per_s, ttft_s = figures(run.metrics)
-    predicted = figures(simulate_run(run, cost_of(measured)))
+    predicted = figures(simulate_run(run, cost_of(replays)))
     assert predicted == pytest.approx((tokens_per_s, ttft_s), rel=0.15)
-    fit = fit_group(Group.of(run), measured)
+    fit = fit_group(Group.of(run), replays, held_out(replays))
     assert (fit.step_error, fit.total_error) == (None, None)  # no other workload to tell
 
 
@@ -148,17 +143,17 @@ def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
     assert weights_s < shared < more
 
 
-def test_percentiles_of_many_in_little_room() -> None:
-    distribution = Distribution()
+def test_percentiles_of_a_histogram_are_close_to_the_exact_ones() -> None:
+    durations = Durations()
     values = [1e-4 * 1.01**place for place in range(1000)]
     for value in values:
-        distribution.add(value)
-    distribution.add(0.0)
+        durations.add(value)
+    durations.add(0.0)
     for share in (0.0, 0.5, 0.99):
         expected = sorted([0.0, *values])[round(share * 1000)]
-        assert distribution.percentile(share) == pytest.approx(expected, rel=2e-3, abs=1e-9)
-    assert distribution.max == max(values)
-    assert Distribution().percentiles() is None
+        assert durations.percentile(share) == pytest.approx(expected, rel=2e-3, abs=1e-9)
+    assert durations.max == max(values)
+    assert Durations().percentiles() is None
 
 
 def test_all_runs_of_the_published_lineup_are_usable() -> None:

@@ -1,21 +1,22 @@
-"""Clients and engines in virtual time: who comes, who waits, and that everything comes to its end."""
+"""Clients and engines in virtual time: arrivals, waiting, times, and that every request ends."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from benchmarks.metrics import summarize
+from benchmarks.metrics import summarize, summarize_server
 from benchmarks.workloads import WORKLOADS, planned_requests
 from common.engine import Engine
 from common.phases import phase_names, phase_number
+from common.telemetry import StepRecord
 from simulator import (
     Arrival,
     LinearCost,
-    Server,
     Timelines,
     Unlike,
     arrivals_of,
@@ -45,7 +46,7 @@ def engine(phase: int, cost: LinearCost = COST, **options: Any) -> Engine:
 
 
 def tight(phase: int) -> Engine:
-    """So little memory that whoever grows is in somebody's way, where memory comes in blocks."""
+    """An engine with so little memory that sequences preempt each other, if memory comes in blocks."""
     blocks = {"block_size": 4, "num_blocks": 60} if phase >= 6 else {}
     return engine(phase, max_waiting_requests=3, **blocks)
 
@@ -76,30 +77,31 @@ def test_every_request_ends_once_and_all_memory_comes_back(phase: int) -> None:
     assert (counters.requests_added, counters.requests_finished) == (60, 60)
     assert counters.preemptions > 0 or phase < 6
     assert_all_free(simulated)
-    starts = [step.started_s for step in seen.steps]
+    starts = [step.started_s for step in simulated.telemetry.records]
     assert starts == sorted(starts)
-    assert sum(step.prefill_tokens for step in seen.steps) == counters.prefill_tokens
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_same_arrivals_take_the_same_course(phase: int) -> None:
     first, second = Timelines(), Timelines()
-    for seen in (first, second):
-        run(tight(phase), crowd(30), seen)
+    engines = [tight(phase), tight(phase)]
+    for simulated, seen in zip(engines, (first, second), strict=True):
+        run(simulated, crowd(30), seen)
     assert first == second
+    assert engines[0].telemetry.records == engines[1].telemetry.records
 
 
 def test_time_is_what_the_cost_says() -> None:
     """One request alone, step by step."""
-    seen = Timelines()
-    run(engine(7, prefill_chunk_size=8), [Arrival(0, 1.0, range(12), 2)], seen)
+    simulated, seen = engine(7, prefill_chunk_size=8), Timelines()
+    run(simulated, [Arrival(0, 1.0, range(12), 2)], seen)
     chunks = [  # pass, then reading its token
         0.01 + 8 * 1e-4 + 36e-8 + 1e-3,
         0.01 + 4 * 1e-4 + (9 + 10 + 11 + 12) * 1e-8 + 2e-4 + 1e-3,
         0.01 + 13 * 1e-6 + 2e-4 + 1e-3,
         0.0,  # lets go of it
     ]
-    assert [step.duration_s for step in seen.steps] == pytest.approx(chunks)
+    assert [step.duration_s for step in simulated.telemetry.records] == pytest.approx(chunks)
     begin = 1.0 + 2e-3
     first = begin + chunks[0] + 1e-4 + chunks[1] + 1e-3
     assert seen.requests[0].token_times_s == pytest.approx([first, first + 1e-4 + chunks[2]])
@@ -160,7 +162,7 @@ def test_a_chat_finds_what_was_said_before() -> None:
         ([Arrival(0, 0.0, range(5), 7), Arrival(1, 0.0, range(5), 7, after=5)], "comes after 5"),
     ],
 )
-def test_what_cannot_be_served_is_said(arrivals: Sequence[Arrival], message: str) -> None:
+def test_arrivals_that_cannot_be_served_are_named(arrivals: Sequence[Arrival], message: str) -> None:
     simulated = engine(7)
     with pytest.raises(ValueError, match=message):
         run(simulated, arrivals, Timelines())
@@ -175,8 +177,8 @@ def test_an_engine_that_computes_is_refused() -> None:
         run(build("chunked"), [], Timelines())
 
 
-def test_more_than_there_is_room_for_is_read_as_others_leave() -> None:
-    """A burst of any size: what waits outside is not a request yet."""
+def test_arrivals_are_read_only_as_places_become_free() -> None:
+    """A burst may have any size: its arrivals become requests one after the other."""
     drawn = 0
 
     def burst() -> Any:
@@ -187,13 +189,13 @@ def test_more_than_there_is_room_for_is_read_as_others_leave() -> None:
 
     most = 0
 
-    class Watching(Timelines):
-        def on_step(self, server: Server, record: Any) -> None:
-            nonlocal most
-            most = max(most, drawn - sum(r.finished_s is not None for r in self.requests))
+    def watch(*_: object) -> None:
+        nonlocal most
+        most = max(most, drawn - sum(r.finished_s is not None for r in seen.requests))
 
-    seen = Watching()
-    run(engine(5, max_waiting_requests=10), burst(), seen)
+    seen, simulated = Timelines(), engine(5, max_waiting_requests=10)
+    simulated.watchers.append(watch)
+    run(simulated, burst(), seen)
     assert len(seen.requests) == 500
     assert most <= 4 + 10 + 4 + 1  # seats, queue, answers on their way, and the one that is looked at
     assert {record.sent_s for record in seen.requests} == {0.0}
@@ -201,13 +203,14 @@ def test_more_than_there_is_room_for_is_read_as_others_leave() -> None:
 
 @pytest.mark.parametrize("name", ["mixed", "multi_turn", "baseline"])
 def test_a_summary_has_the_numbers_of_the_timelines(name: str) -> None:
-    workload, both = WORKLOADS[name], (Timelines(), Summary())
-    engines = []
-    for seen in both:
-        engines.append(simulate_engine(8, COST, max_batch_size=6, model="dummy:llama-60m"))
+    workload = WORKLOADS[name]
+    engines = [simulate_engine(8, COST, max_batch_size=6, model="dummy:llama-60m") for _ in range(2)]
+    steps: list[StepRecord] = []
+    engines[0].watchers.append(lambda record, *_: steps.append(record))
+    timelines, summary = Timelines(), Summary(engines[1:])
+    for simulated, seen in zip(engines, (timelines, summary), strict=True):
         plan = planned_requests(workload, Unlike())
-        run(engines[-1], arrivals_of(plan, sequential=name == "baseline"), seen)
-    timelines, summary = both
+        run(simulated, arrivals_of(plan, sequential=name == "baseline"), seen)
     exact = summarize(timelines.requests, slo_ttft_s=2.0, slo_itl_s=0.2).model_dump()
     found = summary.metrics().model_dump()
     for metric, value in exact.items():
@@ -215,7 +218,6 @@ def test_a_summary_has_the_numbers_of_the_timelines(name: str) -> None:
             assert found[metric] == pytest.approx(value, rel=2e-3)
         else:
             assert found[metric] == pytest.approx(value), metric
-    server = summary.server_metrics(engines[1:])
-    assert server.steps == len(timelines.steps)
-    assert server.prefill_tokens == sum(step.prefill_tokens for step in timelines.steps)
-    assert server.kv_used_max == max(step.kv_used_tokens for step in timelines.steps)
+    counters = dataclasses.asdict(engines[0].telemetry.counters)
+    expected = summarize_server({}, counters, [dataclasses.asdict(step) for step in steps])
+    assert summary.server_metrics().model_dump() == pytest.approx(expected.model_dump())

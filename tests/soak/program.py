@@ -57,22 +57,6 @@ PROMPTS = [
     "In the garden",
 ]
 
-COLUMNS = [
-    "phase",
-    "answered",
-    "cancelled by the client",
-    "refused",
-    "wrong or missing",
-    "ended on the server",
-    "held for nobody",
-    "files",
-    "threads",
-    "memory, %",
-    "/health p50, ms",
-    "p99, ms",
-    "seconds",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -272,11 +256,7 @@ class Clients:
     async def _refused(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         body = malformed(draw)
         sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-        answer = await client.post(
-            "/v1/completions",
-            headers={"content-type": "application/json"},
-            **sent,
-        )
+        answer = await client.post("/v1/completions", headers={"content-type": "application/json"}, **sent)
         self._expect(400 <= answer.status_code < 500, f"{body!r}: {answer.status_code}")
         self._expect(bool(answer.json()["error"]["message"]), f"{body!r}: no reason")
         self.tally.ends["refused"] += 1
@@ -332,24 +312,25 @@ def soak(phase: str, requests: int, clients: int, seed: int = 0) -> tuple[Tally,
     return tally, before, after, taken_s
 
 
-def row_of(phase: str, tally: Tally, before: State, after: State, taken_s: float) -> list[Cell]:
+def row_of(phase: str, tally: Tally, before: State, after: State, taken_s: float) -> dict[str, Cell]:
     counted = {name: after.counters[name] - before.counters[name] for name in after.counters}
     ended = sum(counted[f"requests_{end}"] for end in ("finished", "failed", "cancelled"))
-    return [
-        phase,
-        tally.ends["answered"],
-        tally.ends["cancelled"],
-        tally.ends["refused"],
-        len(tally.wrong) + int(counted["requests_failed"]),
-        f"{ended:.0f} of {counted['requests_added']:.0f}",
-        int(after.counters["reclaimed_slots"]) + after.reserved_tokens + before.queue_room - after.queue_room,
-        after.files - before.files,
-        after.threads - before.threads,
-        100 * (after.memory_bytes / before.memory_bytes - 1),
-        statistics.median(tally.health_s) * 1e3,
-        tally.seconds(0.99) * 1e3,
-        taken_s,
-    ]
+    held = after.counters["reclaimed_slots"] + after.reserved_tokens + before.queue_room - after.queue_room
+    return {
+        "phase": phase,
+        "answered": tally.ends["answered"],
+        "cancelled by the client": tally.ends["cancelled"],
+        "refused": tally.ends["refused"],
+        "wrong or missing": len(tally.wrong) + int(counted["requests_failed"]),
+        "ended on the server": f"{ended:.0f} of {counted['requests_added']:.0f}",
+        "held for nobody": int(held),
+        "files": after.files - before.files,
+        "threads": after.threads - before.threads,
+        "memory, %": 100 * (after.memory_bytes / before.memory_bytes - 1),
+        "/health p50, ms": statistics.median(tally.health_s) * 1e3,
+        "p99, ms": tally.seconds(0.99) * 1e3,
+        "seconds": taken_s,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -378,8 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "requests": f"{options.requests} to each phase, {options.clients} at a time",
             "after": "a tenth as many that are not counted",
         },
-        columns=COLUMNS,
-        rows=rows,
+        columns=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
     )
     table.publish(options.out, console)
     return int(lost)

@@ -8,7 +8,7 @@ import pytest
 
 from common.phases import phase_names
 from tests.soak import program as soak
-from tests.soak.program import COLUMNS, State, Tally, row_of
+from tests.soak.program import State, Tally, row_of
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_nothing_is_lost(phase: str) -> None:
     assert tally.wrong == []
     assert tally.ends.total() == 400
     assert {"answered", "cancelled", "refused"} == set(tally.ends)
-    row = dict(zip(COLUMNS, row_of(phase, tally, before, after, taken_s), strict=True))
+    row = row_of(phase, tally, before, after, taken_s)
     assert row["wrong or missing"] == 0
     ended, _, added = str(row["ended on the server"]).partition(" of ")
     assert ended == added
@@ -45,10 +45,14 @@ def test_a_wrong_answer_a_lost_one_and_a_kind_refusal_are_seen(monkeypatch: pyte
 
 
 def test_what_is_held_for_nobody_adds_up() -> None:
-    counters = dict.fromkeys(
-        [f"requests_{name}" for name in ("added", "finished", "failed", "cancelled")] + ["reclaimed_slots"],
-        0.0,
+    names = (
+        "requests_added",
+        "requests_finished",
+        "requests_failed",
+        "requests_cancelled",
+        "reclaimed_slots",
     )
+    counters = dict.fromkeys(names, 0.0)
     before = State(counters, queue_room=9, reserved_tokens=0, files=5, threads=3, memory_bytes=1000)
     after = State(
         counters | {"requests_added": 4, "requests_finished": 3, "requests_failed": 1, "reclaimed_slots": 2},
@@ -59,7 +63,7 @@ def test_what_is_held_for_nobody_adds_up() -> None:
         memory_bytes=1010,
     )
     tally = Tally(health_s=[i / 1000 for i in range(101)])
-    row = dict(zip(COLUMNS, row_of("4", tally, before, after, 1.0), strict=True))
+    row = row_of("4", tally, before, after, 1.0)
     assert row["held for nobody"] == 2 + 16 + 1
     assert row["ended on the server"] == "4 of 4"
     assert (row["wrong or missing"], row["files"], row["threads"]) == (1, 1, 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from dataclasses import dataclass
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,217 +20,8 @@ pytestmark = pytest.mark.slow
 PHASES = phase_names()
 
 
-@dataclass(frozen=True)
-class HalfRight:
-    """A solution with a mistake: the original, with some of its text replaced, and how its hint begins."""
-
-    phase: str
-    file: str
-    changes: tuple[tuple[str, str], ...]
-    hint: str
-
-
-HALF_RIGHT = {
-    "a timer that is set back": HalfRight(
-        "phase4_static",
-        "scheduler.py",
-        (("        elif self._forming_since is None:\n", "        else:\n"),),
-        "The time runs from the first who came",
-    ),
-    "members that leave one by one": HalfRight(
-        "phase4_static",
-        "scheduler.py",
-        (
-            (
-                "        if not all(request.is_terminal for request in self.active):\n            return []\n",
-                "",
-            ),
-            ("        done, self.active = self.active, []\n        return done", "        return []"),
-        ),
-        "A batch leaves whole",
-    ),
-    "logits of the rectangle's end": HalfRight(
-        "phase4_static",
-        "runner.py",
-        (("else range(chunk.end - 1, chunk.end)", "else range(longest - 1, longest)"),),
-        "A row's next token is chosen by the logits of its last real token",
-    ),
-    "idle rows that wander": HalfRight(
-        "phase4_static",
-        "runner.py",
-        (("column = max(length - 1, 0)", "column = length"),),
-        "An idle row stands still",
-    ),
-    "a full block and one more": HalfRight(
-        "phase6_paged",
-        "cache.py",
-        (("return -(-tokens // self._block_size)", "return tokens // self._block_size + 1"),),
-        "Whole blocks, rounded up",
-    ),
-    "blocks freed twice": HalfRight(
-        "phase6_paged",
-        "allocator.py",
-        (("if wrong or len(set(blocks)) != len(blocks):", "if False:"),),
-        "A block that is freed twice",
-    ),
-    "a refusal that takes what there is": HalfRight(
-        "phase6_paged",
-        "allocator.py",
-        (
-            (
-                "            raise OutOfBlocksError(",
-                "            self._free.clear()\n            raise OutOfBlocksError(",
-            ),
-        ),
-        "All blocks or none",
-    ),
-    "no reserve": HalfRight(
-        "phase6_paged",
-        "scheduler.py",
-        (("free * (1 - GROWTH_RESERVE)", "free"),),
-        "Newcomers leave GROWTH_RESERVE",
-    ),
-    "a reserve for nobody": HalfRight(
-        "phase6_paged",
-        "scheduler.py",
-        (("(cost > budget and self.active)", "cost > budget"),),
-        "With nobody active nobody grows",
-    ),
-    "some overtake": HalfRight(
-        "phase6_paged",
-        "scheduler.py",
-        (
-            (
-                "        while request := self.next_waiting():\n",
-                "        for request in list(self.waiting)[: self.free_seats]:\n",
-            ),
-            (
-                "                return\n            self.waiting.popleft()",
-                "                continue\n            self.waiting.remove(request)",
-            ),
-        ),
-        "First come, first served",
-    ),
-    "preempted to the back": HalfRight(
-        "phase6_paged",
-        "scheduler.py",
-        (("self.waiting.appendleft(request)", "self.waiting.append(request)"),),
-        "Who is preempted arrived before all who wait",
-    ),
-    "a batch that fills when it is empty": HalfRight(
-        "phase5_continuous",
-        "scheduler.py",
-        (
-            (
-                "        self._fill_seats(pool)\n",
-                "        if not self.active:\n            self._fill_seats(pool)\n",
-            ),
-        ),
-        "A batch is made anew in every step",
-    ),
-    "room without seats": HalfRight(
-        "phase5_continuous",
-        "scheduler.py",
-        (("return super().queue_room() + self.free_seats", "return super().queue_room()"),),
-        "The next step seats as many",
-    ),
-    "prompts first": HalfRight(
-        "phase7_chunked",
-        "scheduler.py",
-        (
-            (
-                "decode=tuple(r for r in self.active if r.wants_token)",
-                "decode=() if self.prefill_requests() else tuple(r for r in self.active if r.wants_token)",
-            ),
-        ),
-        "Who decodes is in every plan",
-    ),
-    "newcomers first": HalfRight(
-        "phase7_chunked",
-        "scheduler.py",
-        (("return not request.has_begun,", "return request.has_begun,"),),
-        "Who has begun goes on before newcomers",
-    ),
-    "a budget for each prompt": HalfRight(
-        "phase7_chunked",
-        "scheduler.py",
-        (
-            ("min(size, left, len(", "min(size, len("),
-            ("            if left == 0:\n", "            if left <= 0:\n"),
-        ),
-        "The budget is the step's",
-    ),
-    "two passes": HalfRight(
-        "phase7_chunked",
-        "runner.py",
-        (
-            (
-                "            yield ForwardPass((*shares, *map(self.prefill_share, chunks)))\n"
-                "            shares = ()\n",
-                "            yield ForwardPass(tuple(map(self.prefill_share, chunks)))\n",
-            ),
-        ),
-        "One pass for all",
-    ),
-    "nothing left to compute": HalfRight(
-        "phase8_prefix",
-        "cache.py",
-        (("limit = (len(request.token_ids) - 1) //", "limit = len(request.token_ids) //"),),
-        "The next token is chosen by the logits of the last one",
-    ),
-    "the latest goes first": HalfRight(
-        "phase8_prefix",
-        "tree.py",
-        (("popitem(last=False)", "popitem(last=True)"),),
-        "Who was let go first is evicted first",
-    ),
-    "one look": HalfRight(
-        "phase8_prefix",
-        "scheduler.py",
-        (("if not request.has_begun:", "if False:"),),
-        "Those who come together find nothing",
-    ),
-    "anything is shared": HalfRight(
-        "phase8_prefix",
-        "cache.py",
-        (("if blocks and self._are_finite(blocks):", "if blocks:"),),
-        "What is not a number spreads",
-    ),
-    "one step at a time": HalfRight(
-        "phase9_pipelined",
-        "runner.py",
-        (
-            (
-                "outputs = self._attempt(self.launch_forward",
-                "outputs = self.drain() + self._attempt(self.launch_forward",
-            ),
-        ),
-        "Nothing computes while the host reads",
-    ),
-    "nobody waits for its token": HalfRight(
-        "phase9_pipelined",
-        "runner.py",
-        (("or launched.waits_for_tokens):", "or False):"),),
-        "Grammars and penalties choose by the token before",
-    ),
-    "memory taken in flight": HalfRight(
-        "phase9_pipelined",
-        "scheduler.py",
-        (("self._out_of_room = self.in_flight", "self._out_of_room = False"),),
-        "A step on its way still writes",
-    ),
-    "a queue that remembers": HalfRight(
-        "phase9_pipelined",
-        "state.py",
-        (
-            (
-                "        self.steps.clear()\n",
-                "",
-            ),
-        ),
-        "After a failure nothing is in flight",
-    ),
-}
+#: Solutions with a mistake, by name.
+HALF_RIGHT: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("half_right.toml").read_text())
 
 
 def copy_of(exercise: Exercise, tree: Path) -> Path:
@@ -270,22 +62,22 @@ def test_the_emptied_tree_says_what_it_owes(phase: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", HALF_RIGHT)
 def test_a_half_right_solution_gets_its_hint(name: str, tmp_path: Path) -> None:
     half = HALF_RIGHT[name]
-    exercise = load_exercise(half.phase)
-    path = copy_of(exercise, tmp_path) / exercise.package / half.file
+    exercise = load_exercise(half["phase"])
+    path = copy_of(exercise, tmp_path) / exercise.package / half["file"]
     text = path.read_text()
-    for old, new in half.changes:
-        assert text.count(old) == 1, f"the original has changed: {old!r}"
-        text = text.replace(old, new)
+    for change in half["changes"]:
+        assert text.count(change["from"]) == 1, f"the original has changed: {change['from']!r}"
+        text = text.replace(change["from"], change["to"])
     path.write_text(text)
     judgement = judge(by_hints(exercise), tmp_path)
     assert not judgement.all_hold
-    assert hint_for(exercise, judgement).startswith(half.hint), report(exercise, judgement)
+    assert hint_for(exercise, judgement).startswith(half["hint"]), report(exercise, judgement)
 
 
 def test_every_hint_is_somebodys() -> None:
     for phase in PHASES:
         hints = [hint.says for hint in load_exercise(phase).hints]
-        given = [half.hint for half in HALF_RIGHT.values() if half.phase == phase]
+        given = [half["hint"] for half in HALF_RIGHT.values() if half["phase"] == phase]
         assert [sum(says.startswith(hint) for hint in given) for says in hints] == [1] * len(hints)
 
 

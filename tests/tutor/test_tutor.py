@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.phases import phase_names
-from tests.docs.conftest import ROOT
+from tests.docs.support import ROOT
 from tutor import __main__ as command_line
 from tutor import emptying
 from tutor.emptying import empty, set_up

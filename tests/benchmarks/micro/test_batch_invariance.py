@@ -19,6 +19,7 @@ from benchmarks.micro.batch_invariance import (
     greedy_orders,
     sampled_orders,
 )
+from benchmarks.micro.engines import build_engine
 from common.models.registry import open_checkpoint
 from kernels import native
 from kernels.linear import packed_linear
@@ -92,8 +93,7 @@ def test_torch_is_measured_as_torch() -> None:
 
 
 def test_a_request_that_fails_is_no_answer() -> None:
-    engine_of = batch_invariance.find_phase("phase7_chunked")
-    engine = engine_of.build_engine(engine_of.Config(model=MODEL, device="cpu", max_seq_len=256))
+    engine = build_engine("7", model=MODEL, device="cpu", max_seq_len=256)
     engine.runner.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="a request failed"):
         batch_invariance.serve(engine, greedy_orders(engine.tokenizer, 1))

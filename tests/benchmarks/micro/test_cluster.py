@@ -1,4 +1,4 @@
-"""What the cluster measurements make of what they see, and what the site draws of them. No cluster is started."""
+"""Numbers that the cluster measurements compute, and pictures that pages draw of them. No cluster is started."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.micro.cluster import OTHERS, ROUTING_COLUMNS, cache_use, speed, times_of
-from benchmarks.micro.cluster_loss import COLUMNS as LOSS_COLUMNS
+from benchmarks.micro.cluster import LOSS_COLUMNS, OTHERS, ROUTING_COLUMNS, cache_use, speed, times_of
 from benchmarks.results import Generator, LoadResult, RequestRecord
 from benchmarks.tables import MeasuredTable
 from docs.building import cluster

@@ -1,4 +1,4 @@
-"""What a step costs on the host: every part is timed, and nothing twice."""
+"""The host's time of a step: every part is timed, and nothing twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from benchmarks.micro import host_cost
 from benchmarks.micro.host_cost import PARTS, step_times
 from common.engine import Engine
-from common.request import SamplingParams
 
 
 @pytest.mark.parametrize("phase", ["phase4_static", "phase7_chunked"])
@@ -24,6 +23,6 @@ def test_the_parts_are_of_one_step_and_of_different_work(phase: str, monkeypatch
         return engine
 
     monkeypatch.setattr(host_cost, "engine_without_passes", counting)
-    times = step_times(phase, 3, SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True))
+    times = step_times(phase, 3, new_tokens=6)
     assert {part: times[part] / 1e3 for part in PARTS.values()} == dict.fromkeys(PARTS.values(), 1.0)
     assert times["step"] / 1e3 > len(PARTS)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
-from rich.console import Console
 
-from benchmarks.loadgen import LoadPlan, LoadResult
+from benchmarks.loadgen import run_whole_load
 from benchmarks.micro import live_view
-from benchmarks.micro.live_view import COLUMNS, duration_s, measure, watching
-from tests.benchmarks.conftest import record
+from benchmarks.micro.live_view import COLUMNS, measure, watching
+from benchmarks.results import LoadResult
 from tests.server.support import ServerProcess, eventually
-
-
-def test_a_run_is_timed_from_the_first_request_to_the_last_token() -> None:
-    assert duration_s([record(0, 1.0, [2.0, 3.0]), record(1, 0.5, [2.5, 6.0])]) == 5.5
-    with pytest.raises(RuntimeError, match="1 of 1 requests failed: dropped"):
-        duration_s([record(0, 0.0, [1.0], error="dropped")])
 
 
 @pytest.mark.slow
@@ -26,23 +23,20 @@ def test_each_turn_measures_both_and_the_view_is_open_in_one(monkeypatch: pytest
     open_now: list[bool] = []
     asked: list[bool] = []
 
-    class Noted(live_view.Watching):
-        def start(self) -> None:
-            super().start()
+    @contextmanager
+    def noted(url: str) -> Iterator[list[bytes]]:
+        with watching(url) as names:
             open_now.append(True)
+            yield names
+        open_now.clear()
 
-        def stop(self) -> None:
-            super().stop()
-            open_now.clear()
-
-    def load(plan: LoadPlan) -> LoadResult:
+    def load(*arguments: Any) -> LoadResult:
         asked.append(bool(open_now))
-        return run_load(plan)
+        return run_whole_load(*arguments)
 
-    run_load = live_view.run_load
-    monkeypatch.setattr(live_view, "Watching", Noted)
-    monkeypatch.setattr(live_view, "run_load", load)
-    row = measure("7", "zoo:llama-tiny", 4, 2, Console(quiet=True))
+    monkeypatch.setattr(live_view, "watching", noted)
+    monkeypatch.setattr(live_view, "run_whole_load", load)
+    row = measure("7", "zoo:llama-tiny", 4, 2)
     assert asked == [False, True, True, False]
     assert len(row) == len(COLUMNS)
     assert all(isinstance(cell, float) and cell > 0 for cell in row[1:])
@@ -53,11 +47,11 @@ def test_the_view_is_closed_when_a_run_says_so() -> None:
     server = ServerProcess("phase5_continuous")
     try:
         for _ in range(10):  # more than may look at once
-            with watching(server.url) as watched:
+            with watching(server.url) as names:
                 server.complete(max_tokens=3)
-                eventually(lambda watched=watched: watched.frames > 0)
+                eventually(lambda names=names: b"step" in names)
         with_nobody = ServerProcess("phase5_continuous", "--no-live-view")
-        with pytest.raises(RuntimeError, match="did not open"), watching(with_nobody.url):
+        with pytest.raises(OSError, match="status 404 of /steps"), watching(with_nobody.url):
             pass
         with_nobody.close()
     finally:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import benchmarks.__main__ as command_line
 from benchmarks import micro
-from benchmarks.micro import ENTRIES, Dtype
+from benchmarks.micro import ENTRIES, Dtype, in_turns, medians, say
 from benchmarks.results import LOCAL
 from benchmarks.tables import MeasuredTable, load_tables
 
 
 def counting(
-    console: Console, models: tuple[str, ...] = ("a", "b"), turns: int = 3, dtype: Dtype = "float32"
+    models: tuple[str, ...] = ("a", "b"), turns: int = 3, dtype: Dtype = "float32"
 ) -> Iterator[MeasuredTable]:
     """Count models.
 
@@ -26,7 +26,7 @@ def counting(
     table = MeasuredTable(name="counting", title="t", setup={"turns": f"{turns}"}, columns=["model"], rows=[])
     for model in models:
         table.rows.append([f"{model} in {dtype}"])
-        console.print(f"{model} done")
+        say(f"{model} done")
         yield table
     yield MeasuredTable(name="second", title="t", setup={"threads": "7"}, columns=[], rows=[])
 
@@ -61,6 +61,20 @@ def test_options_are_those_of_the_function(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "y done" in printed
     assert printed.count("x in bfloat16") == 1  # shown once, though it was saved three times
+
+
+def test_ways_take_turns_and_the_first_turn_is_not_counted() -> None:
+    asked: list[str] = []
+    values = {"a": iter([9.0, 1.0, 5.0, 3.0]), "b": iter([9.0, 2.0, 2.0, 8.0])}
+
+    def measure(way: str) -> float:
+        asked.append(way)
+        return next(values[way])
+
+    found = in_turns({way: functools.partial(measure, way) for way in values}, turns=3)
+    assert asked == ["a", "b"] * 4
+    assert found == {"a": 3.0, "b": 2.0}
+    assert medians([[1.0, 20.0], [3.0, 10.0], [2.0, 30.0]]) == [2.0, 20.0]
 
 
 @pytest.mark.usefixtures("entry")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from rich.console import Console
 
 from benchmarks.micro import server_cost
 from benchmarks.micro.server_cost import (
@@ -28,12 +27,9 @@ def test_only_gaps_while_all_of_them_stream_are_timed() -> None:
     assert gap_s([early]) == 1.0
 
 
-def test_streams_that_never_meet_or_fail_are_no_measurement() -> None:
-    first, second = record(0, 0.0, [1.0, 2.0]), record(1, 0.0, [3.0, 4.0])
+def test_streams_that_never_meet_are_no_measurement() -> None:
     with pytest.raises(RuntimeError, match="never ran at once"):
-        gap_s([first, second])
-    with pytest.raises(RuntimeError, match="1 of 2 requests failed: dropped"):
-        gap_s([first, record(1, 0.0, [1.0], error="dropped")])
+        gap_s([record(0, 0.0, [1.0, 2.0]), record(1, 0.0, [3.0, 4.0])])
 
 
 @pytest.mark.parametrize("phase", ["4", "7"])
@@ -83,7 +79,7 @@ def test_both_are_measured_in_turns_and_a_row_is_what_columns_say(
 
     monkeypatch.setattr(server_cost, "in_new_process", engine)
     monkeypatch.setattr(server_cost, "server_times", server)
-    rows = measure("7", "zoo:llama-tiny", [1, 8], 3, Console(quiet=True))
+    rows = measure("7", "zoo:llama-tiny", [1, 8], 3)
     assert [who for who, *_ in asked] == ["engine", "server"] * 3
     assert len({str(what) for _, *what in asked}) == 1  # the same phase with the same options
     assert all(len(row) == len(COLUMNS) for row in rows)
@@ -97,5 +93,5 @@ def test_processes_of_their_own(writer: PromptWriter, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         server_cost, "NEW_TOKENS", 8
     )  # of the server's requests; the engine's process has its own
-    (row,) = measure("7", "zoo:llama-tiny", [2], 1, Console(quiet=True))
+    (row,) = measure("7", "zoo:llama-tiny", [2], 1)
     assert all(isinstance(cell, float) and cell > 0 for cell in row[2:])

@@ -1,4 +1,4 @@
-"""Environments that clients live in: each of its own, made once and kept in a cache folder."""
+"""Environments that clients live in, each made once and kept in a cache folder, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 from filelock import FileLock
+
+from tests.server.support import MESSAGES, ServerProcess, rendered
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"
 FOLDER = Path(os.environ.get("INFER_CLIENTS", HERE.parents[1] / ".clients"))
 INSTALL_S = 900.0  # of wheels over a slow line
 HANG_S = 240.0  # nothing takes nearly so long; only a hang does
+
+
+MODEL = "zoo:llama-tiny"
+KEY = "a-key-of-the-suite"
+PROMPT = "Once upon a time"
+MAX_TOKENS = 12
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+PHASES = (5, 6, 7, 8, 9)
+#: For tools that take long: the first of these phases and the last.
+ON_TWO_PHASES = pytest.mark.parametrize("phase", [5, 9], indirect=True, scope="session")
 
 
 class NotInstalledError(Exception):
@@ -209,3 +223,36 @@ def run_script(tool: Tool, script: str, home: Path, **given: Any) -> dict[str, A
     assert ran.returncode == 0, f"{script} ended with {ran.returncode}:\n{ran.stdout}\n{ran.stderr}"
     answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return answer
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def completed(server: ServerProcess, **fields: Any) -> dict[str, Any]:
+    """Return the native route's text and usage."""
+    answer = server.complete(**({"max_tokens": MAX_TOKENS} | fields))
+    return {"text": answer["choices"][0]["text"], "usage": [answer["usage"][name] for name in USAGE]}
+
+
+def chatted(server: ServerProcess, messages: Any = MESSAGES, **fields: Any) -> dict[str, Any]:
+    """Return the native route's answer to the rendered conversation."""
+    return completed(server, prompt=rendered(messages), **fields)
+
+
+def part(report: dict[str, Any], name: str) -> Any:
+    """Return the result of a script's part. An exception fails the test."""
+    said = report[name]
+    assert "raised" not in said, said["raised"]
+    return said["returned"]
+
+
+def assert_same(said: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A client's text, usage and pieces, as far as it reports them, are the server's."""
+    assert said["text"] == expected["text"]
+    if "usage" in said:
+        assert said["usage"] == expected["usage"]
+        prompt, generated, total = said["usage"]
+        assert prompt + generated == total
+    if "pieces" in said:
+        assert "".join(said["pieces"]) == expected["text"]
+        assert len(said["pieces"]) > 3, "it came at once"

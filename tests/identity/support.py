@@ -1,0 +1,313 @@
+"""What the token identity suite compares, and with what: models, variants of phases, and `generate` alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import common.generate
+import common.runner
+from common.engine import Engine
+from common.generate import generate
+from common.grammar import GrammarCompiler
+from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
+from common.models.layers import CausalLM
+from common.models.loader import fill_randomly
+from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
+from common.phases import find_phase, phase_names
+from common.request import Request, SamplingParams
+from common.sampling import Sampled, TokenMasks
+from common.streams import Done, Pending
+from common.text import Tokenizer
+from phase9_pipelined.runner import PipelinedRunner
+from phase9_pipelined.state import LaunchedPass
+from tests.engine_helpers import Variant
+
+MAX_SEQ_LEN = 384
+MAX_POSITIONS = 1600  # of the trained models
+
+
+VARIANTS = [
+    Variant("phase4_static", {"batch_wait_timeout_s": 0.0}),
+    Variant("phase5_continuous"),
+    Variant("phase5_continuous", {"max_prefill_pass_tokens": 40}),
+    Variant("phase6_paged"),
+    Variant("phase6_paged", {"kv_cache_backend": "contiguous"}),
+    Variant("phase6_paged", {"block_size": 1}),
+    Variant("phase6_paged", {"block_size": 64, "num_blocks": 12}),
+    Variant("phase7_chunked", {"prefill_chunk_size": 16}),
+    Variant(
+        "phase7_chunked",
+        {
+            "prefill_chunk_size": 7,
+            "prefill_token_budget": None,
+            "block_size": 4,
+            "max_prefill_pass_tokens": 16,
+        },
+    ),
+    Variant(
+        "phase7_chunked",
+        {"prefill_chunk_size": 1, "prefill_token_budget": None, "max_prefill_chunks_per_step": 3},
+    ),
+    Variant("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 16, "num_blocks": 48}),
+    Variant("phase7_chunked", {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7}),
+    Variant("phase7_chunked", {"use_chunked_prefill": False}),
+    Variant("phase8_prefix", {"prefill_chunk_size": 16}),
+    Variant("phase8_prefix", {"block_size": 1, "prefill_chunk_size": 7, "prefill_token_budget": None}),
+    Variant("phase8_prefix", {"block_size": 4, "num_blocks": 150, "mixed_batches": False}),
+    Variant("phase8_prefix", {"use_chunked_prefill": False, "block_size": 4}),
+    Variant("phase8_prefix", {"enable_prefix_caching": False}),
+    Variant("phase9_pipelined", {"prefill_chunk_size": 16}),
+    Variant("phase9_pipelined", {"pipeline_depth": 1, "block_size": 4, "num_blocks": 150}),
+    Variant("phase9_pipelined", {"pipeline_depth": 0, "mixed_batches": False, "prefill_chunk_size": 7}),
+    Variant("phase9_pipelined", {"prefill_mode": "drained", "captured_steps": False}),
+    Variant("phase9_pipelined", {"use_chunked_prefill": False, "enable_prefix_caching": False}),
+]
+VARIANTS += [Variant(name) for name in phase_names() if name not in {variant.phase for variant in VARIANTS}]
+
+MODELS = (
+    "zoo:llama-tiny",
+    "zoo:qwen3-tiny",
+    "zoo:gemma3-tiny",
+    "random:llama",
+    "random:qwen3",
+    "random:gemma3",
+)
+RARE = ("random:qwen3", "random:gemma3")  # slow in every variant
+
+
+#: The first of each phase.
+PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
+
+
+def is_quick(model: str, variant: Variant) -> bool:
+    """Gemma has most of what can go wrong (windows, two thetas), and random weights hide nothing."""
+    if "gemma3" in model:
+        return True
+    return variant in (PLAIN if "random" in model else (PLAIN[0], PLAIN[-1]))
+
+
+def pairs(
+    models: Sequence[str] = MODELS, variants: Sequence[Variant] = VARIANTS, *, rare: Sequence[str] = RARE
+) -> pytest.MarkDecorator:
+    """Run a test on every model in every variant. Most combinations are slow, for there are many of them."""
+
+    def marks(model: str, variant: Variant) -> list[pytest.MarkDecorator]:
+        return [] if is_quick(model, variant) and model not in rare else [pytest.mark.slow]
+
+    return pytest.mark.parametrize(
+        ("subject", "variant"),
+        [pytest.param(m, v, id=f"{m}-{v}", marks=marks(m, v)) for m in models for v in variants],
+        indirect=["subject"],
+    )
+
+
+@dataclass
+class Subject:
+    """A model, its tokenizer, and what each prompt gives when it runs alone."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    _alone: dict[tuple[tuple[int, ...], SamplingParams], Solo] = field(default_factory=dict)
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.model.config.eos_token_ids)
+
+    def engine(self, variant: Variant, **options: Any) -> Engine:
+        config = variant.config(**({"max_seq_len": MAX_SEQ_LEN} | options))
+        engine: Engine = find_phase(variant.phase).build_engine(
+            config, model=self.model, tokenizer=self.tokenizer
+        )
+        return engine
+
+    def alone(self, prompt: Sequence[int], params: SamplingParams) -> Solo:
+        """Tokens and logits of the request run by `generate()`."""
+        key = (tuple(prompt), params)
+        if key not in self._alone:
+            matcher = None if params.grammar is None else self.grammars.new_matcher(params.grammar)
+            eos = self.model.config.eos_token_ids
+            request = Request("alone", list(prompt), params, eos, matcher=matcher)
+            with recorded_logits() as logits:
+                for _ in generate(self.model, request):
+                    pass
+            tokens = request.token_ids[len(prompt) :]
+            self._alone[key] = Solo(
+                tokens, logits["alone"], self.model.batch_invariant, params.temperature > 0
+            )
+        return self._alone[key]
+
+
+@dataclass
+class Solo:
+    tokens: list[int]
+    logits: list[Tensor]  # [vocab] for each token
+    exact: bool  # whether others' must have the same bits, or lie within a bound
+    drawn: bool  # a draw may fall beside another edge, however far apart the two logits are
+
+
+def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
+    """A subject that computes what a server computes; a warning where only bounds can be held."""
+    model.pack()
+    model.measure_batch_invariance()
+    if not model.batch_invariant:
+        warnings.warn(
+            "not batch invariant here: logits are compared within bounds, not bit for bit", stacklevel=2
+        )
+    return Subject(model, tokenizer)
+
+
+class recorded_logits:
+    """While entered: the logits that every request's tokens were sampled from, by request id."""
+
+    def __enter__(self) -> dict[str, list[Tensor]]:
+        self._patch = pytest.MonkeyPatch()
+        seen: dict[str, list[Tensor]] = defaultdict(list)
+        original = common.runner.sample
+
+        def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None) -> Sampled:
+            for row, request in enumerate(requests):
+                seen[request.request_id].append(logits[row].clone())
+            return original(logits, requests, masks)
+
+        handed_in = PipelinedRunner._sample_one
+
+        def sample_one(runner: PipelinedRunner, launched: LaunchedPass) -> Pending:
+            outputs = launched.work.wait()
+            for row, request in enumerate(launched.requests):
+                seen[request.request_id].append(outputs[0][row].clone())
+            launched.work = Done(outputs)
+            return handed_in(runner, launched)
+
+        self._patch.setattr(common.runner, "sample", sample)
+        self._patch.setattr(common.generate, "sample", sample)
+        self._patch.setattr(PipelinedRunner, "_sample_one", sample_one)
+        return seen
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+def random_model(architecture: str) -> CausalLM:
+    """Random weights, large enough that logits are not flat: confident predictions hide mask errors."""
+    trained = open_checkpoint(f"zoo:{architecture}-tiny").config
+    layers = trained.layers
+    if architecture == "llama":
+        scaled = RopeConfig(10_000.0, Llama3Scaling(4.0, 1.0, 4.0, 64))
+        layers = tuple(dataclasses.replace(layer, rope=scaled) for layer in layers)
+    config: ModelConfig = dataclasses.replace(trained, layers=layers, dtype=torch.float32)
+    with torch.device("meta"):
+        model = ARCHITECTURES[config.architecture](config, torch.float32, MAX_SEQ_LEN)
+    fill_randomly(model, torch.device("cpu"), seed=1)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("norm.weight"):
+            parameter.data.mul_(5.0)
+    return model
+
+
+@functools.cache
+def subject_of(name: str) -> Subject:
+    """Return the model `zoo:…` with its trained weights, or `random:…` with weights that hide nothing."""
+    kind, _, architecture = name.removesuffix("-tiny").partition(":")
+    checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
+    if kind == "random":
+        model = random_model(architecture)
+    else:
+        model = load_model(
+            checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=MAX_POSITIONS
+        )
+    return as_served(model, checkpoint.tokenizer())
+
+
+# ---------------------------------------------------------------------- comparisons
+
+LOGIT_BOUND = 1e-4  # × max(1, max |logit|)
+NEAR_TIE = 1e-4  # a flip between logits this close is reported, not failed
+flips: list[str] = []
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request and the step it comes before."""
+
+    step: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
+    """Run all arrivals to their ends: generated tokens by request id (its index)."""
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(arrivals))}
+    ends: list[str] = []
+    todo = sorted(enumerate(arrivals), key=lambda item: item[1].step)
+    step = 0
+    while todo or engine.has_work:
+        while todo and todo[0][1].step <= step:
+            index, arrival = todo.pop(0)
+            assert engine.add_request(engine.create_request(arrival.prompt, arrival.params, str(index)))
+        for output in engine.step():
+            assert output.error is None, output
+            assert output.token_id is not None
+            tokens[output.request_id].append(output.token_id)
+            ends += [output.request_id] * output.finished
+        step += 1
+        assert step < 5000, "the engine makes no progress"
+    assert sorted(ends) == sorted(tokens), "each request ends exactly once"
+    assert engine.runner.pool.used_tokens == 0
+    assert engine.telemetry.counters.reclaimed_slots == 0
+    return tokens
+
+
+def assert_same(name: str, tokens: list[int], logits: list[Tensor], solo: Solo) -> None:
+    """Equal tokens and logits. Where these need not be exact, they lie within a bound, and a near tie or a draw
+    may flip, once a run.
+    """
+    logits = logits[: len(tokens)]  # one more may have been computed before anybody knew the end
+    if solo.exact:
+        assert tokens == solo.tokens, name
+        assert torch.equal(torch.stack(logits), torch.stack(solo.logits)), name
+        return
+    for i, (token, expected) in enumerate(zip(tokens, solo.tokens, strict=False)):
+        scale = max(1.0, solo.logits[i].abs().max().item())
+        difference = (logits[i] - solo.logits[i]).abs().max().item()
+        assert difference < LOGIT_BOUND * scale, f"{name}: logits of token {i} differ by {difference}"
+        if token != expected:
+            apart = (solo.logits[i][expected] - solo.logits[i][token]).abs().item()
+            assert solo.drawn or apart < NEAR_TIE, f"{name}: token {i} is {token}, alone it is {expected}"
+            flips.append(f"{name}: token {i}")
+            warnings.warn(f"a near tie flipped: {flips[-1]}", stacklevel=1)
+            assert len(flips) <= 1, flips
+            return  # what follows depends on it
+    assert len(tokens) == len(solo.tokens)
+
+
+def check(subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **options: int) -> Engine:
+    engine = subject.engine(variant, **options)
+    with recorded_logits() as logits:
+        tokens = serve(engine, arrivals)
+    if variant.phase == "phase9_pipelined":
+        # To record logits is to wait for each forward pass before its tokens are sampled. Nobody else waits.
+        assert serve(subject.engine(variant, **options), arrivals) == tokens
+    for name, got in tokens.items():
+        arrival = arrivals[int(name)]
+        assert_same(name, got, logits[name], subject.alone(arrival.prompt, arrival.params))
+    return engine
+
+
+def prompt_of(subject: Subject, length: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(subject.model.config.vocab_size) for _ in range(length))
+
+
+def greedy(tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=ignore_eos)

@@ -1,0 +1,15 @@
+"""All that holds for phase 6 holds for phase 7 without chunks, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine_helpers import Variant
+
+
+@pytest.fixture(
+    params=[Variant("phase6_paged"), Variant("phase7_chunked", {"use_chunked_prefill": False})], ids=str
+)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    chosen: Variant = request.param
+    return chosen

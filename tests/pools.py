@@ -1,0 +1,80 @@
+"""Pools of small blocks, whose free blocks lie in any order, and what must be true of them at any time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+
+from common.engine import Engine
+from common.kv import KVPool, KVShape
+from common.phases import find_phase
+from phase6_paged.cache import PagedKVCachePool
+from phase8_prefix.cache import CACHE, PrefixCachingPool
+
+CPU = torch.device("cpu")
+SMALLEST = KVShape(1, 1, 1, torch.float32)
+
+
+def make_pool(phase: str, num_blocks: int, block_size: int = 4, **options: Any) -> Any:
+    """Return a phase's pool, of blocks."""
+    package = find_phase(phase)
+    options = {"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": 64} | options
+    return package.build_engine.pool(package.Config(**options), SMALLEST, CPU)
+
+
+def paged(engine: Engine) -> PagedKVCachePool:
+    """Return an engine's pool of blocks."""
+    assert isinstance(engine.runner.pool, PagedKVCachePool)
+    return engine.runner.pool
+
+
+def caching(engine: Engine) -> PrefixCachingPool:
+    """Return an engine's pool of blocks that may be shared."""
+    assert isinstance(engine.runner.pool, PrefixCachingPool)
+    return engine.runner.pool
+
+
+def shuffle_free_blocks(pool: PagedKVCachePool, seed: int) -> None:
+    """Let blocks be taken in any order from here on, so that tables are neither sorted nor contiguous."""
+    random.Random(seed).shuffle(pool.allocator._free)
+
+
+def assert_consistent(pool: KVPool) -> None:
+    """Free, cached and held blocks are all there are; a node counts its holders; nothing is leaked."""
+    if not isinstance(pool, PagedKVCachePool):
+        return  # `tests/test_pool_conformance.py` tests slots
+    allocator, tables = pool.allocator, pool._tables
+    tree = pool.tree if isinstance(pool, PrefixCachingPool) else None
+    nodes = [] if tree is None else [node for _, node in tree.walk()]
+    cached = {node.block for node in nodes}
+    own = [block for table in tables.values() for block in table if block not in cached]
+    everything = sorted([*allocator._free, *(node.block for node in nodes), *own])
+    assert everything == list(range(allocator.num_blocks)), "a block is lost, or in two places"
+    owners = {block: slot for slot, table in tables.items() for block in table} | dict.fromkeys(cached, CACHE)
+    assert allocator._owners == owners
+    unused = {node for node in nodes if node.users == 0}
+    assert allocator.num_free == len(allocator._free) + len(unused)
+    assert allocator.num_free + allocator.num_allocated == allocator.num_blocks
+    assert tables.keys() == pool._lengths.keys()
+    rows = pool.block_tables.tolist()
+    for slot, table in tables.items():
+        assert pool.get_seq_len(slot) <= pool.capacity(slot)
+        row = rows[pool.seat(slot)]
+        assert row[: len(table)] == table
+    assert pool.audit_blocks() == set()
+    if isinstance(pool, PrefixCachingPool):
+        _assert_tree_is_consistent(pool)
+
+
+def _assert_tree_is_consistent(pool: PrefixCachingPool) -> None:
+    nodes = list(pool.tree.walk())
+    for depth, node in nodes:
+        assert node.users == sum(node in path for path in pool._paths.values())
+        assert depth == 0 or (node.parent is not None and node.parent.users >= node.users)
+    assert set(pool.tree._unused) == {node for _, node in nodes if node.users == 0}
+    for slot, path in pool._paths.items():
+        assert len(path) * pool.block_size <= pool.get_seq_len(slot)
+        assert all(node.parent is above for above, node in itertools.pairwise(path))

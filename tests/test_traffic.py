@@ -1,0 +1,124 @@
+"""Random histories of an engine of each phase: no memory is leaked or shared by mistake, no request ends twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from common.phases import find_phase, phase_names
+from phase9_pipelined import Runner
+from phase9_pipelined.state import MAX_IN_FLIGHT
+from tests.engine_helpers import Variant
+from tests.phase9_pipelined.support import ManualStream
+from tests.traffic import Traffic, TrafficMachine, assert_everything_happened, random_traffic
+
+#: Memory for little more than one sequence of 40 tokens, as far as a phase has these options.
+TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3}
+
+
+def tight(phase: str, **options: Any) -> Variant:
+    return Variant.of(phase, **(TIGHT | options))
+
+
+PHASES = [tight(phase) for phase in phase_names()]
+SLOTS = {"kv_cache_backend": "contiguous"}
+OTHERS = [
+    *(Variant("phase5_continuous", {"max_prefill_pass_tokens": tokens}) for tokens in (20, 1)),
+    tight("phase6_paged", num_blocks=10),
+    Variant("phase6_paged", {"block_size": 1, "num_blocks": 44}),
+    Variant("phase6_paged", {"block_size": 16, "num_blocks": 3}),
+    Variant("phase6_paged", {"block_size": 64, "num_blocks": 1}),
+    Variant("phase6_paged", {"block_size": 3, "num_blocks": 200}),
+    Variant("phase6_paged", SLOTS),
+    *(
+        tight("phase7_chunked", mixed_batches=mixed, **bounds)
+        for mixed in (True, False)
+        for bounds in (
+            {"prefill_token_budget": 6},
+            {"prefill_token_budget": None},
+            {"prefill_token_budget": None, "max_prefill_chunks_per_step": 2},
+        )
+    ),
+    tight("phase7_chunked", mixed_batches=False),
+    *(Variant("phase7_chunked", SLOTS | {"prefill_chunk_size": chunk}) for chunk in (1, 5, 512)),
+    tight("phase7_chunked", block_size=1, num_blocks=44, prefill_chunk_size=1),
+    *(
+        tight(phase, **options)
+        for phase in ("phase8_prefix", "phase9_pipelined")
+        for options in (
+            {"mixed_batches": False},
+            {"prefill_token_budget": None},
+            {"block_size": 1, "num_blocks": 44, "prefill_chunk_size": 1},
+        )
+    ),
+    tight("phase9_pipelined", prefill_mode="drained"),
+    *(tight("phase9_pipelined", pipeline_depth=depth) for depth in (1, 0)),
+    tight("phase9_pipelined", use_chunked_prefill=False, prefill_chunk_size=256),
+]
+
+
+class PipelinedTraffic(Traffic):
+    """Traffic on a stream that computes when its host waits, or a little earlier."""
+
+    def __init__(self, phase: str, **options: Any) -> None:
+        super().__init__(phase, **options)
+        runner = self.engine.runner
+        assert isinstance(runner, Runner)
+        self.stream = runner.stream = ManualStream()
+        self.state = runner.state
+        self.most_in_flight = 0
+
+    def step(self, guilty: int | None = None) -> None:
+        if self.operations % 3 == 0:
+            self.stream.finish()
+        super().step(guilty)
+
+    def check(self) -> None:
+        super().check()
+        self.most_in_flight = max(self.most_in_flight, len(self.state.steps))
+        members = [member for step in self.state.steps for member in step.members]
+        for request in self.live.values():
+            assert request.inflight_refs == members.count(request) <= MAX_IN_FLIGHT
+            assert 0 <= request.pending_tokens <= request.inflight_refs
+        assert self.state.launched is None
+
+
+def traffic_of(variant: Variant) -> Traffic:
+    pipelined = "pipeline_depth" in find_phase(variant.phase).Config.model_fields
+    return (PipelinedTraffic if pipelined else Traffic)(variant.phase, **variant.options)
+
+
+@pytest.mark.parametrize("variant", PHASES, ids=str)
+def test_no_short_history_goes_wrong(variant: Variant) -> None:
+    chosen = settings(max_examples=40, stateful_step_count=50, deadline=None)
+    run_state_machine_as_test(lambda: TrafficMachine(lambda: traffic_of(variant)), settings=chosen)
+
+
+@pytest.mark.parametrize(
+    ("variant", "operations", "seed"),
+    [
+        *((variant, 4000, 1) for variant in PHASES),
+        *((variant, 2500, 2) for variant in OTHERS),
+        *(
+            pytest.param(variant, 20_000, seed, marks=pytest.mark.slow)
+            for variant in PHASES
+            for seed in range(5)
+        ),
+    ],
+    ids=str,
+)
+def test_random_operations(variant: Variant, operations: int, seed: int) -> None:
+    traffic = traffic_of(variant)
+    random_traffic(traffic, operations, seed)
+    assert_everything_happened(traffic)
+    counters = traffic.engine.telemetry.counters
+    if variant.options.get("num_blocks") in (10, 12, 44):
+        assert counters.preemptions > 0
+    if "enable_prefix_caching" in find_phase(variant.phase).Config.model_fields:
+        assert counters.evictions > 5
+        assert counters.cached_tokens > counters.prompt_tokens / 20
+    if isinstance(traffic, PipelinedTraffic):
+        assert traffic.most_in_flight == variant.options.get("pipeline_depth", MAX_IN_FLIGHT)
