@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import MeasuredTable, load_tables, show
-from docs.building.pictures import figure, text
+from docs.building.pictures import Bar, bars, figure, text
 from docs.building.results import RESULTS
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 128, 26, 40
 TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
-KINDS = ("decode", "prefill", "idle", "sample")  # a line's colour, and its marks: readable without colours
+KINDS = ("decode", "prefill", "idle", "sample")  # CSS classes of curves: a colour and a shape of marks each
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ def line_chart(
 
     Args:
         name: the table's.
-        x: heading of the column that goes to the right.
-        columns: headings of those that go up.
-        only: rows whose first cell is this, where they are of several kinds.
+        x: heading of the column on the horizontal axis.
+        columns: headings of the columns that are drawn as curves.
+        only: draw only rows whose first cell is this; all rows if empty.
     """
     table = newest(name, results)
     if table is None:
@@ -99,22 +99,17 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
 
 
 def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = RESULTS) -> str:
-    """Draw a bar for each row of a measured table with a number in a column; not for the last row, the sum."""
+    """Draw a bar for each row of a measured table with a number in a column. The last row, the sum, has no bar."""
     table = newest(name, results)
     if table is None:
         return ""
     place = table.columns.index(column)
-    bars = [(str(row[0]).partition(":")[0], row[place]) for row in table.rows[:-1] if row[place] is not None]
-    longest = max(_number(value) for _, value in bars)
-    shapes = []
-    for index, (label, value) in enumerate(bars):
-        y, length = index * 24, _number(value) / longest * (WIDTH - 160)
-        shapes.append(text(0, y + 15, label, "label"))
-        shapes.append(
-            f'<rect x="80" y="{y}" width="{max(length, 1):.1f}" height="20" rx="3" class="decode"/>'
-        )
-        shapes.append(text(86 + length, y + 15, f"{show(value)} {unit}", "label"))
-    return figure(WIDTH, 24 * len(bars), shapes, title, "")
+    shown = [
+        Bar(str(row[0]).partition(":")[0], _number(row[place]), f"{show(row[place])} {unit}")
+        for row in table.rows[:-1]
+        if row[place] is not None
+    ]
+    return bars(shown, title, labels=80)
 
 
 def _mark(x: float, y: float, kind: str) -> str:

@@ -6,24 +6,13 @@ from pathlib import Path
 
 from benchmarks.tables import Cell, newest_table
 from cluster.options import ClusterOptions
-from cluster.policy import Load
-from cluster.scaling import TARGET, replicas_for
 from common.server.options import CommonOptions
 from docs.building.options import fields_table
-from docs.building.pictures import figure, text
+from docs.building.pictures import Bar, bars, figure, text
 from docs.building.results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, LABEL, BAR = 640, 190, 16
-
-#: Sums of loads for which the page says how many replicas they are worth, each with what it is.
-SUMS = (
-    ("one engine, half full", [0.5]),
-    ("one engine with a full batch", [1.0]),
-    ("one engine, and two batches more wait", [3.0]),
-    ("four engines, all full", [1.0] * 4),
-    ("four engines, a quarter full", [0.25] * 4),
-)
+WIDTH = 640
 
 
 def cluster_options_table() -> str:
@@ -37,32 +26,10 @@ def cluster_options_table() -> str:
 
 
 def cluster_file() -> str:
-    """Return the config file that is in the tree."""
+    """Return `cluster/example.yaml` as a code block."""
     return (
         f'```yaml title="cluster/example.yaml"\n{(ROOT / "cluster/example.yaml").read_text().strip()}\n```\n'
     )
-
-
-def scaling_table() -> str:
-    """Return a table of loads, and the number of replicas that each asks for."""
-    rows = [f"| engines | sum of loads | ÷ {TARGET:g} | replicas |", "| --- | ---: | ---: | ---: |"]
-    for said, loads in SUMS:
-        total = sum(loads)
-        rows.append(f"| {said} | {total:g} | {total / TARGET:.2f} | {replicas_for(loads)} |")
-    return "\n".join(rows) + "\n"
-
-
-def load_table() -> str:
-    """Return a table of states of an engine with 8 seats, and its load in each."""
-    said = (
-        ("idle", Load(seats=8, queue_room=72)),
-        ("four short requests", Load(seats=8, active=4, kv_use=0.1, queue_room=68)),
-        ("two requests that hold most of the memory", Load(seats=8, active=2, kv_use=0.9, queue_room=70)),
-        ("a full batch, and six wait", Load(seats=8, active=8, waiting=6, kv_use=0.7, queue_room=58)),
-    )
-    rows = ["| an engine of 8 seats | load |", "| --- | ---: |"]
-    rows += [f"| {name} | {load.value:.2f} |" for name, load in said]
-    return "\n".join(rows) + "\n"
 
 
 def routing_picture(workload: str, results: Path = RESULTS) -> str:
@@ -70,22 +37,15 @@ def routing_picture(workload: str, results: Path = RESULTS) -> str:
     table = newest_table("cluster_routing", results)
     if table is None:
         return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
-    shapes: list[str] = []
-    y = 0
+    shown = []
     for _, replicas, routing, hits, ttft_ms, _ in (row for row in table.rows if row[0] == workload):
-        share = _number(hits) / 100
-        width = share * (WIDTH - LABEL - 150)
         name = f"{replicas} replica{'s' if replicas != 1 else ''}, {routing}"
-        shapes.append(text(0, y + 13, name, "label"))
+        written = f"{_number(hits):.0f}%, {_number(ttft_ms):,.0f} ms"
         kind = "decode" if routing == "prefix" else "idle"
-        shapes.append(
-            f'<rect x="{LABEL}" y="{y}" width="{max(width, 1):.1f}" height="{BAR}" class="{kind}"></rect>'
-        )
-        shapes.append(text(LABEL + width + 6, y + 13, f"{share:.0%}, {_number(ttft_ms):,.0f} ms", "label"))
-        y += BAR + (10 if routing == "prefix" else 4)
+        shown.append(Bar(name, _number(hits), written, kind, opens_group=routing != "prefix"))
     legend = '<span class="key idle">random</span> <span class="key decode">prefix</span>'
     title = f"Share of prompt tokens found in a cache, and median TTFT: {workload}"
-    return figure(WIDTH, y, shapes, title, legend)
+    return bars(shown, title, legend, labels=190, width=WIDTH, most=100)
 
 
 def loss_picture(results: Path = RESULTS) -> str:
@@ -119,7 +79,7 @@ def loss_picture(results: Path = RESULTS) -> str:
 
 
 def loss_story(*names: str, results: Path = RESULTS) -> str:
-    """Return lines of that run's setup by name."""
+    """Return entries of the measurement's setup by name, as a sentence."""
     table = newest_table("cluster_loss", results)
     if table is None:
         return ""

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from pathlib import Path
 
-from docs.building.folding import folded
+from docs.building.markdown import folded
 
 ROOT = Path(__file__).resolve().parents[2]
 EXERCISES = ROOT / "docs" / "exercises"
@@ -36,7 +36,7 @@ def solution(name: str) -> str:
 
 
 def exercise_command(name: str) -> str:
-    """Return what to edit and what to run, for one exercise."""
+    """Return a sentence with the file to edit and the command that runs its tests, for one exercise."""
     path = f"docs/exercises/{name}.py"
     assert (ROOT / path).is_file(), path
     return (
@@ -52,7 +52,7 @@ def reference(*packages: str) -> str:
 
 
 def _without_reexports(name: str) -> str:
-    """Return options that leave out what a package only imports: it has an entry where it is defined."""
+    """Return options that leave out names that a package only imports: the defining module has their entries."""
     if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
         return ""
     return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import Counter
 
 from common.phases import phase_names
+from docs.building.markdown import table
 from tutor.emptying import empty
 from tutor.exercise import Exercise, load_exercise
 
 
 def learn_table() -> str:
-    """Return what is to be written in each phase, and the ideas that are judged with their numbers of tests."""
-    rows = ["| phase | to be written | judged by |", "| --- | --- | --- |"]
+    """Return a row for each phase: the classes with methods to write, and the ideas with their numbers of tests."""
+    rows = []
     for name in phase_names():
         exercise = load_exercise(name)
         classes = Counter(method.partition(".")[0] for method in _to_write(exercise))
         written = ", ".join(f"`{owner}` ({count})" for owner, count in classes.items())
         ideas = "; ".join(f"{idea.title} ({len(idea.tests)})" for idea in exercise.ideas)
-        rows.append(f"| {exercise.number}, {exercise.title.lower()} | {written} | {ideas} |")
-    return "\n".join(rows) + "\n"
+        rows.append([f"{exercise.number}, {exercise.title.lower()}", written, ideas])
+    return table(["phase", "to be written", "judged by"], rows, "lll")
 
 
 def _to_write(exercise: Exercise) -> list[str]:

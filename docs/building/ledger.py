@@ -46,7 +46,7 @@ def ledger(results: Path = RESULTS) -> str:
 
 
 def _cut_short(results: Path) -> str:
-    """Name the comparisons that are incomplete, and so on no page."""
+    """Name the incomplete comparisons, which no page shows."""
     named = [
         f"`{group.first.workload.name}` of {group.first.started_at[:10]} ({len(group.runs)} runs)"
         for group in groups(results)
@@ -56,7 +56,7 @@ def _cut_short(results: Path) -> str:
 
 
 def _losses(group: Group) -> str:
-    """Return the lines in which a server does worse than the one before it."""
+    """Name the metrics in which a server is worse than the server that it is compared with."""
     worse: dict[str, list[str]] = defaultdict(list)
     for line in LINES:
         values = values_of(group, line)

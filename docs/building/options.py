@@ -15,8 +15,10 @@ from benchmarks.workloads import WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
 from common.server.options import ServerOptions, flag_of
 from common.server.requests.chat import ChatRequest
-from common.server.requests.generation import CompletionRequest, GenerationRequest
+from common.server.requests.completions import CompletionRequest
+from common.server.requests.generation import GenerationRequest
 from common.server.requests.known_fields import TABLES, lines_of
+from docs.building.markdown import table
 
 #: Attributes of a field's metadata (`annotated_types`), and how a page writes them.
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "max_length": "at most"}
@@ -30,11 +32,9 @@ PLURALS = {
 
 def phases_table() -> str:
     """Return a row for every registered phase."""
-    rows = ["| phase | package | the one idea | port |", "| ---: | --- | --- | ---: |"]
-    for name in phase_names():
-        phase = find_phase(name).PHASE
-        rows.append(f"| {phase.number} | `{phase.slug}` | {phase.idea} | {phase.default_port} |")
-    return "\n".join(rows) + "\n"
+    phases = [find_phase(name).PHASE for name in phase_names()]
+    rows = [[str(each.number), f"`{each.slug}`", each.idea, str(each.default_port)] for each in phases]
+    return table(["phase", "package", "the one idea", "port"], rows, "rllr")
 
 
 def options_table(*, phase: str | None = None) -> str:
@@ -58,19 +58,18 @@ def fields_table(
     fields: Mapping[str, FieldInfo], head: str = "option", written: Callable[[str], str] = flag_of
 ) -> str:
     """Return a row for each field, whose name is shown as `written` returns it."""
-    rows = [f"| {head} | default | meaning | values |", "| --- | --- | --- | --- |"]
-    rows += [
-        f"| `{written(name)}` | {_default(name, field)} | {_escape(field.description)} | {_values(field)} |"
+    rows = [
+        [f"`{written(name)}`", _default(name, field), _escape(field.description), _values(field)]
         for name, field in fields.items()
     ]
-    return "\n".join(rows) + "\n"
+    return table([head, "default", "meaning", "values"], rows, "llll")
 
 
 BODIES = {"completions": CompletionRequest, "chat": ChatRequest}
 
 
 def request_fields_table(route: str) -> str:
-    """Return the implemented fields of a route's body. Of chat's, those that completions do not have."""
+    """Return a table of a route's implemented fields; for `chat`, without the fields that completions share."""
     body = BODIES[route]
     fields = {name: field for name, field in body.model_fields.items() if name not in lines_of(body)}
     if route == "chat":
@@ -82,21 +81,21 @@ def request_fields_table(route: str) -> str:
 
 def unimplemented_fields_table() -> str:
     """Return the fields that are known and not implemented, with the values at which they are accepted."""
-    rows = ["| field | of | accepted at | otherwise |", "| --- | --- | --- | --- |"]
-    rows += [
-        f"| `{name}` | {title} | {', '.join(f'`{json.dumps(value)}`' for value in line.values)} "
-        f"| {_escape(line.reason)} |"
-        for title, table in TABLES.items()
-        for name, line in lines_of(table).items()
+    rows = [
+        [
+            f"`{name}`",
+            title,
+            ", ".join(f"`{json.dumps(value)}`" for value in line.values),
+            _escape(line.reason),
+        ]
+        for title, body in TABLES.items()
+        for name, line in lines_of(body).items()
     ]
-    return "\n".join(rows) + "\n"
+    return table(["field", "of", "accepted at", "otherwise"], rows, "llll")
 
 
 def workloads_table() -> str:
-    rows = [
-        "| name | requests | prompt tokens | new tokens | arrivals | shows |",
-        "| --- | ---: | --- | --- | --- | --- |",
-    ]
+    rows = []
     numbers = {find_phase(name).PHASE.number for name in phase_names()}
     for workload in WORKLOADS.values():
         prompts = ", ".join(
@@ -109,11 +108,11 @@ def workloads_table() -> str:
             clients = workload.requests // workload.turns
             prompts = f"{clients} chats of {workload.turns} turns, {prompts} new in each"
         rate = f", {workload.rate:g} a second" if workload.rate else ""
+        new, shows = _range(workload.new_tokens), _shows(workload, numbers)
         rows.append(
-            f"| `{workload.name}` | {workload.requests} | {prompts} | {_range(workload.new_tokens)} "
-            f"| {workload.arrivals}{rate} | {_shows(workload, numbers)} |"
+            [f"`{workload.name}`", str(workload.requests), prompts, new, f"{workload.arrivals}{rate}", shows]
         )
-    return "\n".join(rows) + "\n"
+    return table(["name", "requests", "prompt tokens", "new tokens", "arrivals", "shows"], rows, "lrllll")
 
 
 def offered_load(workload: str) -> str:

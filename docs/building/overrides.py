@@ -1,4 +1,4 @@
-"""Who overrides what: a table for each part of a phase, made from its classes when the site is built."""
+"""Tables of the methods that phases override, one for each part of a phase, read from the classes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from common.kv import KVShape
 from common.phases import find_phase, phase_names
+from docs.building.markdown import table
 
 
 def classes_of(phase: str) -> dict[str, type]:
@@ -23,13 +24,11 @@ def overrides_table(role: str) -> str:
     classes = {find_phase(phase).PHASE.number: classes_of(phase)[role] for phase in phase_names()}
     named = ", ".join(f"{number} {_link(cls.__name__, cls)}" for number, cls in classes.items())
     rows = [
-        f"| method | {' | '.join(f'phase {number}' for number in classes)} |",
-        f"| --- |{' :---: |' * len(classes)}",
+        [f"`{name}`", *(_cell(cls, name, str(number)) for number, cls in classes.items())]
+        for name in dict.fromkeys(name for cls in classes.values() for name in written_by_phases(cls))
     ]
-    for name in dict.fromkeys(name for cls in classes.values() for name in written_by_phases(cls)):
-        cells = [_cell(cls, name, str(number)) for number, cls in classes.items()]
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    return f"By phase: {named}.\n\n" + "\n".join(rows) + "\n"
+    head = ["method", *(f"phase {number}" for number in classes)]
+    return f"By phase: {named}.\n\n{table(head, rows, 'l' + 'c' * len(classes))}"
 
 
 def written_by_phases(cls: type) -> list[str]:

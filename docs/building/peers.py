@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import LINES
-from docs.building.pictures import figure, text
-from docs.building.results import RESULTS, Group, complete_groups, setup_of, values_of
+from docs.building.pictures import Bar, bars
+from docs.building.results import RESULTS, Group, full_comparisons, setup_of, values_of
 
 PHASE, PEER = "phase 9", "vLLM"
 (THROUGHPUT,) = (line for line in LINES if line.title == "output tokens / s")
-WIDTH, LABEL, NUMBER = 560, 150, 50  # pixels
-BAR, GAP = 13, 8
 TEXT_BAR = 40  # characters
 
 
@@ -36,10 +34,10 @@ def pairs(results: Path = RESULTS) -> list[Pair]:
     """
     found: dict[str, Pair] = {}
     machine = None
-    for group in complete_groups(results):
+    for group in full_comparisons(results):
         peers = [label for label in group.labels if label.startswith(PEER)]
         run = group.first
-        if PHASE not in group.labels or not peers or run.workload.quick or group.swept or group.local:
+        if PHASE not in group.labels or not peers or group.local:
             continue
         place = run.environment.get("cpu"), run.server.model
         machine = machine or place
@@ -55,24 +53,15 @@ def peer_chart(results: Path = RESULTS) -> str:
     shown = pairs(results)
     if not shown:
         return "No comparison with vLLM has been measured yet.\n"
-    longest = max(max(pair.ours, pair.theirs) for pair in shown)
-    shapes = []
-    y = 0
-    for pair in shown:
-        shapes.append(text(0, y + BAR + 4, pair.workload, "label"))
-        for kind, value in (("decode", pair.ours), ("prefill", pair.theirs)):
-            length = value / longest * (WIDTH - LABEL - NUMBER)
-            size = f'width="{length:.1f}" height="{BAR}"'
-            shapes.append(f'<rect x="{LABEL}" y="{y}" {size} rx="2" class="{kind}"/>')
-            shapes.append(text(LABEL + length + 6, y + BAR - 2, f"{value:.0f}", "label"))
-            y += BAR + 1
-        y += GAP
     name = _peer(shown[0].group)
+    rows = []
+    for pair in shown:
+        rows.append(Bar(pair.workload, pair.ours, f"{pair.ours:.0f}", opens_group=True))
+        rows.append(Bar("", pair.theirs, f"{pair.theirs:.0f}", "prefill"))
     title = f"Output tokens a second of {PHASE} and of {name}, by workload"
-    keys = (("decode", PHASE), ("prefill", name))
-    legend = " ".join(f'<span class="key {kind}">{label}</span>' for kind, label in keys)
+    legend = f'<span class="key decode">{PHASE}</span> <span class="key prefill">{name}</span>'
     legend += " output tokens a second: longer is better"
-    return f"{figure(WIDTH, y - GAP, shapes, title, legend)}\n{conditions(results)}\n"
+    return f"{bars(rows, title, legend, labels=150)}\n{conditions(results)}\n"
 
 
 def conditions(results: Path = RESULTS) -> str:
@@ -88,7 +77,7 @@ def conditions(results: Path = RESULTS) -> str:
 
 
 def peer_bars(results: Path = RESULTS) -> str:
-    """Return the same bars as text."""
+    """Return the bars of `peer_chart` as text, for the README."""
     shown = pairs(results)
     longest = max(max(pair.ours, pair.theirs) for pair in shown)
     name = _peer(shown[0].group)

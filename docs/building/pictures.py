@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 SIZE, STEP = 12, 14
+BAR, GAP = 16, 4  # of bars, in pixels
 KINDS = {"p": "prefill", "d": "decode", "i": "idle", ".": "hidden"}
 
 
@@ -12,8 +14,8 @@ def sketch(*rows: str) -> str:
     """Draw a small grid, without a frame.
 
     Args:
-        rows: a letter for each cell: `p` a prompt's token, `d` one more token, `i` computed for nobody, `.` kept or
-            empty. Any other letter is written as it is.
+        rows: a letter for each cell: `p` a prompt's token, `d` a decoded token, `i` padding or an idle row, `.` a
+            cell that is not computed. Any other letter is written as it is.
     """
     shapes = []
     for y, row in enumerate(rows):
@@ -26,6 +28,39 @@ def sketch(*rows: str) -> str:
     width, height = 9 * STEP, 4 * STEP
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return f'<svg {size} aria-hidden="true">{"".join(shapes)}</svg>'
+
+
+class Bar(NamedTuple):
+    """A bar with a label before it and its value after it. `opens_group`: it has space above."""
+
+    label: str
+    value: float
+    written: str
+    kind: str = "decode"
+    opens_group: bool = False
+
+
+def bars(
+    shown: Sequence[Bar], title: str, legend: str = "", *, labels: float, width: float = 560, most: float = 0
+) -> str:
+    """Draw horizontal bars, one below the other.
+
+    Args:
+        labels: width of the column of labels.
+        most: the value of a bar of full length; the largest value if 0.
+    """
+    most = most or max(bar.value for bar in shown)
+    shapes = []
+    y = 0
+    for place, (label, value, written, kind, opens_group) in enumerate(shown):
+        y += 2 * GAP if opens_group and place else 0
+        length = max(value / most * (width - labels - 110), 1)
+        shapes.append(text(0, y + 13, label, "label"))
+        size = f'width="{length:.1f}" height="{BAR}"'
+        shapes.append(f'<rect x="{labels:g}" y="{y}" {size} rx="2" class="{kind}"/>')
+        shapes.append(text(labels + length + 6, y + 13, written, "label"))
+        y += BAR + GAP
+    return figure(width, y, shapes, title, legend)
 
 
 def figure(width: float, height: float, shapes: Sequence[str], title: str, legend: str) -> str:

@@ -6,16 +6,16 @@ Without results every page still builds and says how to make them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.files import load_comparisons
-from benchmarks.report import LINES, Line, Value, bases_of, best_of, columns_of, median_of
+from benchmarks.report import LINES, Line, Value, bases_of, cells_of, columns_of, median_of, medians_of
 from benchmarks.results import LOCAL, Run, is_complete
 from benchmarks.tables import MeasuredTable, load_tables, show
-from docs.building.folding import folded
+from docs.building.markdown import folded, table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,17 +91,20 @@ def complete_groups(results: Path) -> list[Group]:
     return [group for group in groups(results) if is_complete(group.runs)]
 
 
+def full_comparisons(results: Path) -> list[Group]:
+    """Return the complete comparisons, newest first, without sweeps and quick ones."""
+    return [group for group in complete_groups(results) if not (group.swept or group.first.workload.quick)]
+
+
 def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
     """Return for each model and machine the newest full comparison of a workload with all these servers.
 
-    The first is the one with most repeats, and of those the one with most servers.
+    The comparisons with most repeats come first, and among them those with most servers.
     """
     kept: dict[tuple[str, str], Group] = {}
-    for group in complete_groups(results):
-        run = group.first
-        fits = run.workload.name == workload and set(labels) <= set(group.labels)
-        if fits and not run.workload.quick and not group.swept:
-            kept.setdefault((group.folder, run.server.model), group)
+    for group in full_comparisons(results):
+        if group.first.workload.name == workload and set(labels) <= set(group.labels):
+            kept.setdefault((group.folder, group.first.server.model), group)
     found = [kept[key] for key in sorted(kept)]
     return sorted(found, key=lambda group: (-group.repeats, -len(group.labels)))
 
@@ -118,18 +121,17 @@ def missing(workload: str, labels: Sequence[str]) -> str:
 
 
 def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """Return a row for each setting of each model's newest sweep over exactly these options, or a sentence.
+    """Return the table of each model's newest sweep over exactly these options, or a sentence if there is none.
 
-    The reader's own newest has a table beside the published one.
+    The reader's own newest sweep has a table beside the published one.
     """
     found: dict[tuple[bool, str], Group] = {}
     for group in complete_groups(results):
         if group.first.workload.name == workload and group.swept == set(options):
             found.setdefault((group.local, group.first.server.model), group)
     if found:
-        lines = [line for line in LINES if line.title in SWEEP_LINES]
         return "\n".join(
-            f"{setup_of(group)}\n\n{_turned_table(group, lines)}"
+            f"{setup_of(group)}\n\n{turned_table(group, SWEEP_LINES)}"
             for _, group in sorted(found.items(), key=lambda item: item[0])
         )
     return f"No sweep over {' and '.join(f'`{option}`' for option in options)} has been measured yet.\n"
@@ -138,10 +140,10 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 def peers_tables(results: Path = RESULTS) -> str:
     """Return the newest comparison with other servers for each workload, model and machine, or a sentence."""
     found: dict[tuple[str, str, str], Group] = {}
-    for group in complete_groups(results):
+    for group in full_comparisons(results):
         run = group.first
         phases = [label.startswith("phase ") for label in group.labels]
-        if any(phases) and not all(phases) and not run.workload.quick and not group.swept:
+        if any(phases) and not all(phases):
             found.setdefault((run.workload.name, group.folder, run.server.model), group)
     if not found:
         return "No comparison with another server has been measured yet.\n"
@@ -160,37 +162,19 @@ def measured_table(name: str, results: Path = RESULTS, *, program: str | None = 
 
     Args:
         name: the table's.
-        program: what makes it; `benchmarks micro NAME` if None.
+        program: the module that measures it; `benchmarks micro NAME` if None.
     """
-    found = [table for table in load_tables(results) if table.name == name]
+    found = [each for each in load_tables(results) if each.name == name]
     if not found:
         return f"Not measured yet: `.venv/bin/python -m {program or f'benchmarks micro {name}'}` does it.\n"
     return "\n".join(map(described, found))
 
 
-def headline(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
-    """Return a sentence for each model on how two servers compare; nothing without three runs of both."""
-    lines = {line.title: line for line in LINES}
-    sentences = []
-    for group, old_runs, new_runs in _repeated(workload, before, after, results):
-        said = []
-        for words, title in (
-            ("throughput is", "output tokens / s"),
-            ("the 99th percentile of TTFT is", "TTFT p99"),
-            ("that of ITL is", "ITL p99"),
-        ):
-            old, new = median_of(old_runs, lines[title]), median_of(new_runs, lines[title])
-            if old and new is not None:
-                said.append(f"{words} {_change(new / old)}")
-        if said:
-            sentences.append(f"- {_where(group)}: {', '.join(said)}.")
-    return _listed(f"{after.capitalize()} against {before}:", sentences)
-
-
 def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
     """Return a sentence for each model on what got better and worse; nothing without three runs of both.
 
-    A line counts as won or lost where the repeats agree: no repeat of one server reaches into those of the other.
+    A metric counts as better or worse only if the repeats agree: all values of one server lie above all values of
+    the other.
     """
     lines = [line for line in LINES if line.title in HEADLINES and line.better]
     sentences = []
@@ -209,7 +193,8 @@ def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) 
         named = (("better", better), ("worse", worse), ("within what repeats differ by", alike))
         said = "; ".join(f"**{verdict}**: {', '.join(found)}" for verdict, found in named if found)
         sentences.append(f"- {_where(group)}: {said}.")
-    return _listed(f"What {after} wins and loses against {before}:", sentences)
+    opening = f"Gains and losses of {after} against {before}:\n\n"
+    return opening + "\n".join(sentences) + "\n" if sentences else ""
 
 
 def _repeated(
@@ -228,10 +213,6 @@ def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]
         [value for run in runs if (value := line.value(run)) is not None] for runs in (old_runs, new_runs)
     )
     return min(new) > max(old) or max(new) < min(old)
-
-
-def _listed(opening: str, sentences: Sequence[str]) -> str:
-    return f"{opening}\n\n" + "\n".join(sentences) + "\n" if sentences else ""
 
 
 def _where(group: Group) -> str:
@@ -257,22 +238,20 @@ def _software(environment: dict[str, Any]) -> list[str]:
     return [*([f"torch {torch}"] if torch else []), *([f"revision `{git}`"] if git else [])]
 
 
-def described(table: MeasuredTable) -> str:
+def described(measured: MeasuredTable) -> str:
     """Return a sentence on the setup, and the table."""
     facts = [
-        f"**{table.title}** on {_place(table.environment, local=table.local)}",
-        *(f"{name} {value}" for name, value in table.setup.items()),
-        *_software(table.environment),
-        table.started_at[:10],
+        f"**{measured.title}** on {_place(measured.environment, local=measured.local)}",
+        *(f"{name} {value}" for name, value in measured.setup.items()),
+        *_software(measured.environment),
+        measured.started_at[:10],
     ]
-    texts = [all(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
-    rows = [
-        table.columns,
-        ["---" if text else "---:" for text in texts],
-        *([show(cell) for cell in row] for row in table.rows),
+    texts = [
+        all(isinstance(row[place], str) for row in measured.rows) for place in range(len(measured.columns))
     ]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return f"{', '.join(facts)}.\n\n" + "\n".join(lines) + "\n"
+    align = "".join("l" if text else "r" for text in texts)
+    rows = [[show(cell) for cell in row] for row in measured.rows]
+    return f"{', '.join(facts)}.\n\n{table(measured.columns, rows, align)}"
 
 
 def setup_of(group: Group) -> str:
@@ -297,54 +276,31 @@ def _complete(repeats: Sequence[Run]) -> list[Run]:
 
 
 def values_of(group: Group, line: Line) -> list[Value]:
-    return [median_of(_complete(repeats), line) for repeats in columns_of(group.runs)]
-
-
-def _cell(line: Line, value: Value, best: Value) -> str:
-    if value is None:
-        return "–"
-    return f"**{line.show(value)}**" if value == best else line.show(value)
+    return medians_of(columns_of(group.runs), line)
 
 
 def group_table(group: Group, lines: Sequence[Line]) -> str:
     """Return a table with a column for each server, and its ratio to the server before."""
-    bases = bases_of(columns_of(group.runs))
-    rows = [f"| metric | {' | '.join(group.labels)} |", f"| --- |{' ---: |' * len(group.labels)}"]
-    for line in lines:
-        values = values_of(group, line)
-        if all(value is None for value in values):
-            continue
-        best = best_of(values, line.better)
-        cells = []
-        for value, base in zip(values, bases, strict=True):
-            before = None if base is None else values[base]
-            compared = value is not None and before and line.better
-            cells.append(_cell(line, value, best) + (f" ×{value / before:.2f}" if compared else ""))
-        rows.append(f"| {line.title} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    return table(["metric", *group.labels], _measured(group, lines, bases_of(columns_of(group.runs))))
 
 
-def _turned_table(group: Group, lines: Sequence[Line]) -> str:
-    """Return a table with a row for each server, to compare one number over many settings."""
-    shown = [(line, values) for line in lines if any(values := values_of(group, line))]
-    rows = [f"| server | {' | '.join(line.title for line, _ in shown)} |", f"| --- |{' ---: |' * len(shown)}"]
-    for place, label in enumerate(group.labels):
-        cells = [_cell(line, values[place], best_of(values, line.better)) for line, values in shown]
-        rows.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+def turned_table(group: Group, titles: Sequence[str]) -> str:
+    """Return a table with a row for each server, to compare some metrics over many settings."""
+    lines = [line for line in LINES if line.title in titles]
+    head, *rows = zip(*_measured(group, lines, [None] * len(group.labels)), strict=True)
+    return table(["server", *head], [[label, *row] for label, row in zip(group.labels, rows, strict=True)])
+
+
+def _measured(group: Group, lines: Sequence[Line], bases: Sequence[int | None]) -> list[list[str]]:
+    """Return the title and the cells of each metric that any server has. The best values are bold."""
+    found = [(line, values_of(group, line)) for line in lines]
+    return [
+        [line.title, *cells_of(line, values, bases, strong="**{}**")]
+        for line, values in found
+        if any(value is not None for value in values)
+    ]
 
 
 def is_worse(line: Line, before: float, value: float) -> bool:
-    compare: dict[str, Callable[[float, float], bool]] = {
-        "high": lambda b, v: v < b,
-        "low": lambda b, v: v > b,
-    }
-    return line.better in compare and compare[line.better](before, value)
-
-
-def _change(ratio: float) -> str:
-    if abs(ratio - 1) < 0.005:
-        return "unchanged"
-    if ratio >= 2:
-        return f"{ratio:.1f} times as high"
-    return f"{abs(ratio - 1):.0%} {'higher' if ratio > 1 else 'lower'}"
+    """Return whether a value is worse than the one before; False for a metric without a better direction."""
+    return value < before if line.better == "high" else line.better == "low" and value > before

@@ -7,6 +7,7 @@ import functools
 from common.llm import LLM, SamplingParams
 from common.server.replies.answer import Answer, Choice, Prompt
 from common.server.replies.formats import NamedCompletionEvents
+from common.server.requests.generation import StreamOptions
 
 PROMPT = "Once upon a time"
 
@@ -31,9 +32,9 @@ def event_stream(max_tokens: int = 3) -> str:
     """Return the event stream of a short completion, as the server writes it."""
     engine = _llm("zoo:llama-tiny").engine
     request = engine.create_request(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=max_tokens))
-    choice = Choice(0, Prompt(), scores_prompt=False)
+    choice = Choice(0, Prompt(), is_prompts_first=True)
     answer = Answer("cmpl-5f0c", 1767225600, "zoo:llama-tiny", engine.tokenizer, [choice])
-    wire = NamedCompletionEvents(answer, include_usage=False, continuous_usage=False)
+    wire = NamedCompletionEvents(answer, StreamOptions())
     assert engine.add_request(request)
     stream = b""
     while engine.has_work:

@@ -5,11 +5,11 @@ takes a while, and each of its tokens a little more.
 
 ```text
 docs/building/stepper.py    a file for each setting of each phase    assets/steps/p7-s4-b40-c16-long.js
-common/server/viewer        what draws them                          assets/viewer.js, as servers have it
+common/server/viewer        the script that draws them               assets/viewer.js, as servers have it
 docs/assets/stepper.js      the controls; loads a file when its setting is chosen
 ```
 
-The files are scripts, which a page that was opened from disk may load; JSON it may not.
+The files are scripts, because a page that was opened from disk may load scripts but not JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 MAX_SEQ_LEN, BLOCK_SIZE = 128, 8
 SEATS, BLOCKS, CHUNKS = (2, 4, 8), (24, 40, 64), (16, 64)
 
-#: Time as the pages count it: a pass, and what each token adds. A prompt's tokens and a decode token cost alike.
+#: The stepper's time: a pass costs a fixed time, and each of its tokens more. Prompt and decode tokens cost alike.
 COST = LinearCost(pass_base_s=0.010, token_s=0.0006, row_s=0.0006, host_step_s=0.003)
 
 PHASES_WITH_BLOCKS, PHASES_WITH_CHUNKS = 6, 7
@@ -83,7 +83,7 @@ STORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A position of the sliders. `name` leaves out what the phase does not have."""
+    """A position of the sliders. `name` leaves out settings that the phase does not have."""
 
     phase: int
     seats: int

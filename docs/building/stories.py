@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import columns_of, median_of
-from docs.building.folding import folded, indented
+from docs.building.markdown import folded, indented
 from docs.building.results import (
     HEADLINES,
     LINES,
@@ -25,7 +25,7 @@ from docs.building.results import (
 )
 
 Entry = dict[str, Any]
-REPEATS = 3  # of each server: fewer say little about chance
+REPEATS = 3  # fewest runs of each server: with fewer, chance decides
 
 
 def measured_section(
@@ -62,13 +62,13 @@ def ratio(
     model: str = "dummy:llama-60m",
     results: Path = RESULTS,
 ) -> str:
-    """Return one line of the newest comparison of two servers, such as `×0.45`, for a sentence."""
+    """Return the ratio of a metric in the newest comparison of two servers, such as `×0.45`, for a sentence."""
     found = dict(model_ratios(workload, before, after, line, results))
     return f"×{found[model]:.2f}" if model in found else "(not measured yet)"
 
 
 def ratios(workload: str, before: str, after: str, line: str, results: Path = RESULTS) -> str:
-    """Return the same line for each model that was measured, such as `×0.45 (dummy:a), ×0.50 (dummy:b)`."""
+    """Like `ratio`, for each model that was measured, such as `×0.45 (dummy:a), ×0.50 (dummy:b)`."""
     found = model_ratios(workload, before, after, line, results)
     return ", ".join(f"×{value:.2f} (`{model}`)" for model, value in found) or "(not measured yet)"
 
@@ -116,7 +116,7 @@ def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
     same = [
         entry
         for entry in _entries(folder)
-        if entry.get("comparison") == run.comparison  # a table's figure is of none
+        if entry.get("comparison") == run.comparison  # the figure of a measured table has no comparison
         and (entry["workload"], entry["model"], entry["quick"])
         == (run.workload.name, run.server.model, run.workload.quick)
     ]
@@ -131,7 +131,7 @@ def figures(name: str, root: str = "", folder: Path = PLOTS) -> str:
 def picture(entry: Entry, root: str) -> str:
     """Return a figure, light and dark, and its caption."""
     width, height = entry["size"]
-    # With its size the page keeps a figure's place free while the figure loads.
+    # The size lets the browser reserve the figure's place before the figure is loaded.
     shape = f"loading=lazy width={width} height={height}"
     images = "\n".join(
         f"![{entry['title']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} {shape} }}"

@@ -20,7 +20,7 @@ from phase6_paged.cache import PagedKVCachePool
 def address_of(column: int, table: Sequence[int], block_size: int) -> int:
     """Return the address of a sequence's column in the flat store.
 
-    All blocks lie one after the other: block 0 has addresses 0 to block_size - 1, block 1 those after.
+    All blocks lie one after the other: block 0 has addresses 0 to block_size - 1, block 1 the next block_size.
 
     Args:
         table: the sequence's blocks, in the order of its columns.

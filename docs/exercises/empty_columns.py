@@ -1,7 +1,7 @@
 """Exercise: how much of the reserved KV memory holds nothing?
 
 Write `empty_share`, then run `.venv/bin/pytest docs/exercises/empty_columns.py`.
-The check runs phase 5 with a short request in a long slot and calls it between steps.
+The check runs phase 5 with a short request in a long slot, and calls `empty_share` between steps.
 """
 
 from __future__ import annotations

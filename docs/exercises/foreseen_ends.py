@@ -28,7 +28,7 @@ def wants_row(
 
 
 def rows_computed(max_new_tokens: int, prompt_tokens: int = 5, max_seq_len: int = 100, depth: int = 2) -> int:
-    """Count the decode rows of one request whose prompt has given the first token, until it wants no more."""
+    """Count the decode rows of one request, from its first token in flight until `wants_row` ends it."""
     read, on_their_way, rows = 0, 1, 0
     for _ in range(500):
         if on_their_way == depth:
@@ -60,6 +60,6 @@ def test_no_column_past_the_longest_sequence(depth: int) -> None:
 def solution(
     read: int, on_their_way: int, max_new_tokens: int, *, prompt_tokens: int, max_seq_len: int
 ) -> bool:
-    """Tokens in flight count. Each token is computed from the column of the one before it."""
+    """Tokens in flight count as if they were read. Each token is computed from the column of the token before."""
     tokens = read + on_their_way
     return tokens < max_new_tokens and prompt_tokens + tokens <= max_seq_len

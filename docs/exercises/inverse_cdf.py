@@ -27,7 +27,7 @@ def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | Non
     Args:
         logits: a score for each token id.
         u: in [0, 1).
-        temperature: what scores are divided by; above 0.
+        temperature: the divisor of the scores; above 0.
     """
     raise NotImplementedError("scores, an order, exponentials, a running sum")
 
@@ -58,7 +58,7 @@ def test_the_same_number_gives_the_same_token(temperature: float, top_k: int | N
 
 
 def solution(logits: Sequence[float], u: float, temperature: float, top_k: int | None) -> int:
-    """An order first, so that what is cut off is at its end."""
+    """Sort first, so that the tokens that `top_k` removes are at the end."""
     ids = list(range(len(logits)))
     if top_k is not None:
         ids = sorted(ids, key=lambda i: (-logits[i], i))[:top_k]

@@ -89,7 +89,7 @@ class Solution(PrefixTree):
 
     def release(self, path: Sequence[Node]) -> None:
         super().release(path)
-        for node in path:  # the path's end is moved last, and so comes first
+        for node in path:  # the path's last node is moved last, so it is evicted first
             if node.users == 0 and node not in self._hit:
                 self._unused.move_to_end(node, last=False)
 

@@ -18,9 +18,9 @@ from phase5_continuous.cache import SlottedKVCache
 class PromptBudget(Scheduler):
     """Phase 5, but one step admits at most `budget` prompt tokens; a longer prompt is admitted alone.
 
-    Everyone who decodes waits while prompts are computed, so this bounds the wait (a single long prompt still
-    stalls them: cutting it in pieces is phase 7). Still first come, first served: a request that does not fit waits
-    for the next step, and so do all requests behind it.
+    Requests that decode wait while prompts are computed, so the budget bounds their wait. (A single long prompt
+    still stalls them: phase 7 cuts it into pieces.) Admission stays first come, first served: a request that does
+    not fit waits for the next step, and so do all requests behind it.
 
     `admit` seats the front of the queue with `_seat` until one call says False, so that is the place to say no.
     """

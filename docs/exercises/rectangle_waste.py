@@ -20,7 +20,7 @@ def wasted_tokens(prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> t
     """Return what phase 4 computes for nothing in one batch: (padded prompt tokens, idle rows of decode steps).
 
     Args:
-        prompt_lengths: of each member.
+        prompt_lengths: the length of each member's prompt, in tokens.
         new_tokens: how many tokens each member generates. The first of them comes with the prompt's pass.
     """
     raise NotImplementedError("two sums")
@@ -54,7 +54,7 @@ def test_counts_agree_with_telemetry(engine: Engine, seed: int) -> None:
 
 
 def solution(prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> tuple[int, int]:
-    """Both kinds of waste are distances to the longest."""
+    """Both kinds of waste are sums of differences to the longest member."""
     padded = sum(max(prompt_lengths) - length for length in prompt_lengths)
     idle = sum(
         max(new_tokens) - count for count in new_tokens

@@ -19,7 +19,7 @@ from phase7_chunked import Scheduler
 class ShortPromptsFirst(Scheduler):
     """Phase 7, but the prompt with the fewest tokens left advances first; among equals, the oldest.
 
-    `request.token_ids` is what has to be in the cache, `request.prefill_progress` how much of it is.
+    `request.token_ids` has the tokens that must be in the cache; `request.prefill_progress` counts those that are.
     """
 
     def prefill_priority(self, request: Request) -> tuple[int, int]:

@@ -78,7 +78,7 @@ def test_who_waited_longest_goes_first() -> None:
 
 
 class Solution(Scheduler):
-    """A stable sort of everyone but the first, by distance from the first."""
+    """A stable sort of all waiting requests, by their distance from the first one's length."""
 
     def admit(self, pool: KVPool) -> None:
         if self.waiting and not self.active:

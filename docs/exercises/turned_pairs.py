@@ -1,7 +1,8 @@
 """Exercise: rotary embedding, one pair at a time.
 
 Write `turned`, then run `.venv/bin/pytest docs/exercises/turned_pairs.py`.
-The check compares it with the model's own rotary embedding, and then asks what that is for.
+The check compares it with the model's own rotary embedding. A second check shows its purpose: the product of a
+query and a key depends only on the distance between their positions.
 """
 
 from __future__ import annotations

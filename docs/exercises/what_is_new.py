@@ -74,7 +74,7 @@ def test_pieces_of_any_size_give_the_logits_of_the_whole(model: CausalLM, most: 
 
 
 def solution(token_ids: Sequence[int], held: int, most: int) -> tuple[list[int], list[int], int | None]:
-    """Decode is `most` of 1, a prompt without chunks is `most` without end. The line is the same."""
+    """Decode has `most` = 1; a prompt without chunks has no limit. The same lines compute both."""
     end = min(held + most, len(token_ids))
     row = end - held - 1 if end == len(token_ids) else None
     return list(token_ids[held:end]), list(range(held, end)), row
