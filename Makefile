@@ -1,17 +1,19 @@
 # Everything a fresh machine needs is set up on the way: `make demo`, `make test`.
 #   make demo            a few clients read stories from a server, then every phase gets the same work: one table
+#   make demo MODEL=smollm2   the same with a real chat model, which is downloaded first (93 MB)
 #   make serve           serve phase 9: chat with it in a browser (PHASE=5, ARGS="--model dummy:llama-60m --port 8000")
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
 #   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
 #   make test-slow       the suites that take longer
 #   make test-browser    the server's page and the site in chromium, which must be on the machine
 #   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
+#   make test-checkpoints   real models against transformers; downloads them (330 MB) to the user's cache folder
 #   make cluster PHASE=8 two replicas behind one address, on Ray (ARGS="--replicas 4" adds options)
 #   make test-cluster    the tests of that
 #   make learn PHASE=6   copy a phase without the bodies that are its idea into learn/, to write them
 #   make check PHASE=6   what holds of the copy, by the phase's own tests
 #   make size            lines of each part, and the functions that a decode step crosses
-#   make lint            style, types, and the one-way dependency rule
+#   make lint            style, types, and the one-way imports within the server
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/ (SITE_URL=https://… if it is published: link previews need it)
 #   make docs-serve      build the site and serve it at http://127.0.0.1:8000
@@ -22,6 +24,7 @@
 PYTHON ?= python3
 PHASE ?= 9
 ARGS ?=
+MODEL ?=
 PIP_ARGS ?=
 
 BIN := .venv/bin
@@ -30,7 +33,7 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-cluster lint size format bench plots docs docs-serve clean distclean
+.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
 
 # Prints the comment at the top of this file.
 help:
@@ -56,7 +59,7 @@ help:
 	touch $@
 
 demo: .venv/base
-	$(BIN)/python -m benchmarks.demo
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model '$(MODEL)')
 
 serve: .venv/base
 	$(BIN)/python -m infer serve '$(PHASE)' $(ARGS)
@@ -85,6 +88,10 @@ test-cluster: .venv/full .venv/cluster
 # A client that cannot be installed is skipped. TABLE=benchmarks/results writes what the site shows.
 test-clients: .venv/full
 	OMP_NUM_THREADS=1 PIP_ARGS='$(PIP_ARGS)' $(BIN)/pytest tests/clients -m clients -rs $(if $(TABLE),--clients-table=$(TABLE))
+
+# A model that cannot be downloaded is skipped, with the reason. One worker a model.
+test-checkpoints: .venv/full
+	OMP_NUM_THREADS=1 PIP_ARGS='$(PIP_ARGS)' $(BIN)/pytest -n 2 --dist loadgroup -m checkpoints -rs tests/checkpoints tests/common/test_models.py $(ARGS)
 
 learn: .venv/full
 	@$(BIN)/python -m tutor learn '$(PHASE)'

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Parts of the project: how the paths of their Python files begin, and how those of exceptions do.
+#: Parts of the project: prefixes of the paths of their Python files, and prefixes that are left out.
 PARTS = {
     "common without server, models, zoo": (("common/",), ("common/server/", "common/models/", "common/zoo/")),
     "common/models": (("common/models/",), ()),
@@ -53,7 +53,7 @@ def functions(path: Path) -> Iterator[tuple[int, str]]:
 def crossed(package: str) -> tuple[int, int]:
     """Return how many functions one decode step of four sequences calls, and in how many modules they are.
 
-    Models and kernels do not count. The step is one of many: nothing in it happens for the first time.
+    Models and kernels do not count. Ten other steps run before it, so nothing in it happens for the first time.
     """
     from common.phases import find_phase
     from common.request import SamplingParams

@@ -18,7 +18,7 @@ INDENT = " " * 8
 
 
 def set_up(exercise: Exercise, tree: Path | None = None) -> dict[str, list[str]]:
-    """Make the learner's tree. Returns the emptied methods of each file, as `Class.method`.
+    """Create the learner's tree. Returns the emptied methods of each file, as `Class.method`.
 
     Raises:
         StartupError: the tree exists already. A learner's work is never overwritten.

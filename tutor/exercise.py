@@ -59,7 +59,7 @@ class Exercise:
         title: the phase's title.
         empty: methods to be emptied: `module.Class.method`, or `module.Class` for all but `__init__`.
         ideas: the parts that the report lists.
-        hints: the hints, the first that fits is shown.
+        hints: the hints. The report shows the first that fits.
     """
 
     number: int

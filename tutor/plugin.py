@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 TREE, PACKAGE, RESULTS = "TUTOR_TREE", "TUTOR_PACKAGE", "TUTOR_RESULTS"  # in the environment
-BROKEN = ""  # no test has this name
+BROKEN = ""  # key of the import error in the results: no test has this name
 
 _results: dict[str, Any] = {}
 
