@@ -7,7 +7,7 @@ import functools
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,25 +135,31 @@ class Subject:
         """Tokens and logits of the request run by `generate()`."""
         key = (tuple(prompt), params)
         if key not in self._alone:
-            matcher = None if params.grammar is None else self.grammars.new_matcher(params.grammar)
-            eos = self.model.config.eos_token_ids
-            request = Request("alone", list(prompt), params, eos, matcher=matcher)
-            with recorded_logits() as logits:
-                for _ in generate(self.model, request):
-                    pass
-            tokens = request.token_ids[len(prompt) :]
-            self._alone[key] = Solo(
-                tokens, logits["alone"], self.model.batch_invariant, params.temperature > 0
-            )
+            self._alone[key] = self._generate(prompt, params, sampled_from=())
         return self._alone[key]
+
+    def along(self, prompt: Sequence[int], params: SamplingParams, sampled_from: Sequence[Tensor]) -> Solo:
+        """Run the request by `generate()`, but sample its tokens from given logits, [vocab] for each token.
+
+        The logits of the result are those that `generate()` computes for these tokens.
+        """
+        return self._generate(prompt, params, sampled_from)
+
+    def _generate(
+        self, prompt: Sequence[int], params: SamplingParams, sampled_from: Sequence[Tensor]
+    ) -> Solo:
+        matcher = None if params.grammar is None else self.grammars.new_matcher(params.grammar)
+        request = Request("alone", list(prompt), params, self.model.config.eos_token_ids, matcher=matcher)
+        with recorded_logits({"alone": sampled_from}) as logits:
+            for _ in generate(self.model, request):
+                pass
+        return Solo(request.token_ids[len(prompt) :], logits["alone"])
 
 
 @dataclass
 class Solo:
     tokens: list[int]
     logits: list[Tensor]  # [vocab] for each token
-    exact: bool  # whether others' must have the same bits, or lie within a bound
-    drawn: bool  # a draw may fall beside another edge, however far apart the two logits are
 
 
 def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
@@ -168,7 +174,14 @@ def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
 
 
 class recorded_logits:
-    """While entered: the logits that every request's tokens were sampled from, by request id."""
+    """While entered, records the logits computed for every request's tokens, by request id.
+
+    Args:
+        replaced: logits that tokens are sampled from instead, by request id, for the first tokens of each.
+    """
+
+    def __init__(self, replaced: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+        self._replaced = replaced or {}
 
     def __enter__(self) -> dict[str, list[Tensor]]:
         self._patch = pytest.MonkeyPatch()
@@ -176,9 +189,13 @@ class recorded_logits:
         original = common.runner.sample
 
         def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None) -> Sampled:
+            rows = list(logits)
             for row, request in enumerate(requests):
                 seen[request.request_id].append(logits[row].clone())
-            return original(logits, requests, masks)
+                others = self._replaced.get(request.request_id, ())
+                if len(others) >= len(seen[request.request_id]):
+                    rows[row] = others[len(seen[request.request_id]) - 1]
+            return original(torch.stack(rows), requests, masks)
 
         handed_in = PipelinedRunner._sample_one
 
@@ -233,7 +250,7 @@ def subject_of(name: str) -> Subject:
 
 LOGIT_BOUND = 1e-4  # × max(1, max |logit|)
 NEAR_TIE = 1e-4  # a flip between logits this close is reported, not failed
-flips: list[str] = []
+flips: set[tuple[tuple[int, ...], int]] = set()  # prompt and index of the token
 
 
 @dataclass(frozen=True)
@@ -268,27 +285,38 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
     return tokens
 
 
-def assert_same(name: str, tokens: list[int], logits: list[Tensor], solo: Solo) -> None:
-    """Equal tokens and logits. Where these need not be exact, they lie within a bound, and a near tie or a draw
-    may flip, once a run.
+def assert_same(
+    name: str, subject: Subject, arrival: Arrival, tokens: list[int], logits: list[Tensor]
+) -> None:
+    """Assert that a request got the tokens and logits that it gets alone.
+
+    If the model is not batch invariant here, logits may differ within a bound. A greedy token may differ at a near
+    tie, once a run. A drawn token may differ if the request's own draw takes it from these logits, and the other
+    from the logits alone. All later logits must be the ones that these tokens give.
     """
+    alone = subject.alone(arrival.prompt, arrival.params)
     logits = logits[: len(tokens)]  # one more may have been computed before anybody knew the end
-    if solo.exact:
-        assert tokens == solo.tokens, name
-        assert torch.equal(torch.stack(logits), torch.stack(solo.logits)), name
+    if subject.model.batch_invariant:
+        assert tokens == alone.tokens, name
+        assert torch.equal(torch.stack(logits), torch.stack(alone.logits)), name
         return
-    for i, (token, expected) in enumerate(zip(tokens, solo.tokens, strict=False)):
-        scale = max(1.0, solo.logits[i].abs().max().item())
-        difference = (logits[i] - solo.logits[i]).abs().max().item()
-        assert difference < LOGIT_BOUND * scale, f"{name}: logits of token {i} differ by {difference}"
+    for i, (token, expected) in enumerate(zip(tokens, alone.tokens, strict=False)):
         if token != expected:
-            apart = (solo.logits[i][expected] - solo.logits[i][token]).abs().item()
-            assert solo.drawn or apart < NEAR_TIE, f"{name}: token {i} is {token}, alone it is {expected}"
-            flips.append(f"{name}: token {i}")
-            warnings.warn(f"a near tie flipped: {flips[-1]}", stacklevel=1)
-            assert len(flips) <= 1, flips
-            return  # what follows depends on it
-    assert len(tokens) == len(solo.tokens)
+            first, second = alone.logits[i][expected].item(), alone.logits[i][token].item()
+            assert not arrival.params.greedy or abs(first - second) < NEAR_TIE, (
+                f"{name}: token {i} is {token}"
+            )
+            warnings.warn(f"a near tie flipped: {name}: token {i}", stacklevel=1)
+            if arrival.params.greedy:
+                flips.add((arrival.prompt, i))
+                assert len(flips) <= 1, flips
+            alone = subject.along(arrival.prompt, arrival.params, logits)
+            break
+    assert tokens == alone.tokens, name
+    for i, (got, expected_logits) in enumerate(zip(logits, alone.logits, strict=True)):
+        scale = max(1.0, expected_logits.abs().max().item())
+        difference = (got - expected_logits).abs().max().item()
+        assert difference < LOGIT_BOUND * scale, f"{name}: logits of token {i} differ by {difference}"
 
 
 def check(subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **options: int) -> Engine:
@@ -299,8 +327,7 @@ def check(subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **opt
         # To record logits is to wait for each forward pass before its tokens are sampled. Nobody else waits.
         assert serve(subject.engine(variant, **options), arrivals) == tokens
     for name, got in tokens.items():
-        arrival = arrivals[int(name)]
-        assert_same(name, got, logits[name], subject.alone(arrival.prompt, arrival.params))
+        assert_same(name, subject, arrivals[int(name)], got, logits[name])
     return engine
 
 

@@ -90,11 +90,8 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(
         for seed in range(6)
     ]
     arrivals = [Arrival(i % 3, prompt_of(subject, 10 + 9 * i, seed=i), p) for i, p in enumerate(params)]
-    engine = subject.engine(variant, max_batch_size=4)
-    tokens = serve(engine, arrivals)
-    for i, arrival in enumerate(arrivals):
-        assert tokens[str(i)] == subject.alone(arrival.prompt, arrival.params).tokens
-    assert len({tuple(t) for t in tokens.values()}) == len(arrivals)
+    check(subject, variant, arrivals, max_batch_size=4)
+    assert len({tuple(subject.alone(each.prompt, each.params).tokens) for each in arrivals}) == len(arrivals)
 
 
 @pairs()

@@ -69,8 +69,7 @@ def check(subject: Subject, options: dict[str, Any], *, rounds: int = 3) -> Any:
         with recorded_logits() as logits:
             tokens = serve(engine, arrivals)
         for i, arrival in enumerate(arrivals):
-            alone = subject.alone(arrival.prompt, arrival.params)
-            assert_same(f"{variant} {i}", tokens[str(i)], logits[str(i)], alone)
+            assert_same(f"{variant} {i}", subject, arrival, tokens[str(i)], logits[str(i)])
         assert_consistent(caching(engine))
         arrivals = next_turns(arrivals, tokens, subject)
     return engine.telemetry.counters
