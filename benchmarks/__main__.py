@@ -16,14 +16,14 @@ from rich.markup import escape
 from benchmarks import micro
 from benchmarks.calibrate import LOADS, CalibrationError
 from benchmarks.compare import Comparison, compare
-from benchmarks.export import export_dummy
+from benchmarks.export import export
 from benchmarks.files import publish
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers.registry import peer_target
 from benchmarks.report import report, summary
 from benchmarks.results import LOCAL, RESULTS, Run
 from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
-from benchmarks.workloads import WORKLOADS, PromptWriter, Workload
+from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
@@ -125,11 +125,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
     plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
     plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
 
-    export = commands.add_parser("export", help="write a dummy's weights for other servers")
-    export.set_defaults(command=_export)
-    export.add_argument("preset", help=f"with or without dummy: before it; {', '.join(PRESETS)}")
-    export.add_argument("folder", type=Path, help="a new folder")
-    export.add_argument("--dtype", default="auto", choices=DTYPES, help="what they are drawn in (auto)")
+    export_ = commands.add_parser(
+        "export", help="write the weights of a dummy or a GGUF file for other servers"
+    )
+    export_.set_defaults(command=_export)
+    add = export_.add_argument
+    add("model", help=f"a GGUF file, a fetched model, or a dummy: {', '.join(PRESETS)}")
+    add("folder", type=Path, help="a new folder")
+    add("--dtype", default="auto", choices=DTYPES, help="the type of the weights (auto)")
     return top
 
 
@@ -137,7 +140,12 @@ def _load_options() -> argparse.ArgumentParser:
     """Return a parser with the options that `compare` and `run` share."""
     load = argparse.ArgumentParser(add_help=False)
     add = load.add_argument_group("workload").add_argument
-    add("--workload", default="mixed", help=f"{', '.join(WORKLOADS)}; several with commas; or all")
+    add(
+        "--workload",
+        default="mixed",
+        help=f"{', '.join(WORKLOADS)}; for a model that chats {', '.join(CHAT_WORKLOADS)}; several with commas; or "
+        "all of the first kind",
+    )
     add("--seed", type=int, default=0, help="draws lengths, texts and arrivals (0)")
     add("--quick", action="store_true", help="a quarter of the requests, for demos")
     add("--text", action="store_true", help="send prompts as text, not as token ids")
@@ -264,8 +272,9 @@ def _plots(options: argparse.Namespace, console: Console) -> int:
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
-    export_dummy(f"dummy:{options.preset.removeprefix('dummy:')}", options.folder, options.dtype)
-    console.print(f"{options.preset} written to {options.folder}")
+    name = f"dummy:{options.model}" if options.model in PRESETS else options.model
+    export(name, options.folder, options.dtype)
+    console.print(f"{options.model} written to {options.folder}")
     return 0
 
 
@@ -280,10 +289,11 @@ def parse_workloads(names: str) -> list[Workload]:
     """
     if names == "all":
         return list(WORKLOADS.values())
-    unknown = [name for name in names.split(",") if name not in WORKLOADS]
+    known = WORKLOADS | CHAT_WORKLOADS
+    unknown = [name for name in names.split(",") if name not in known]
     if unknown:
-        raise ValueError(f"--workload: no {', '.join(unknown)}; there are {', '.join(WORKLOADS)}, and all")
-    return [WORKLOADS[name] for name in names.split(",")]
+        raise ValueError(f"--workload: no {', '.join(unknown)}; there are {', '.join(known)}, and all")
+    return [known[name] for name in names.split(",")]
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Options]:

@@ -44,7 +44,14 @@ from benchmarks.results import Calibration, LoadResult
 from benchmarks.workloads import PlannedRequest, PromptWriter, Workload, identical_requests
 
 #: Offered load for which a workload was made, relative to capacity: requests sent per request that could be served.
-LOADS = {"continuous_batching": 1.1, "chunked_prefill": 0.9, "prefix_caching": 1.4}
+LOADS = {
+    "continuous_batching": 1.1,
+    "chunked_prefill": 0.9,
+    "prefix_caching": 1.4,
+    "questions": 1.1,
+    "long_documents": 0.9,
+    "shared_document": 1.4,
+}
 DEFAULT_LOAD = 1.0
 
 ROUNDS = 2

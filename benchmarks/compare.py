@@ -159,7 +159,7 @@ def run_once(
         with server:
             info.version = server.version
             progress.update(task, detail="")
-            endpoint = _endpoint(comparison, server)
+            endpoint = _endpoint(comparison, server, workload)
             with _traced(comparison, run, server):
                 measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
             died = server.exit_code  # None: the server was still running at the run's end
@@ -201,8 +201,12 @@ def _note_the_end(run: Run, died: int | None) -> None:
         run.notes.append(f"the server ended with exit code {exit_code} when it was asked to stop")
 
 
-def _endpoint(comparison: Comparison, server: RunningServer) -> Endpoint:
-    return replace(server.endpoint, ignore_eos=comparison.ignore_eos, api_key=comparison.api_key)
+def _endpoint(comparison: Comparison, server: RunningServer, workload: Workload | None = None) -> Endpoint:
+    """Return a server's endpoint. Answers have full length, except those to chats and to servers that refuse it."""
+    chats = workload is not None and workload.chats is not None
+    return replace(
+        server.endpoint, ignore_eos=comparison.ignore_eos and not chats, api_key=comparison.api_key
+    )
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:

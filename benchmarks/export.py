@@ -1,6 +1,6 @@
-"""Writes a dummy's weights as a Hugging Face folder, so that other servers can serve the same weights.
+"""Writes a dummy's weights, or a GGUF file's dequantized ones, as a Hugging Face folder for other servers.
 
-`python -m benchmarks export llama-135m FOLDER`
+`python -m benchmarks export llama-135m FOLDER`, `python -m benchmarks export smollm2 FOLDER`
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from common.config import resolve_dtype
 from common.errors import StartupError
-from common.models.checkpoint import DummyCheckpoint
+from common.models.checkpoint import Checkpoint, DummyCheckpoint
+from common.models.gguf import GGUFCheckpoint, config_of
 from common.models.loader import SINGLE_FILE, checkpoint_tensors, read_json
 from common.models.registry import load_model, open_checkpoint
 from common.zoo.presets import PRESETS
@@ -25,46 +27,60 @@ CPU = torch.device("cpu")
 #: the checkpoint whose tokenizer the dummy uses.
 _LENT = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id")
 
+#: The model class of transformers for each architecture.
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
-def export_dummy(name: str, folder: Path, dtype: str = "auto") -> None:
-    """Write `dummy:PRESET` as config.json, safetensors and tokenizer files.
 
-    Random weights are drawn in `dtype`, as a server draws them with the same `--dtype`. Another type gives other
-    weights.
+def export(name: str, folder: Path, dtype: str = "auto") -> None:
+    """Write a model as config.json, safetensors and tokenizer files.
+
+    A dummy's random weights are drawn in `dtype`, as a server draws them with the same `--dtype`. Another type gives
+    other weights.
 
     Raises:
-        StartupError: no dummy has that name, or the folder is not empty.
+        StartupError: there is no such model, it is in a folder already, or `folder` is not empty.
     """
-    checkpoint = find_dummy(name)
+    checkpoint = open_checkpoint(name)
+    if checkpoint.folder is not None:
+        raise StartupError(f"{name} is in a folder already, {checkpoint.folder}: only others are exported")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StartupError(f"{folder} holds something already: name a new folder")
     resolved = resolve_dtype(dtype, checkpoint.config.dtype, CPU)
+    config = _config(checkpoint)
     model = load_model(checkpoint, device=CPU, dtype=resolved, max_positions=1)
     folder.mkdir(parents=True, exist_ok=True)
     # Each is copied: safetensors refuses tensors that share memory, and several may be rows of one parameter.
     tensors = {name: rows.clone() for name, rows in checkpoint_tensors(model).items()}
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
-    for path in checkpoint.tokenizer_folder.iterdir():
-        if path.name.startswith("tokenizer") or path.name == "chat_template.jinja":
-            shutil.copy(path, folder)
-    config = json.dumps(_config(checkpoint, resolved), indent=2)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    config["dtype"] = str(resolved).removeprefix("torch.")
+    _write(folder / "config.json", config)
+    if isinstance(checkpoint, DummyCheckpoint):
+        for path in checkpoint.tokenizer_folder.iterdir():
+            if path.name.startswith("tokenizer") or path.name == "chat_template.jinja":
+                shutil.copy(path, folder)
+    elif isinstance(checkpoint, GGUFCheckpoint):
+        checkpoint.vocabulary.backend().save(str(folder / "tokenizer.json"))
+        _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def find_dummy(name: str) -> DummyCheckpoint:
-    """Return the checkpoint of a dummy. StartupError: the name stands for a folder or a GGUF file."""
-    checkpoint = open_checkpoint(name)
-    if checkpoint.folder is not None:
-        raise StartupError(f"{name} is in a folder already, {checkpoint.folder}: only dummies are exported")
-    if not isinstance(checkpoint, DummyCheckpoint):
-        raise StartupError(f"{name} is a GGUF file: only dummies are exported as Hugging Face folders")
-    return checkpoint
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _config(checkpoint: DummyCheckpoint, dtype: torch.dtype) -> dict[str, object]:
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the object in config.json. StartupError: transformers has no such config."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        config = config_of(checkpoint.file)
+        if config["rope_parameters"].get("rope_type") == "divided":
+            raise StartupError(f"{checkpoint.name}: config.json cannot hold the rotary divisors of this file")
+        return {**config, "architectures": [_CLASSES[config["model_type"]]]}
+    assert isinstance(checkpoint, DummyCheckpoint)
     lender = read_json(checkpoint.tokenizer_folder / "config.json")
-    return {
-        **{name: lender[name] for name in _LENT if name in lender},
-        **PRESETS[checkpoint.name.removeprefix("dummy:")],
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    lent = {name: lender[name] for name in _LENT if name in lender}
+    return {**lent, **PRESETS[checkpoint.name.removeprefix("dummy:")]}

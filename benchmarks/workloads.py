@@ -1,8 +1,8 @@
-"""The eight workloads: lengths of prompts and answers, and times at which requests are sent.
+"""The workloads: lengths of prompts and answers, and times at which requests are sent.
 
-A workload is a line of a table (`WORKLOADS`). `build` turns the line into a plan, one `PlannedRequest` per request,
-each with its prompt and its send time. The same name and seed give the same plan on every machine, so all servers
-get exactly the same requests.
+A workload is a line of a table: `WORKLOADS`, or `CHAT_WORKLOADS` for models that chat. `build` turns the line into
+a plan, one `PlannedRequest` per request, each with its prompt and its send time. The same name and seed give the
+same plan on every machine, so all servers get exactly the same requests.
 
 ```text
 uniform     |  |  |  |  |  |      one every 1 / rate seconds
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from benchmarks.chats import CHATS
+from common.chat_template import ChatTemplate
 from common.zoo.text import plain_document
 
 Arrivals = Literal["burst", "sequential", "uniform", "poisson", "turns"]
@@ -58,6 +60,8 @@ class Workload:
         shows: the effect that the workload was made to show.
         phase: number of the phase whose gain over the previous phase this workload shows; 0 if it was made for no
             phase.
+        chats: the kind of chats that prompts come from, in `benchmarks.chats`. Then answers may end early,
+            `new_tokens` are limits, and `prompts` are rough lengths. None: texts of exactly these lengths.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Workload:
     shared_prefix: int = 0
     turns: int = 1
     phase: int = 0
+    chats: str | None = None
 
     @property
     def mean_prompt_tokens(self) -> float:
@@ -173,6 +178,68 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
+#: The same effects with a model that chats: people's questions, and answers that end by themselves.
+CHAT_WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "questions",
+            requests=32,
+            prompts=_always(35, 55),
+            new_tokens=Lengths(64, 256),
+            arrivals="uniform",
+            rate=4.0,
+            shows="TTFT tail",
+            phase=5,
+            chats="questions",
+        ),
+        Workload(
+            "code_edits",
+            requests=48,
+            prompts=_always(120, 220),
+            new_tokens=Lengths(128, 256),
+            arrivals="burst",
+            shows="throughput at equal KV bytes",
+            phase=6,
+            chats="code_edits",
+        ),
+        Workload(
+            "long_documents",
+            requests=48,
+            prompts=((0.75, Lengths(1100, 1700)), (0.25, Lengths(35, 55))),
+            new_tokens=Lengths(64, 256),
+            arrivals="poisson",
+            rate=6.0,
+            shows="ITL tail",
+            phase=7,
+            chats="long_documents",
+        ),
+        Workload(
+            "shared_document",
+            requests=48,
+            prompts=_always(20, 40),
+            new_tokens=Lengths(256, 256),
+            arrivals="uniform",
+            rate=8.0,
+            shared_prefix=1600,
+            shows="TTFT of prompts that begin alike",
+            phase=8,
+            chats="shared_document",
+        ),
+        Workload(
+            "chats",
+            requests=48,
+            prompts=_always(15, 55),
+            new_tokens=Lengths(48, 128),
+            arrivals="turns",
+            turns=8,
+            shows="TTFT of a chat's next turn",
+            phase=8,
+            chats="chats",
+        ),
+    )
+}
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
@@ -211,9 +278,15 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], /) -> str: ...
 
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+
+_BEFORE = "\ue000"  # stands for the messages before, whose text does not matter
+
 
 class PromptWriter:
-    """Writes English-like text, cut to an exact number of tokens."""
+    """Writes the token ids of prompts: English-like text of an exact number of tokens, or a user's messages."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -230,6 +303,28 @@ class PromptWriter:
             ids = self._tokenizer.encode("\n\n".join(documents), add_special_tokens=not continues)
             if len(ids) > tokens:  # one more than needed: the last may be a token that ends every text
                 return ids[:tokens]
+
+    def message(self, text: str, *, continues: bool = False) -> list[int]:
+        """Return a user's message in the model's chat template, up to where the answer begins.
+
+        Args:
+            continues: the message follows an answer, and the result begins after the answer's last token.
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise ValueError("this workload needs a model that chats: its checkpoint has no chat template")
+        message = {"role": "user", "content": text}
+        if not continues:
+            return self._tokenizer.encode(template.render([message]), add_special_tokens=False)
+        before = [{"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}]
+        rendered = template.render([*before, message])
+        start = template.render(
+            before, add_generation_prompt=False
+        ).rstrip()  # ends with the token after an answer
+        return self._tokenizer.encode(rendered.removeprefix(start), add_special_tokens=False)
 
     def as_text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt. A server that tokenizes it may count a token more or less at its end."""
@@ -310,7 +405,10 @@ def build(
         quick: fewer requests.
         text: prompts as text instead of token ids.
     """
-    plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
+    if workload.chats is None:
+        plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
+    else:
+        plan = _planned_chats(workload, workload.chats, writer, seed=seed, factor=factor, quick=quick)
     if not text:
         return list(plan)
     return [replace(each, prompt=writer.as_text(each.token_ids)) for each in plan]
@@ -324,10 +422,7 @@ def planned_requests(
     # Each kind of draw has its own generator, so that a longer prompt does not move the arrivals.
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
     texts = random.Random(f"{workload.name}:{seed}:texts")
-    arrivals = random.Random(f"{workload.name}:{seed}:arrivals")
-
-    rate = None if workload.rate is None else workload.rate * factor
-    times = send_times(workload.arrivals, count, rate, arrivals)
+    times = _times_of(workload, count, seed, factor)
     prompt_lengths = _draw_prompt_lengths(workload, count, lengths)
     new_lengths = [workload.new_tokens.draw(lengths) for _ in range(count)]
     shared = write(texts, workload.shared_prefix) if workload.shared_prefix else []
@@ -344,6 +439,32 @@ def planned_requests(
         yield PlannedRequest(
             index, send_at_s, ids, tokens, new, follows=None if is_first else index - clients
         )
+
+
+def _planned_chats(
+    workload: Workload, kind: str, writer: PromptWriter, *, seed: int, factor: float, quick: bool
+) -> Iterator[PlannedRequest]:
+    """Yield the requests of a workload whose prompts are a user's messages. Their lengths are the texts' own."""
+    clients = workload.count(quick=quick) // workload.turns
+    chats = CHATS[kind](random.Random(f"{workload.name}:{seed}:texts"), clients, workload.turns)
+    lengths = random.Random(f"{workload.name}:{seed}:lengths")
+    times = _times_of(workload, clients * workload.turns, seed, factor)
+    tokens = [0] * clients  # of each client's chat so far; an answer that ends early makes it shorter
+    for index, send_at_s in enumerate(times):
+        turn, client = divmod(
+            index, clients
+        )  # first turns of all clients come first, as in `planned_requests`
+        ids = writer.message(chats[client][turn], continues=turn > 0)
+        most = workload.new_tokens.draw(lengths)
+        yield PlannedRequest(
+            index, send_at_s, ids, tokens[client] + len(ids), most, follows=index - clients if turn else None
+        )
+        tokens[client] += len(ids) + most
+
+
+def _times_of(workload: Workload, count: int, seed: int, factor: float) -> list[float]:
+    rate = None if workload.rate is None else workload.rate * factor
+    return send_times(workload.arrivals, count, rate, random.Random(f"{workload.name}:{seed}:arrivals"))
 
 
 def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> list[int]:

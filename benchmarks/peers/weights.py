@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.export import export_dummy, find_dummy
+from benchmarks.export import export
 from benchmarks.peers.process import command, environment
 from benchmarks.peers.workers.protocol import Options
 from common.config import resolve_dtype
@@ -25,6 +25,7 @@ from common.errors import StartupError
 from common.kv import KVShape
 from common.models.checkpoint import DUMMY_SEED
 from common.models.config import ModelConfig
+from common.models.gguf import GGUFCheckpoint
 from common.models.registry import open_checkpoint
 from common.zoo.presets import PRESETS
 from kernels.native import default_cache
@@ -72,7 +73,7 @@ def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
     Args:
         model: any name that a server takes.
         dtype: the number type to compute in, or `auto`.
-        cache: where a dummy's weights are kept; default: `peers` in the user's cache folder.
+        cache: where exported weights are kept; default: `peers` in the user's cache folder.
 
     Raises:
         StartupError: there is no such model.
@@ -83,13 +84,13 @@ def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
         folder = checkpoint.folder.resolve()
         files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
         return Weights(model, folder, resolved, checkpoint.config, _key(folder, files))
-    find_dummy(model)
-    shape = PRESETS[model.removeprefix("dummy:")]
-    key = _key(model, sorted(shape.items()), resolved, DUMMY_SEED, torch.__version__)
+    if isinstance(checkpoint, GGUFCheckpoint):
+        source: object = (checkpoint.file.path.resolve(), checkpoint.file.path.stat().st_mtime_ns)
+    else:
+        source = (sorted(PRESETS[model.removeprefix("dummy:")].items()), DUMMY_SEED, torch.__version__)
+    key = _key(model, source, resolved)
     name = str(resolved).removeprefix("torch.")
-    folder = made_once(
-        (cache or _cache()) / key / "weights", lambda folder: export_dummy(model, folder, name)
-    )
+    folder = made_once((cache or _cache()) / key / "weights", lambda folder: export(model, folder, name))
     return Weights(model, folder, resolved, checkpoint.config, key)
 
 

@@ -69,6 +69,7 @@ class GGUFCheckpoint(Checkpoint):
         self.file = file
         kinds = Counter(tensor.kind for tensor in file.tensors.values() if tensor.kind not in PLAIN)
         self.quantization = " and ".join(kind for kind, _ in kinds.most_common()) or None
+        self.vocabulary = GGUFVocabulary(file)
 
     def fill(self, model: CausalLM, device: torch.device) -> None:
         stored = {
@@ -87,11 +88,10 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        vocabulary = GGUFVocabulary(self.file)
         return Tokenizer(
-            vocabulary.backend(),
+            self.vocabulary.backend(),
             vocab_size=self.config.vocab_size,
-            chat_template=vocabulary.chat_template(chat_template),
+            chat_template=self.vocabulary.chat_template(chat_template),
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
-from benchmarks.export import export_dummy
+from benchmarks.export import export
 from benchmarks.peers.weights import made_once, weights_of
 from common.errors import StartupError
 from common.llm import LLM
@@ -44,7 +44,7 @@ def tiny_presets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("preset", [*LIKE, "tiny-untied"])
 def test_transformers_and_our_loader_find_the_dummy_again(preset: str, tmp_path: Path) -> None:
-    export_dummy(f"dummy:{preset}", tmp_path / "out", "float32")
+    export(f"dummy:{preset}", tmp_path / "out", "float32")
     dummy, again = load(f"dummy:{preset}"), load(tmp_path / "out")
     for (name, ours), theirs in zip(dummy.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -56,7 +56,7 @@ def test_transformers_and_our_loader_find_the_dummy_again(preset: str, tmp_path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_our_engine_answers_alike_from_both(dtype: str, tmp_path: Path) -> None:
-    export_dummy("dummy:tiny-llama", tmp_path / "out", dtype)
+    export("dummy:tiny-llama", tmp_path / "out", dtype)
     prompts = [draw_ids(count, TINY["vocab_size"], seed=count) for count in (3, 17, 40)]
     params = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
     dummy, exported = (
@@ -71,8 +71,8 @@ def test_our_engine_answers_alike_from_both(dtype: str, tmp_path: Path) -> None:
 
 
 def test_weights_are_written_in_the_type_they_are_drawn_in(tmp_path: Path) -> None:
-    export_dummy("dummy:tiny-llama", tmp_path / "b", "bfloat16")
-    export_dummy("dummy:tiny-llama", tmp_path / "f", "float32")
+    export("dummy:tiny-llama", tmp_path / "b", "bfloat16")
+    export("dummy:tiny-llama", tmp_path / "f", "float32")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
     assert open_checkpoint(str(tmp_path / "b")).config.dtype == torch.bfloat16
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("b", "f")]
@@ -101,7 +101,7 @@ def test_the_command_writes_a_folder_and_says_what_is_wrong_in_a_line(
         assert command_line.main(arguments) == 2
         assert said in " ".join(capsys.readouterr().err.split())
     with pytest.raises(StartupError, match="only dummies are exported"):
-        export_dummy("zoo:llama-tiny", tmp_path / "other")
+        export("zoo:llama-tiny", tmp_path / "other")
     assert command_line.main(["export", "dummy:tiny-llama", str(tmp_path / "again")]) == 0
 
 
