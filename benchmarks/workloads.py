@@ -195,7 +195,7 @@ CHAT_WORKLOADS: dict[str, Workload] = {
         ),
         Workload(
             "code_edits",
-            requests=48,
+            requests=32,
             prompts=_always(120, 220),
             new_tokens=Lengths(128, 256),
             arrivals="burst",
@@ -205,7 +205,7 @@ CHAT_WORKLOADS: dict[str, Workload] = {
         ),
         Workload(
             "long_documents",
-            requests=48,
+            requests=32,
             prompts=((0.75, Lengths(1100, 1700)), (0.25, Lengths(35, 55))),
             new_tokens=Lengths(64, 256),
             arrivals="poisson",
@@ -216,7 +216,7 @@ CHAT_WORKLOADS: dict[str, Workload] = {
         ),
         Workload(
             "shared_document",
-            requests=48,
+            requests=32,
             prompts=_always(20, 40),
             new_tokens=Lengths(256, 256),
             arrivals="uniform",
@@ -228,7 +228,7 @@ CHAT_WORKLOADS: dict[str, Workload] = {
         ),
         Workload(
             "chats",
-            requests=48,
+            requests=32,
             prompts=_always(15, 55),
             new_tokens=Lengths(48, 128),
             arrivals="turns",
