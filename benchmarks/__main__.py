@@ -125,11 +125,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     plots.add_argument("--results", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
     plots.add_argument("--out", type=Path, default=PLOTS, help=f"folder for figures ({PLOTS})")
 
-    export_ = commands.add_parser(
-        "export", help="write the weights of a dummy or a GGUF file for other servers"
-    )
-    export_.set_defaults(command=_export)
-    add = export_.add_argument
+    folder = commands.add_parser("export", help="write a dummy's or a GGUF file's weights for other servers")
+    folder.set_defaults(command=_export)
+    add = folder.add_argument
     add("model", help=f"a GGUF file, a fetched model, or a dummy: {', '.join(PRESETS)}")
     add("folder", type=Path, help="a new folder")
     add("--dtype", default="auto", choices=DTYPES, help="the type of the weights (auto)")

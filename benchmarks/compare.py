@@ -204,9 +204,8 @@ def _note_the_end(run: Run, died: int | None) -> None:
 def _endpoint(comparison: Comparison, server: RunningServer, workload: Workload | None = None) -> Endpoint:
     """Return a server's endpoint. Answers have full length, except those to chats and to servers that refuse it."""
     chats = workload is not None and workload.chats is not None
-    return replace(
-        server.endpoint, ignore_eos=comparison.ignore_eos and not chats, api_key=comparison.api_key
-    )
+    full = comparison.ignore_eos and not chats
+    return replace(server.endpoint, ignore_eos=full, api_key=comparison.api_key)
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:

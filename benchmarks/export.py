@@ -40,7 +40,7 @@ _CLASSES = {
 def export(name: str, folder: Path, dtype: str = "auto") -> None:
     """Write a model as config.json, safetensors and tokenizer files.
 
-    A dummy's random weights are drawn in `dtype`, as a server draws them with the same `--dtype`. Another type gives
+    A dummy's random weights are drawn in `dtype`, as a server with the same `--dtype` draws them. Another type has
     other weights.
 
     Raises:

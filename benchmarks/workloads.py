@@ -321,9 +321,8 @@ class PromptWriter:
             return self._tokenizer.encode(template.render([message]), add_special_tokens=False)
         before = [{"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}]
         rendered = template.render([*before, message])
-        start = template.render(
-            before, add_generation_prompt=False
-        ).rstrip()  # ends with the token after an answer
+        # The text up to the token that ends an answer: the model has generated that token.
+        start = template.render(before, add_generation_prompt=False).rstrip()
         return self._tokenizer.encode(rendered.removeprefix(start), add_special_tokens=False)
 
     def as_text(self, token_ids: list[int]) -> str:
@@ -451,9 +450,7 @@ def _planned_chats(
     times = _times_of(workload, clients * workload.turns, seed, factor)
     tokens = [0] * clients  # of each client's chat so far; an answer that ends early makes it shorter
     for index, send_at_s in enumerate(times):
-        turn, client = divmod(
-            index, clients
-        )  # first turns of all clients come first, as in `planned_requests`
+        turn, client = divmod(index, clients)  # the first turns of all clients come first
         ids = writer.message(chats[client][turn], continues=turn > 0)
         most = workload.new_tokens.draw(lengths)
         yield PlannedRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import sys
 
@@ -9,6 +11,8 @@ from benchmarks.peers.environments import LIBRARIES, find_environment
 from benchmarks.servers import SEQUENCES_PER_SLOT, Setup, Target
 from common.config import resolve_device
 from common.errors import StartupError
+from common.models.gguf import GGUFCheckpoint
+from common.models.registry import open_checkpoint
 
 ORDER = 100.0  # peers stand after all phases
 
@@ -20,13 +24,17 @@ def peer_target(name: str, setup: Setup) -> Target:
         StartupError: there is no such peer, or it is not installed.
     """
     if name.startswith(("http://", "https://")):
-        return Target(name, ORDER + 2, module=None, options={}, url=name)
+        return Target(name, ORDER + 3, module=None, options={}, url=name)
     if name == "generate":
         return _generate(setup)
     peer, _, folder = name.partition("=")
     if peer == "vllm":
         return _vllm(setup, folder)
-    raise StartupError(f"--peer {name}: there are generate, vllm=FOLDER, or the URL of a server")
+    if peer == "llama-server":
+        return _llama_server(setup, folder)
+    raise StartupError(
+        f"--peer {name}: there are generate, vllm=FOLDER, llama-server=PROGRAM, or the URL of a server"
+    )
 
 
 def _generate(setup: Setup) -> Target:
@@ -65,6 +73,28 @@ def _vllm(setup: Setup, folder: str) -> Target:
         # The load generator makes a chat's next prompt from the answer's token ids.
         request_fields={"return_token_ids": True},
     )
+
+
+def _llama_server(setup: Setup, program: str) -> Target:
+    """Return the target of llama.cpp's own server, which computes with a GGUF file's quantized weights."""
+    found = shutil.which(program)
+    if found is None:
+        raise StartupError(f"--peer llama-server={program}: no such program")
+    checkpoint = open_checkpoint(setup.model)
+    if not isinstance(checkpoint, GGUFCheckpoint):
+        raise StartupError(f"--peer llama-server reads GGUF files, and {setup.model} is none")
+    options = {
+        "alias": setup.model,
+        "ctx-size": str(setup.kv_tokens),
+        "parallel": str(setup.slots * SEQUENCES_PER_SLOT),
+        "kv-unified": "",  # one memory for all sequences, as the phases from 6 on have
+        "threads": str(len(os.sched_getaffinity(0))),
+        "host": "127.0.0.1",
+        "port": str(_free_port()),
+    }
+    # Neither the program nor the file is among the options: results should not show a user's folders.
+    command = (found, "--model", str(checkpoint.file.path))
+    return Target("llama.cpp", ORDER + 2, module=None, options=options, program=command)
 
 
 def _free_port() -> int:

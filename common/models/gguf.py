@@ -246,13 +246,20 @@ class _Shape:
             return {**theta, "rope_type": "linear", "factor": factor}
         return {**theta, "rope_type": "default"}
 
+    def query_pre_attn_scalar(self) -> float:
+        """Return the number whose inverse square root scales Gemma's attention scores."""
+        scale = self.entry("attention.scale", None)
+        if scale is None:
+            # The largest model (62 layers) does not scale by its head size as the others do; no entry says so.
+            return self.hidden_size // self.heads if self.count("block_count") == 62 else self.head_dim
+        found = math.pow(scale, -2)
+        # The entry is in float32, so the whole number that it was made of comes back with a rounding error.
+        return round(found) if math.isclose(found, round(found), rel_tol=1e-6) else found
+
     def gemma(self) -> JsonObject:
         """Return the entries that only Gemma 3 has."""
         pattern = self.entry("attention.sliding_window_pattern", 6)
         kinds = {True: "sliding_attention", False: "full_attention"}
-        scale = self.entry("attention.scale", None)
-        # The largest model (62 layers) does not scale scores by its head size as the others do; no entry says so.
-        largest = self.count("block_count") == 62
         return {
             "sliding_window": self.count("attention.sliding_window"),
             **(
@@ -260,9 +267,7 @@ class _Shape:
                 if isinstance(pattern, list)
                 else {"sliding_window_pattern": pattern}
             ),
-            "query_pre_attn_scalar": (self.hidden_size // self.heads if largest else self.head_dim)
-            if scale is None
-            else math.pow(scale, -2),
+            "query_pre_attn_scalar": self.query_pre_attn_scalar(),
             "rope_parameters": {
                 "full_attention": self.rope(),
                 "sliding_attention": {"rope_theta": self.entry("rope.freq_base_swa", 10_000.0)},

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from benchmarks.calibrate import LOADS
-from benchmarks.workloads import WORKLOADS, Lengths, Workload
+from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from common.phases import find_phase, phase_names
 from common.server.options import ServerOptions, flag_of
 from common.server.requests.chat import ChatRequest
@@ -94,10 +94,11 @@ def unimplemented_fields_table() -> str:
     return table(["field", "of", "accepted at", "otherwise"], rows, "llll")
 
 
-def workloads_table() -> str:
+def workloads_table(*, chats: bool = False) -> str:
+    """Return the table of workloads. `chats`: those of a model that chats."""
     rows = []
     numbers = {find_phase(name).PHASE.number for name in phase_names()}
-    for workload in WORKLOADS.values():
+    for workload in (CHAT_WORKLOADS if chats else WORKLOADS).values():
         prompts = ", ".join(
             f"{share:.0%}: {_range(lengths)}" if share < 1 else _range(lengths)
             for share, lengths in workload.prompts

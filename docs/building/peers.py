@@ -1,4 +1,4 @@
-"""The newest phase beside vLLM as bars: a picture for the start page, and text for the README."""
+"""The newest phase beside vLLM as bars: pictures for pages, and text for the README."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from docs.building.results import RESULTS, Group, full_comparisons, setup_of, va
 PHASE, PEER = "phase 9", "vLLM"
 (THROUGHPUT,) = (line for line in LINES if line.title == "output tokens / s")
 TEXT_BAR = 40  # characters
+MODEL = "dummy:llama-60m"  # of the start page and the README
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Pair:
         return self.group.first.workload.name
 
 
-def pairs(results: Path = RESULTS) -> list[Pair]:
-    """Return the newest comparison of each workload on one machine, in the order of their names.
+def pairs(results: Path = RESULTS, model: str = MODEL) -> list[Pair]:
+    """Return a model's newest comparison of each workload on one machine, in the order of their names.
 
     The machine is that of the newest comparison: tokens a second of two machines cannot stand in one chart.
     """
@@ -37,9 +38,9 @@ def pairs(results: Path = RESULTS) -> list[Pair]:
     for group in full_comparisons(results):
         peers = [label for label in group.labels if label.startswith(PEER)]
         run = group.first
-        if PHASE not in group.labels or not peers or group.local:
+        if PHASE not in group.labels or not peers or group.local or run.server.model != model:
             continue
-        place = run.environment.get("cpu"), run.server.model
+        place = run.environment.get("cpu")
         machine = machine or place
         values = dict(zip(group.labels, values_of(group, THROUGHPUT), strict=True))
         ours, theirs = values[PHASE], values[peers[0]]
@@ -48,9 +49,9 @@ def pairs(results: Path = RESULTS) -> list[Pair]:
     return [found[name] for name in sorted(found)]
 
 
-def peer_chart(results: Path = RESULTS) -> str:
+def peer_chart(results: Path = RESULTS, model: str = MODEL) -> str:
     """Return two bars for each workload and the conditions below, or a sentence if nothing was measured."""
-    shown = pairs(results)
+    shown = pairs(results, model)
     if not shown:
         return "No comparison with vLLM has been measured yet.\n"
     name = _peer(shown[0].group)
@@ -61,17 +62,18 @@ def peer_chart(results: Path = RESULTS) -> str:
     title = f"Output tokens a second of {PHASE} and of {name}, by workload"
     legend = f'<span class="key decode">{PHASE}</span> <span class="key prefill">{name}</span>'
     legend += " output tokens a second: longer is better"
-    return f"{bars(rows, title, legend, labels=150)}\n{conditions(results)}\n"
+    return f"{bars(rows, title, legend, labels=150)}\n{conditions(results, model)}\n"
 
 
-def conditions(results: Path = RESULTS) -> str:
+def conditions(results: Path = RESULTS, model: str = MODEL) -> str:
     """Return the conditions under which the bars were measured, and what they leave out."""
-    shown = pairs(results)
+    shown = pairs(results, model)
     setup = setup_of(shown[0].group).split(", median")[0]
     repeats = min(pair.group.repeats for pair in shown)
+    random = ", which are random" if model.startswith("dummy:") else ""
     return (
-        f"{setup}; medians of {repeats} runs or more. Both have the same weights, which are random, the same "
-        f"requests and the same KV memory. {_peer(shown[0].group)} is its build for CPUs, with one thread bound to "
+        f"{setup}; medians of {repeats} runs or more. Both have the same weights{random}, the same requests "
+        f"and the same KV memory. {_peer(shown[0].group)} is its build for CPUs, with one thread bound to "
         "each core and prefix caching on. It is made for GPUs first, and no GPU has been measured here."
     )
 

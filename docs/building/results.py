@@ -6,15 +6,27 @@ Without results every page still builds and says how to make them.
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.files import load_comparisons
-from benchmarks.report import LINES, Line, Value, bases_of, cells_of, columns_of, median_of, medians_of
+from benchmarks.report import (
+    FIRST_PEER,
+    LINES,
+    Line,
+    Value,
+    bases_of,
+    cells_of,
+    columns_of,
+    median_of,
+    medians_of,
+)
 from benchmarks.results import LOCAL, Run, is_complete
 from benchmarks.tables import MeasuredTable, load_tables, show
+from benchmarks.workloads import CHAT_WORKLOADS
 from docs.building.markdown import folded, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +167,35 @@ def peers_tables(results: Path = RESULTS) -> str:
         )
         for (workload, *_), group in sorted(found.items(), key=lambda item: item[0])
     )
+
+
+def chat_answers(results: Path = RESULTS) -> str:
+    """Return how long the answers of a model that chats were, and how much of the prompts was found in the cache.
+
+    Each workload's newest full comparison counts, and in it the last phase.
+    """
+    rows = []
+    for name, workload in CHAT_WORKLOADS.items():
+        fitting = [each for each in full_comparisons(results) if each.first.workload.name == name]
+        for group in [each for each in fitting if not each.local][:1]:
+            *_, last = (repeats for repeats in columns_of(group.runs) if repeats[0].server.order < FIRST_PEER)
+            answers = [m.output_tokens / m.completed for run in last if (m := run.metrics) and m.completed]
+            found = [m.cached_share for run in last if (m := run.server_metrics)]
+            lengths = workload.new_tokens
+            cells = [f"`{name}`", group.first.server.model, f"{(lengths.low + lengths.high) / 2:.0f}"]
+            cells += [f"{statistics.mean(answers):.0f}", f"{statistics.median(found):.0%}"]
+            rows.append([*cells, last[0].server.label])
+    if not rows:
+        return "No workload of a model that chats has been measured yet.\n"
+    head = [
+        "workload",
+        "model",
+        "mean limit, tokens",
+        "mean answer, tokens",
+        "of the prompts in the cache",
+        "server",
+    ]
+    return table(head, rows, "llrrrl")
 
 
 def measured_table(name: str, results: Path = RESULTS, *, program: str | None = None) -> str:

@@ -25,6 +25,7 @@ from docs.building.results import (
 )
 
 Entry = dict[str, Any]
+BARS = "bars"  # the figure that every comparison has
 REPEATS = 3  # fewest runs of each server: with fewer, chance decides
 
 
@@ -32,6 +33,7 @@ def measured_section(
     workload: str,
     *labels: str,
     first: str,
+    chats: str = "",
     root: str = "../",
     results: Path = RESULTS,
     folder: Path = PLOTS,
@@ -40,11 +42,14 @@ def measured_section(
 
     Args:
         first: the name of the figure that is not folded.
+        chats: the workload that shows the same effect with a model that chats; "" for none.
         root: from the page to the site's root.
     """
     found = chosen(workload, labels, results)
     if not found:
         return missing(workload, labels)
+    if chats:
+        found += chosen(chats, labels, results)
     parts = [_story(group, labels, first, root, folder) for group in found]
     if len(parts) == 1:
         return parts[0]
@@ -142,6 +147,8 @@ def picture(entry: Entry, root: str) -> str:
 
 def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
     entries = _drawn(group, labels, folder)
+    # A comparison without timelines has few figures.
+    first = first if any(entry["figure"] == first for entry in entries) else BARS
     opening = [picture(entry, root) for entry in entries if entry["figure"] == first]
     if opening and entries[0]["comparison"] != group.first.comparison:
         opening.append(

@@ -1,8 +1,9 @@
-"""A dummy as a Hugging Face folder: the same model for transformers, for our own loader, and for peers."""
+"""A dummy or a GGUF file as a Hugging Face folder: the same model for transformers, our own loader, and peers."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from common.llm import LLM
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from common.zoo.presets import PRESETS
-from tests.helpers import draw_ids, largest_difference, load, oracle_logits, oracle_of, solo_logits
+from tests.gguf_files import save_gguf
+from tests.helpers import draw_ids, largest_difference, load, oracle_logits, oracle_of, solo_logits, zoo
 
 TINY: dict[str, Any] = {
     "vocab_size": 1300,  # more than the tokenizer that a dummy borrows has
@@ -83,6 +85,28 @@ def test_weights_are_written_in_the_type_they_are_drawn_in(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_gguf_file_is_exported_as_it_is_served(architecture: str, tmp_path: Path) -> None:
+    file = save_gguf(zoo(f"{architecture}-tiny"), tmp_path / "model.gguf", tokenizer=f"{architecture}-tiny")
+    export(str(file), tmp_path / "out", "float32")
+    ours, again = open_checkpoint(str(file)), open_checkpoint(str(tmp_path / "out"))
+    text = "Once upon a time there was a brave fox named Zoë."
+    ids = again.tokenizer().encode(text)
+    assert ids == ours.tokenizer().encode(text)
+    logits = solo_logits(load(str(file)), ids)
+    assert torch.equal(logits, solo_logits(load(tmp_path / "out"), ids))
+    assert largest_difference(logits, oracle_logits(oracle_of(tmp_path / "out"), ids)) < 1e-4
+
+
+def test_a_file_that_changes_is_exported_anew(tmp_path: Path) -> None:
+    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf")
+    first = weights_of(str(file), "float32", tmp_path / "cache")
+    assert weights_of(str(file), "float32", tmp_path / "cache") == first
+    save_gguf(zoo("llama-tiny"), file, "F16")
+    os.utime(file, (0, 0))
+    assert weights_of(str(file), "float32", tmp_path / "cache").folder != first.folder
+
+
 def test_the_command_writes_a_folder_and_says_what_is_wrong_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,11 +120,11 @@ def test_the_command_writes_a_folder_and_says_what_is_wrong_in_a_line(
     capsys.readouterr()
     for arguments, said in (
         (["export", "tiny-llama", out], "holds something already"),
-        (["export", "nobody", out], "no preset 'nobody'"),
+        (["export", "nobody", out], "no model 'nobody'"),
     ):
         assert command_line.main(arguments) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(StartupError, match="only dummies are exported"):
+    with pytest.raises(StartupError, match="is in a folder already"):
         export("zoo:llama-tiny", tmp_path / "other")
     assert command_line.main(["export", "dummy:tiny-llama", str(tmp_path / "again")]) == 0
 

@@ -29,6 +29,8 @@ from common.errors import StartupError
 from common.kv import KVShape
 from common.models.registry import open_checkpoint
 from tests.benchmarks.conftest import plan, planned
+from tests.gguf_files import save_gguf
+from tests.helpers import zoo
 
 
 def counted(prompt: list[int], max_tokens: int) -> Iterator[int]:
@@ -133,9 +135,25 @@ def test_vllm_gets_the_memory_of_the_paged_phases_and_results_keep_no_folder(ins
     assert str(installed) not in " ".join(vllm.options.values())
 
 
-def test_peers_stand_in_one_order(installed: Path) -> None:
-    names = ["generate", f"vllm={installed}", "http://127.0.0.1:9"]
-    orders = [peer_target(name, Setup(device="cpu")).order for name in names]
+def test_llama_cpp_gets_the_memory_of_the_paged_phases_and_results_keep_no_folder(tmp_path: Path) -> None:
+    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf")
+    setup = Setup(model=str(file), slots=4, max_seq_len=1024, device="cpu")
+    paged = phase_target("6", setup).options
+    target = peer_target(f"llama-server={sys.executable}", setup)
+    assert int(target.options["ctx-size"]) == int(paged["num-blocks"]) * int(paged["block-size"]) == 4096
+    assert target.options["parallel"] == paged["max-batch-size"]
+    assert target.command[:3] == [sys.executable, "--model", str(file)]
+    assert sys.executable not in target.options.values()
+    with pytest.raises(StartupError, match="no such program"):
+        peer_target("llama-server=nothing-of-this-name", setup)
+    with pytest.raises(StartupError, match="zoo:llama-tiny is none"):
+        peer_target(f"llama-server={sys.executable}", Setup(model="zoo:llama-tiny"))
+
+
+def test_peers_stand_in_one_order(installed: Path, tmp_path: Path) -> None:
+    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf")
+    names = ["generate", f"vllm={installed}", f"llama-server={sys.executable}", "http://127.0.0.1:9"]
+    orders = [peer_target(name, Setup(model=str(file), device="cpu")).order for name in names]
     assert orders == sorted(set(orders))
 
 

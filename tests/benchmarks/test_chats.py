@@ -1,0 +1,144 @@
+"""Workloads of a model that chats: a person's messages, in the model's own template."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.chats import CHATS, read
+from benchmarks.workloads import CHAT_WORKLOADS, PlannedRequest, PromptWriter, build
+from common.chat_template import ChatTemplate
+from common.models.registry import ZOO
+from common.text import Tokenizer
+
+# name: requests, the longest answer, arrivals, rate
+TABLE = {
+    "questions": (32, 256, "uniform", 4.0),
+    "code_edits": (32, 256, "burst", None),
+    "long_documents": (32, 256, "poisson", 6.0),
+    "shared_document": (32, 256, "uniform", 8.0),
+    "chats": (32, 128, "turns", None),
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(ZOO / "llama-tiny", vocab_size=2048)
+
+
+def texts(writer: PromptWriter, plan: list[PlannedRequest]) -> list[str]:
+    return [writer.as_text(request.token_ids) for request in plan]
+
+
+@pytest.mark.parametrize("name", CHAT_WORKLOADS)
+def test_counts_and_limits(name: str, writer: PromptWriter) -> None:
+    requests, longest, arrivals, rate = TABLE[name]
+    workload = CHAT_WORKLOADS[name]
+    plan = build(workload, writer, seed=3)
+    assert [request.index for request in plan] == list(range(requests))
+    assert (workload.arrivals, workload.rate) == (arrivals, rate)
+    assert max(request.max_tokens for request in plan) <= longest
+    for request in plan:
+        before = 0 if request.follows is None else plan[request.follows].prompt_tokens
+        answer = 0 if request.follows is None else plan[request.follows].max_tokens
+        assert before + answer + len(request.token_ids) == request.prompt_tokens
+
+
+@pytest.mark.parametrize("name", CHAT_WORKLOADS)
+def test_the_seed_alone_decides(name: str, writer: PromptWriter) -> None:
+    workload = CHAT_WORKLOADS[name]
+    assert build(workload, writer, seed=5) == build(workload, writer, seed=5)
+    assert build(workload, writer, seed=5) != build(workload, writer, seed=6)
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_WORKLOADS.keys() - {"chats"}))
+def test_no_prompt_comes_twice(name: str, writer: PromptWriter) -> None:
+    plan = build(CHAT_WORKLOADS[name], writer)
+    assert len({tuple(request.token_ids) for request in plan}) == len(plan)
+
+
+def test_a_prompt_is_the_message_in_the_models_template(writer: PromptWriter, tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template
+    assert template is not None
+    ids = writer.message("Why is the sky blue?")
+    rendered = template.render([{"role": "user", "content": "Why is the sky blue?"}])
+    assert ids == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def test_prompts_and_answers_of_a_chat_make_the_whole_conversation(
+    writer: PromptWriter, tokenizer: Tokenizer
+) -> None:
+    """The load generator appends each answer as it came, with the token that ended it."""
+    template = tokenizer.chat_template
+    assert template is not None
+    said = ["Hello.", "Can you say that again?", "And once more?"]
+    answer = "Yes, I can."
+    ids = writer.message(said[0])
+    for each in said[1:]:
+        ids += tokenizer.encode(f"{answer}<|eot_id|>", add_special_tokens=False)
+        ids += writer.message(each, continues=True)
+    asked = [{"role": "user", "content": text} for text in said]
+    answered = {"role": "assistant", "content": answer}
+    messages = [asked[0], answered, asked[1], answered, asked[2]]
+    assert ids == tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+
+def test_the_template_writes_a_system_prompt_once(tokenizer: Tokenizer) -> None:
+    """As that of SmolLM2 does, when the first message is a user's."""
+    source = (
+        "{% if messages[0]['role'] != 'system' %}[Be kind.]{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+
+    class WithSystemPrompt:
+        chat_template = ChatTemplate(source, {})
+        encode = staticmethod(tokenizer.encode)
+        decode = staticmethod(tokenizer.decode)
+
+    writer = PromptWriter(WithSystemPrompt())
+    assert tokenizer.decode(writer.message("Hello.")) == "[Be kind.]<user>Hello.</s>\n<assistant>"
+    later = tokenizer.decode(writer.message("More.", continues=True))
+    assert later == "\n<user>More.</s>\n<assistant>"
+
+
+def test_a_model_without_a_template_is_refused(tokenizer: Tokenizer) -> None:
+    class Plain:
+        chat_template = None
+        encode = staticmethod(tokenizer.encode)
+        decode = staticmethod(tokenizer.decode)
+
+    with pytest.raises(ValueError, match="needs a model that chats"):
+        build(CHAT_WORKLOADS["questions"], PromptWriter(Plain()))
+
+
+def test_three_of_four_bring_a_document_of_their_own_order(writer: PromptWriter) -> None:
+    plan = texts(writer, build(CHAT_WORKLOADS["long_documents"], writer))
+    documents = [text for text in plan if "Handbook of the harbour library" in text]
+    assert len(documents) == 24
+    assert any(text not in documents for text in plan[:16]), "mixed, not sorted"
+    assert len({text.split("##")[1] for text in documents}) > 6, "few share the beginning of their document"
+
+
+def test_a_shared_document_stands_before_every_question(writer: PromptWriter) -> None:
+    document = read("handbook.md").strip()
+    for text in texts(writer, build(CHAT_WORKLOADS["shared_document"], writer)):
+        before, found, question = text.partition(document)
+        assert found
+        assert "Quote the sentences" not in before
+        assert "Quote the sentences" in question
+
+
+def test_code_is_sent_whole(writer: PromptWriter) -> None:
+    pieces = [piece.strip() for piece in read("code.txt").split("---\n")]
+    for text in texts(writer, build(CHAT_WORKLOADS["code_edits"], writer)):
+        assert sum(piece in text for piece in pieces) == 1
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_every_kind_draws_as_many_messages_as_asked(kind: str) -> None:
+    turns = 8 if kind == "chats" else 1
+    drawn = CHATS[kind](random.Random(0), 4, turns)
+    assert [len(chat) for chat in drawn] == [turns] * 4
+    assert all(message.strip() for chat in drawn for message in chat)
