@@ -8,7 +8,7 @@ from benchmarks.tables import Cell, newest_table
 from cluster.options import ClusterOptions
 from common.server.options import CommonOptions
 from docs.building.options import fields_table
-from docs.building.pictures import Bar, bars, figure, text
+from docs.building.pictures import Bar, bars
 from docs.building.results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,44 +46,6 @@ def routing_picture(workload: str, results: Path = RESULTS) -> str:
     legend = '<span class="key idle">random</span> <span class="key decode">prefix</span>'
     title = f"Share of prompt tokens found in a cache, and median TTFT: {workload}"
     return bars(shown, title, legend, labels=190, width=WIDTH, most=100)
-
-
-def loss_picture(results: Path = RESULTS) -> str:
-    """Draw tokens a second before and after a replica was killed, and the number of replicas."""
-    table = newest_table("cluster_loss", results)
-    if table is None:
-        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_loss` does it.\n"
-    height, base = 120, 140
-    most = max(_number(row[1]) for row in table.rows) or 1.0
-    step = WIDTH / len(table.rows)
-    shapes: list[str] = []
-    for index, (second, rate, cut, replicas) in enumerate(table.rows):
-        x, tall = index * step, _number(rate) / most * height
-        kind = "decode" if replicas == 2 else "idle"
-        shapes.append(
-            f'<rect x="{x:.1f}" y="{base - tall:.1f}" width="{step - 1:.1f}" height="{tall:.1f}" class="{kind}">'
-            f"<title>{_number(second):g} s: {_number(rate):,.0f} tokens/s, {replicas} replicas</title></rect>"
-        )
-        if cut:
-            shapes.append(
-                f'<rect x="{x:.1f}" y="0" width="{step - 1:.1f}" height="8" class="prefill"></rect>'
-            )
-        if _number(second) % 5 == 0:
-            shapes.append(text(x + step / 2, base + 16, f"{_number(second):g} s", "step"))
-    shapes.append(text(0, 12, f"{most:,.0f} tokens/s", "label"))
-    legend = (
-        '<span class="key decode">two replicas answer</span> <span class="key idle">one does</span> '
-        '<span class="key prefill">answers are cut off</span>'
-    )
-    return figure(WIDTH, base + 22, shapes, "Tokens a second while a replica is killed and replaced", legend)
-
-
-def loss_story(*names: str, results: Path = RESULTS) -> str:
-    """Return entries of the measurement's setup by name, as a sentence."""
-    table = newest_table("cluster_loss", results)
-    if table is None:
-        return ""
-    return "; ".join(f"{name} {table.setup[name]}" for name in names) + "."
 
 
 def _number(cell: Cell) -> float:
