@@ -53,7 +53,7 @@ class Served:
 
 
 def draw_orders(tokenizer: Tokenizer, count: int, *, sampled: bool) -> list[Order]:
-    """Draw requests, greedy or sampled: of these, one in four with a repetition penalty, one in five with a stop."""
+    """Draw requests. Of the sampled ones, one in four has a repetition penalty, one in five a stop string."""
     writer = PromptWriter(tokenizer)
     orders = []
     for number in range(count):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables import MeasuredTable, load_tables, show
+from benchmarks.tables import MeasuredTable, load_tables, newest_table, show
 from docs.building.pictures import Bar, bars, figure, text
 from docs.building.results import RESULTS
 
@@ -26,7 +28,14 @@ class Curve:
 
 
 def line_chart(
-    name: str, x: str, *columns: str, title: str, y_title: str, only: str = "", results: Path = RESULTS
+    name: str,
+    x: str,
+    *columns: str,
+    title: str,
+    y_title: str,
+    only: str = "",
+    by: str = "",
+    results: Path = RESULTS,
 ) -> str:
     """Draw columns of a measured table over another column, on logarithmic axes; nothing without a table.
 
@@ -35,16 +44,18 @@ def line_chart(
         x: heading of the column on the horizontal axis.
         columns: headings of the columns that are drawn as curves.
         only: draw only rows whose first cell is this; all rows if empty.
+        by: heading of a column; each of its values gets a curve of its own.
     """
     table = newest(name, results)
     if table is None:
         return ""
     place = {heading: index for index, heading in enumerate(table.columns)}
-    rows = [row for row in table.rows if only in ("", row[0])]
-    curves = [
-        Curve(column, [(_number(row[place[x]]), _number(row[place[column]])) for row in rows])
-        for column in columns
-    ]
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, column in itertools.product(table.rows, columns):
+        if only in ("", row[0]) and row[place[column]] is not None:
+            curve = str(row[place[by]]).replace("_", " ") if by else column
+            found[curve].append((_number(row[place[x]]), _number(row[place[column]])))
+    curves = [Curve(name, points) for name, points in found.items()]
     return draw(curves, title=title, x_title=x, y_title=y_title)
 
 
@@ -110,6 +121,22 @@ def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = 
         if row[place] is not None
     ]
     return bars(shown, title, labels=80)
+
+
+def routing_picture(workload: str, results: Path = RESULTS) -> str:
+    """Draw hit rates of random and of prefix routing as bars, with the median TTFT beside each."""
+    table = newest_table("cluster_routing", results)
+    if table is None:
+        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
+    shown = []
+    for _, replicas, routing, hits, ttft_ms, _ in (row for row in table.rows if row[0] == workload):
+        name = f"{replicas} replica{'s' if replicas != 1 else ''}, {routing}"
+        written = f"{_number(hits):.0f}%, {_number(ttft_ms):,.0f} ms"
+        kind = "decode" if routing == "prefix" else "idle"
+        shown.append(Bar(name, _number(hits), written, kind, opens_group=routing != "prefix"))
+    legend = '<span class="key idle">random</span> <span class="key decode">prefix</span>'
+    title = f"Share of prompt tokens found in a cache, and median TTFT: {workload}"
+    return bars(shown, title, legend, labels=190, width=640, most=100)
 
 
 def _mark(x: float, y: float, kind: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.collections import LineCollection
@@ -14,7 +13,6 @@ from benchmarks.plots import CAPTIONS, draw_all, figures
 from benchmarks.plots.groups import load_groups, prefill_start_s, thin, watched_client
 from benchmarks.plots.style import THEMES
 from benchmarks.results import Lineup, Run
-from benchmarks.tables import MeasuredTable
 from tests.benchmarks.conftest import make_run, record
 
 
@@ -276,18 +274,3 @@ def test_thinning_keeps_peaks() -> None:
     assert len(kept) <= 100
     assert (637.0, 9.0) in zip(times, kept, strict=True)
     assert thin([0.0, 1.0], [5.0, 4.0]) == ([0.0, 1.0], [5.0, 4.0])
-
-
-def test_the_table_of_replicas_is_a_figure(tmp_path: Path) -> None:
-    columns = ["replicas", "policy", "requests/s sent", "output tokens/s", "TTFT p99, s", "decisions/s"]
-    rows: list[list[Any]] = [[1, "random", 2.0, 100.0, 0.1, None]]
-    rows += [[count, "prefix", 2.0 * count, 99.0 * count, 0.2, 1e4 / count] for count in (4, 16)]
-    table = MeasuredTable(name="simulator_replicas", title="replicas", columns=columns, rows=rows)
-    table.save(tmp_path / "results")
-    written = draw_all(tmp_path / "results", tmp_path / "plots")
-    assert [path.name for path in written] == [f"simulator_replicas-{each}.svg" for each in ("light", "dark")]
-    entry = json.loads((tmp_path / "plots" / "captions.json").read_text())["simulator_replicas"]
-    assert entry["workload"] == "simulator_replicas"
-    before = [path.read_bytes() for path in written]
-    draw_all(tmp_path / "results", tmp_path / "plots")
-    assert [path.read_bytes() for path in written] == before

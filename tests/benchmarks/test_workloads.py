@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.workloads import (
     WORKLOADS,
-    PlannedRequest,
     PromptWriter,
     build,
     identical_requests,
@@ -169,16 +168,3 @@ def test_identical_requests_differ_in_text_only(writer: PromptWriter) -> None:
     assert {(request.prompt_tokens, request.max_tokens) for request in requests} == {(50, 7)}
     assert all(isinstance(request.prompt, list) and len(request.prompt) == 50 for request in requests)
     assert len({tuple(request.prompt) for request in requests}) == 4
-
-
-def test_a_plan_survives_json() -> None:
-    from benchmarks.client import Endpoint
-    from benchmarks.loadgen import LoadPlan
-
-    plan = LoadPlan(
-        Endpoint("http://127.0.0.1:1", "m", ignore_eos=False, fields={"return_token_ids": True}),
-        [PlannedRequest(0, 0.5, [1, 2], 2, 3), PlannedRequest(1, 0.5, "text", 2, 3, follows=0)],
-        warmup=[PlannedRequest(0, 0.0, [1], 1, 1)],
-        sequential=True,
-    )
-    assert LoadPlan.from_json(plan.to_json()) == plan

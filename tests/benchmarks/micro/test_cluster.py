@@ -9,7 +9,7 @@ import pytest
 from benchmarks.micro.cluster import ROUTING_COLUMNS, hit_rate, ttft_and_itl_s
 from benchmarks.results import Generator, LoadResult, RequestRecord
 from benchmarks.tables import MeasuredTable
-from docs.building import cluster
+from docs.building import charts
 
 
 def result() -> LoadResult:
@@ -50,13 +50,13 @@ def test_hits_are_those_of_the_run_alone() -> None:
 
 
 def test_a_picture_is_drawn_from_the_table_and_says_so_where_there_is_none(tmp_path: Path) -> None:
-    assert "benchmarks micro cluster_routing" in cluster.routing_picture("multi_turn", tmp_path)
+    assert "benchmarks micro cluster_routing" in charts.routing_picture("multi_turn", tmp_path)
     MeasuredTable(
         name="cluster_routing",
         title="t",
         columns=ROUTING_COLUMNS,
         rows=[["multi_turn", 2, "random", 40.0, 30.0, 1.0], ["multi_turn", 2, "prefix", 80.0, 20.0, 1.0]],
     ).save(tmp_path)
-    bars = cluster.routing_picture("multi_turn", tmp_path)
+    bars = charts.routing_picture("multi_turn", tmp_path)
     assert "80%, 20 ms" in bars
     assert "2 replicas, random" in bars
