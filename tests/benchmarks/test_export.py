@@ -96,11 +96,11 @@ def test_the_command_writes_a_folder_and_says_what_is_wrong_in_a_line(
     capsys.readouterr()
     for arguments, said in (
         (["export", "tiny-llama", out], "holds something already"),
-        (["export", "nobody", out], "no preset 'nobody'"),
+        (["export", "nobody", out], "no model 'nobody'"),
     ):
         assert command_line.main(arguments) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(StartupError, match="only dummies are exported"):
+    with pytest.raises(StartupError, match="only others are exported"):
         export("zoo:llama-tiny", tmp_path / "other")
     assert command_line.main(["export", "dummy:tiny-llama", str(tmp_path / "again")]) == 0
 
