@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.plots.groups import Group, Server, prefill_start_s, thin, watched_client
-from benchmarks.plots.style import BLUE, GREY, ORANGE, SKY, VERMILION, Theme
+from benchmarks.plots.groups import Group, Server, thin, watched_client
+from benchmarks.plots.style import BLUE, GREY, SKY, VERMILION, Theme
 from benchmarks.report import LINES, Line, format_seconds
 
 WIDTH = 8.0  # inches
@@ -42,11 +42,6 @@ def _panels(group: Group, servers: Sequence[Server], height: float, unit: str) -
         axes.set_ylabel(unit)
     panels[-1].set_xlabel("seconds")
     return figure, panels
-
-
-def _legend(figure: Figure, colours: Mapping[str, str]) -> None:
-    handles = [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 # ---------------------------------------------------------------------------------------------- side by side
@@ -140,7 +135,7 @@ def _cdf_caption(_group: Group) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------- requests
+# ---------------------------------------------------------------------------------------------- one client
 
 
 def _draw_stall(group: Group, theme: Theme) -> Figure:
@@ -181,40 +176,6 @@ def _stall_caption(group: Group) -> str:
     )
 
 
-def _draw_gantt(group: Group, theme: Theme) -> Figure:
-    figure, panels = _panels(group, group.servers, max(1.2, len(group.requests) * 0.055), "request")
-    for axes, server in zip(panels, group.servers, strict=True):
-        steps = server.typical.engine_steps or {}
-        for row, record in enumerate(server.typical.requests):
-            if record.sent_s is None or not record.token_times_s:
-                continue
-            first, last = record.token_times_s[0], record.token_times_s[-1]
-            start = prefill_start_s(record, steps)
-            start = first if start is None else max(start, record.sent_s)
-            for low, high, colour in (
-                (record.sent_s, start, theme.faint),
-                (start, first, ORANGE),
-                (first, last, BLUE),
-            ):
-                axes.barh(row, high - low, left=low, height=0.8, color=colour, linewidth=0)
-    panels[0].invert_yaxis()
-    _legend(figure, {"waiting": theme.faint, "prefill": ORANGE, "decode": BLUE})
-    return figure
-
-
-def _gantt_caption(group: Group) -> str:
-    unknown = [server.label for server in group.servers if not server.typical.engine_steps]
-    caption = (
-        "One line a request, in the order they were sent. Grey is time in the queue, orange the prompt, blue the "
-        "answer."
-    )
-    if group.servers[0].typical.server.order == 4:
-        caption += " In phase 4 blue bars begin together, and nobody new begins until the longest has ended."
-    if unknown:
-        caption += f" {', '.join(unknown)}: grey is queue and prompt together, the server does not tell."
-    return caption
-
-
 # ---------------------------------------------------------------------------------------------- steps
 
 Steps = dict[str, list[int | float]]
@@ -240,7 +201,8 @@ def _over_time(
 def _draw_kv(group: Group, _theme: Theme) -> Figure:
     layers = {SKY: lambda steps: steps["kv_reserved_tokens"], BLUE: lambda steps: steps["kv_used_tokens"]}
     figure, _ = _over_time(group, 1.4, "tokens", layers)
-    _legend(figure, {"reserved, not used": SKY, "used": BLUE})
+    handles = [Patch(facecolor=SKY, label="reserved, not used"), Patch(facecolor=BLUE, label="used")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -291,12 +253,8 @@ def _has_several(group: Group) -> bool:
     return group.first.metrics is not None and group.first.metrics.requests > 1
 
 
-def _has_timelines(group: Group) -> bool:
-    return all(server.typical.requests for server in group.servers)
-
-
 def _has_gaps(group: Group) -> bool:
-    if not _has_timelines(group):
+    if not all(server.typical.requests for server in group.servers):
         return False
     watched = watched_client(group)
     return all(len(server.typical.requests[watched].token_times_s) > 2 for server in group.servers)
@@ -306,9 +264,6 @@ KINDS: Sequence[FigureKind] = (
     FigureKind("bars", lambda _: True, _draw_bars, _bars_caption),
     FigureKind("cdf", _has_several, _draw_cdf, _cdf_caption),
     FigureKind("stall", _has_gaps, _draw_stall, _stall_caption),
-    FigureKind(
-        "gantt", lambda group: _has_several(group) and _has_timelines(group), _draw_gantt, _gantt_caption
-    ),
     FigureKind("kv", lambda group: bool(_with_steps(group)), _draw_kv, _kv_caption),
     FigureKind("waste", lambda group: bool(_with_steps(group)), _draw_waste, _waste_caption),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
@@ -125,25 +124,6 @@ def watched_client(group: Group) -> int:
     count = len(ordered)
     quarter = ordered[count // 4 : max(count // 2, count // 4 + 1)]
     return max(quarter, key=lambda record: (record.max_tokens, -record.index)).index
-
-
-def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:
-    """Return the time at which a request's prefill began; None: the steps do not tell.
-
-    The client does not see that time, so it is estimated from the engine's steps. Counted back from the arrival of
-    the first token, the prefill is the steps that together prefilled as many tokens as the prompt has.
-    """
-    if not record.token_times_s or not steps.get("started_s"):
-        return None
-    index = bisect.bisect_right(steps["started_s"], record.token_times_s[0]) - 1
-    left: float = record.prompt_tokens
-    start = None
-    while index >= 0 and left > 0 and steps["started_s"][index] >= (record.sent_s or 0.0) - 0.01:
-        if steps["prefill_tokens"][index]:
-            left -= steps["prefill_tokens"][index]
-            start = steps["started_s"][index]
-        index -= 1
-    return start
 
 
 def thin(

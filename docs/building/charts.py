@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables import MeasuredTable, load_tables, newest_table, show
-from docs.building.pictures import Bar, bars, figure, text
+from benchmarks.tables import MeasuredTable, load_tables, show
+from docs.building.pictures import figure, text
 from docs.building.results import RESULTS
 
 WIDTH, HEIGHT = 560, 260
@@ -107,36 +107,6 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
         ends.append(label)
         shapes.append(text(points[-1][0] + 10, label, curve.name.partition(",")[0], "label"))
     return figure(WIDTH, HEIGHT, shapes, title, "")
-
-
-def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = RESULTS) -> str:
-    """Draw a bar for each row of a measured table with a number in a column. The last row, the sum, has no bar."""
-    table = newest(name, results)
-    if table is None:
-        return ""
-    place = table.columns.index(column)
-    shown = [
-        Bar(str(row[0]).partition(":")[0], _number(row[place]), f"{show(row[place])} {unit}")
-        for row in table.rows[:-1]
-        if row[place] is not None
-    ]
-    return bars(shown, title, labels=80)
-
-
-def routing_picture(workload: str, results: Path = RESULTS) -> str:
-    """Draw hit rates of random and of prefix routing as bars, with the median TTFT beside each."""
-    table = newest_table("cluster_routing", results)
-    if table is None:
-        return "Not measured yet: `.venv/bin/python -m benchmarks micro cluster_routing` does it.\n"
-    shown = []
-    for _, replicas, routing, hits, ttft_ms, _ in (row for row in table.rows if row[0] == workload):
-        name = f"{replicas} replica{'s' if replicas != 1 else ''}, {routing}"
-        written = f"{_number(hits):.0f}%, {_number(ttft_ms):,.0f} ms"
-        kind = "decode" if routing == "prefix" else "idle"
-        shown.append(Bar(name, _number(hits), written, kind, opens_group=routing != "prefix"))
-    legend = '<span class="key idle">random</span> <span class="key decode">prefix</span>'
-    title = f"Share of prompt tokens found in a cache, and median TTFT: {workload}"
-    return bars(shown, title, legend, labels=190, width=640, most=100)
 
 
 def _mark(x: float, y: float, kind: str) -> str:

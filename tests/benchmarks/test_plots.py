@@ -10,10 +10,10 @@ from matplotlib.collections import LineCollection
 
 import benchmarks.plots
 from benchmarks.plots import CAPTIONS, draw_all, figures
-from benchmarks.plots.groups import load_groups, prefill_start_s, thin, watched_client
+from benchmarks.plots.groups import load_groups, thin, watched_client
 from benchmarks.plots.style import THEMES
 from benchmarks.results import Lineup, Run
-from tests.benchmarks.conftest import make_run, record
+from tests.benchmarks.conftest import make_run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -25,7 +25,7 @@ def save(folder: Path, *runs: Run) -> None:
         run.save(folder)
 
 
-KINDS = ("bars", "cdf", "stall", "gantt", "kv", "waste")
+KINDS = ("bars", "cdf", "stall", "kv", "waste")
 
 
 def two_phases() -> tuple[Run, Run]:
@@ -133,7 +133,6 @@ def test_peers_without_telemetry_are_drawn_where_they_can_be(tmp_path: Path) -> 
         "bars",
         "cdf",
         "stall",
-        "gantt",
     }
 
 
@@ -245,26 +244,6 @@ def test_the_watched_client_is_a_long_early_one(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- derived
-
-
-def test_prefill_begins_with_the_step_that_brought_the_first_token() -> None:
-    steps: dict[str, list[int | float]] = {
-        "started_s": [0.0, 1.0, 2.0, 3.0],
-        "prefill_tokens": [0, 100, 0, 100],
-    }
-    assert prefill_start_s(record(0, 0.5, [2.01, 3.0]), steps) == 1.0
-    assert prefill_start_s(record(0, 2.5, [3.5, 4.0]), steps) == 3.0
-    assert prefill_start_s(record(0, 2.5, []), steps) is None
-    assert prefill_start_s(record(0, 2.5, [3.0]), {}) is None
-
-
-def test_prefill_in_chunks_reaches_back_over_its_steps() -> None:
-    steps: dict[str, list[int | float]] = {
-        "started_s": [0.0, 1.0, 2.0, 3.0],
-        "prefill_tokens": [50, 40, 40, 20],
-    }
-    assert prefill_start_s(record(0, 0.9, [3.5]), steps) == 1.0  # 20 + 40 + 40 = its 100 tokens
-    assert prefill_start_s(record(0, 1.9, [3.5]), steps) == 2.0  # never before it was sent
 
 
 def test_thinning_keeps_peaks() -> None:

@@ -1,15 +1,11 @@
-"""Numbers that the cluster measurements compute, and pictures that pages draw of them. No cluster is started."""
+"""Numbers that the cluster measurements compute. No cluster is started."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.micro.cluster import ROUTING_COLUMNS, hit_rate, ttft_and_itl_s
+from benchmarks.micro.cluster import hit_rate, ttft_and_itl_s
 from benchmarks.results import Generator, LoadResult, RequestRecord
-from benchmarks.tables import MeasuredTable
-from docs.building import charts
 
 
 def result() -> LoadResult:
@@ -47,16 +43,3 @@ def test_numbers_of_a_burst() -> None:
 
 def test_hits_are_those_of_the_run_alone() -> None:
     assert hit_rate(result()) == pytest.approx(50 / 200)
-
-
-def test_a_picture_is_drawn_from_the_table_and_says_so_where_there_is_none(tmp_path: Path) -> None:
-    assert "benchmarks micro cluster_routing" in charts.routing_picture("multi_turn", tmp_path)
-    MeasuredTable(
-        name="cluster_routing",
-        title="t",
-        columns=ROUTING_COLUMNS,
-        rows=[["multi_turn", 2, "random", 40.0, 30.0, 1.0], ["multi_turn", 2, "prefix", 80.0, 20.0, 1.0]],
-    ).save(tmp_path)
-    bars = charts.routing_picture("multi_turn", tmp_path)
-    assert "80%, 20 ms" in bars
-    assert "2 replicas, random" in bars
