@@ -5,32 +5,19 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.micro.cluster import hit_rate, ttft_and_itl_s
-from benchmarks.results import Generator, LoadResult, RequestRecord
+from benchmarks.results import Generator, LoadResult
+from tests.benchmarks.conftest import record
 
 
 def result() -> LoadResult:
-    """Two requests of three tokens each; sent at 1 and 2 s, done at 5 and 6 s."""
-    records = [
-        RequestRecord(
-            index=index,
-            scheduled_s=0.0,
-            prompt_tokens=10,
-            max_tokens=3,
-            sent_s=1.0 + index,
-            token_times_s=[2.0 + 2 * index, 3.0 + 2 * index, 4.0 + 2 * index],
-            finished_s=5.0 + index,
-            completion_tokens=3,
-        )
-        for index in range(2)
-    ]
-    counters = {"prompt_tokens": 100, "cached_tokens": 10}
-    later = {"prompt_tokens": 300, "cached_tokens": 60}
+    """Two requests of three tokens each; sent at 1 and 2 s, done at 4 and 6 s."""
+    records = [record(index, 1.0 + index, [2.0 + 2 * index + n for n in range(3)]) for index in range(2)]
     return LoadResult(
         origin_s=0.0,
         requests=records,
         generator=Generator(),
-        telemetry_before={"counters": counters},
-        telemetry_after={"counters": later},
+        telemetry_before={"counters": {"prompt_tokens": 100, "cached_tokens": 10}},
+        telemetry_after={"counters": {"prompt_tokens": 300, "cached_tokens": 60}},
     )
 
 
