@@ -174,12 +174,7 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         dtype=options.dtype,
         extra=parse_options(options.option),
     )
-    variants = [parse_variant(text) for text in options.variant]
-    default = [] if variants else phase_names()
-    given = None if options.phases is None else [name.strip() for name in options.phases.split(",") if name]
-    names = default if given is None else given
-    targets = [phase_target(name, setup) for name in names]
-    targets += [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
+    targets = targets_of(setup, options.phases, options.variant)
     targets += [peer_target(name, setup) for name in options.peer]
     if not targets:
         raise ValueError("nothing to compare: name --phases, a --variant or a --peer")
@@ -294,6 +289,20 @@ def parse_workloads(names: str) -> list[Workload]:
     return [known[name] for name in names.split(",")]
 
 
+def targets_of(setup: Setup, phases: str | None, variants: Sequence[str]) -> list[Target]:
+    """Return the targets that `--phases` and `--variant` name. Without both, every phase.
+
+    Raises:
+        StartupError: there is no such phase.
+        ValueError: a variant is no phase with options.
+    """
+    parsed = [parse_variant(text) for text in variants]
+    default = [] if parsed else phase_names()
+    names = default if phases is None else [name.strip() for name in phases.split(",") if name]
+    targets = [phase_target(name, setup) for name in names]
+    return targets + [phase_target(name, setup, own, place) for place, (name, own) in enumerate(parsed, 1)]
+
+
 def parse_options(given: Sequence[str]) -> dict[str, Options]:
     """Parse `6:num-blocks=512` into `{"6": {"num-blocks": "512"}}`.
 
@@ -302,10 +311,8 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
     """
     found: dict[str, Options] = {}
     for text in given:
-        phase, _, option = text.partition(":")
-        if not (phase and option):
-            raise ValueError(f"--option {text}: expected PHASE:NAME=VALUE, such as 6:num-blocks=512")
-        found.setdefault(phase, {}).update(_option(option))
+        phase, options = _phase_and_options("--option", text)
+        found.setdefault(phase, {}).update(options)
     return found
 
 
@@ -315,21 +322,21 @@ def parse_variant(text: str) -> tuple[str, Options]:
     Raises:
         ValueError: `text` does not have that form.
     """
+    return _phase_and_options("--variant", text)
+
+
+def _phase_and_options(flag: str, text: str) -> tuple[str, Options]:
     phase, _, options = text.partition(":")
     if not (phase and options):
-        raise ValueError(f"--variant {text}: expected PHASE:NAME=VALUE, such as 7:prefill-chunk-size=64")
-    variant: Options = {}
+        raise ValueError(f"{flag} {text}: expected PHASE:NAME=VALUE, such as 7:prefill-chunk-size=64")
+    found: Options = {}
     for option in options.split(","):
-        variant.update(_option(option))
-    return phase, variant
-
-
-def _option(text: str) -> Options:
-    name, equals, value = text.partition("=")
-    name = name.strip().lstrip("-")
-    if not name or (equals and not value):
-        raise ValueError(f"{text!r} is no option: expected NAME=VALUE, or NAME for a flag")
-    return {name: value}
+        name, equals, value = option.partition("=")
+        name = name.strip().lstrip("-")
+        if not name or (equals and not value):
+            raise ValueError(f"{option!r} is no option: expected NAME=VALUE, or NAME for a flag")
+        found[name] = value
+    return phase, found
 
 
 if __name__ == "__main__":

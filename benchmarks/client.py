@@ -18,12 +18,7 @@ tokens of a chunk have the same arrival time, because a client gets them at once
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import socket
-import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -263,54 +258,6 @@ def _close(record: RequestRecord, reader: AnswerReader, now_s: float) -> None:
         record.error = "the stream broke off without a word"
     elif record.error is None and not reader.tokens:
         record.error = "the answer has no tokens"
-
-
-class BackgroundReader:
-    """Reads the endless answer to a GET request in a thread of its own, from `start` to `stop`.
-
-    Attributes:
-        error: the error that ended the answer before `stop`; None if there was none.
-
-    Raises:
-        OSError: the server does not answer, or refuses.
-    """
-
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.netloc, timeout=30.0)
-        try:
-            self._connection.request("GET", url.partition(parts.netloc)[2], headers=dict(headers or {}))
-            self._response = self._connection.getresponse()
-        except OSError as error:
-            raise OSError(f"the server does not answer: {error}") from None
-        if self._response.status != 200:
-            raise OSError(f"the server has none (status {self._response.status} of {parts.path})")
-        assert self._connection.sock is not None
-        self._socket = self._connection.sock
-        self._socket.settimeout(None)  # an idle server has nothing to send
-        self._stopping = False
-        self.error: Exception | None = None
-
-    def start(self, on_chunk: Callable[[bytes], object]) -> None:
-        self._thread = threading.Thread(target=self._read, args=(on_chunk,), daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Hang up. The socket is shut down, because closing it while a thread reads from it sends nothing."""
-        self._stopping = True
-        with contextlib.suppress(OSError):  # the server has ended, and the connection with it
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._connection.close()
-
-    def _read(self, on_chunk: Callable[[bytes], object]) -> None:
-        try:
-            while chunk := self._response.read1(2**16):
-                on_chunk(chunk)
-        except (OSError, http.client.HTTPException) as error:
-            if not self._stopping:
-                self.error = error
 
 
 def _refusal(body: bytes) -> str:

@@ -28,6 +28,7 @@ from benchmarks.metrics import distribution
 from benchmarks.report import columns_of, typical
 from benchmarks.results import (
     DIGITS,
+    LOCAL,
     TABLES,
     Distribution,
     RequestRecord,
@@ -74,9 +75,35 @@ class Together:
     latencies: dict[str, Latencies] = field(default_factory=dict)
 
     @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
     def key(self) -> Key:
-        run = self.runs[0]
-        return run.comparison, run.workload.name, run.server.model, run.workload.quick
+        return (
+            self.first.comparison,
+            self.first.workload.name,
+            self.first.server.model,
+            self.first.workload.quick,
+        )
+
+    @property
+    def local(self) -> bool:
+        """True if these are the reader's own results."""
+        return self.folder == LOCAL.name
+
+    @property
+    def labels(self) -> list[str]:
+        return [repeats[0].server.label for repeats in columns_of(self.runs)]
+
+    @property
+    def repeats(self) -> int:
+        return max(run.repeat for run in self.runs)
+
+    @property
+    def swept(self) -> set[str]:
+        """Return the options in which columns of one phase differ; none for a plain comparison."""
+        return {name for run in self.runs for name in run.server.variant}
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -121,7 +148,7 @@ def _comparisons_in(folder: Path, results: Path) -> list[Together]:
         found |= {each.key: each for each in _read(path, name)}
     own: dict[Key, list[Run]] = defaultdict(list)
     for run in load_runs(folder):
-        own[run.comparison, run.workload.name, run.server.model, run.workload.quick].append(run)
+        own[Together(name, [run]).key].append(run)
     found |= {key: Together(name, runs) for key, runs in own.items()}
     return list(found.values())
 
@@ -160,11 +187,11 @@ def publish(
     chosen = [
         each
         for each in _comparisons_in(source, source)
-        if is_complete(each.runs) and (not only or each.runs[0].comparison in only)
+        if is_complete(each.runs) and (not only or each.first.comparison in only)
     ]
     by_workload: dict[str, list[Together]] = defaultdict(list)
     for each in chosen:
-        by_workload[each.runs[0].workload.name].append(each)
+        by_workload[each.first.workload.name].append(each)
     for workload, added in by_workload.items():
         path = out / f"{workload}{PUBLISHED}"
         kept = {each.key: each for each in (_read(path, "") if path.is_file() else [])}

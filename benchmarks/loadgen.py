@@ -2,11 +2,6 @@
 
 It runs in a process of its own, so that no progress bar takes its processor time; the report has the processor time
 of that process. `run_load` starts the process, and `generate_load` runs in it.
-
-```text
-run_load ── plan (JSON) ──> stdin  ┌ python -m benchmarks.loadgen ┐
-         <── progress, result ──── stdout                         └ HTTP ──> server
-```
 """
 
 from __future__ import annotations
@@ -14,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx
@@ -54,17 +49,6 @@ class LoadPlan:
     stall_timeout_s: float = 120.0
     run_timeout_s: float = 3600.0
 
-    def to_json(self) -> bytes:
-        return orjson.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, data: bytes) -> LoadPlan:
-        fields = orjson.loads(data)
-        fields["endpoint"] = Endpoint(**fields["endpoint"])
-        for name in ("requests", "warmup"):
-            fields[name] = [PlannedRequest(**request) for request in fields[name]]
-        return cls(**fields)
-
 
 class LoadGeneratorError(RuntimeError):
     """The generator's own process failed, so nothing can be said about the server."""
@@ -77,25 +61,29 @@ def run_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadRes
     """Run a plan in a new process and wait for its result.
 
     Raises:
-        LoadGeneratorError: the process ended without a result, or printed a line that is not JSON.
+        LoadGeneratorError: the process ended without a result.
     """
-    command = [sys.executable, "-m", "benchmarks.loadgen"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(plan.to_json())
-            process.stdin.close()
-            for line in process.stdout:
-                message = orjson.loads(line)
-                if "result" in message:
-                    return LoadResult.model_validate(message["result"])
-                on_progress(message["finished"], message["failed"], message["total"])
-        except (BrokenPipeError, orjson.JSONDecodeError) as error:
-            raise LoadGeneratorError(f"the load generator broke off: {error}") from None
-        finally:
-            process.terminate()
-    raise LoadGeneratorError(f"the load generator ended without a result (exit {process.returncode})")
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_generate, args=(plan, writer), daemon=True)
+    process.start()
+    writer.close()  # the process has its own: if it ends, nothing can be read
+    try:
+        while not isinstance(message := reader.recv(), LoadResult):
+            on_progress(*message)
+    except EOFError:
+        process.join()
+        raise LoadGeneratorError(
+            f"the load generator ended without a result (exit {process.exitcode})"
+        ) from None
+    finally:
+        process.terminate()
+        process.join()
+    return message
+
+
+def _generate(plan: LoadPlan, results: Connection) -> None:
+    results.send(asyncio.run(generate_load(plan, lambda *counts: results.send(counts))))
 
 
 def run_whole_load(
@@ -273,21 +261,3 @@ async def _warm_up(plan: LoadPlan, client: httpx.AsyncClient) -> None:
     # Errors are ignored here: a server that fails these requests fails the run's, and those errors are reported.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*jobs), plan.stall_timeout_s)
-
-
-def _main() -> None:
-    plan = LoadPlan.from_json(sys.stdin.buffer.read())
-
-    def say(message: dict[str, Any]) -> None:
-        sys.stdout.buffer.write(orjson.dumps(message) + b"\n")
-        sys.stdout.buffer.flush()
-
-    def on_progress(finished: int, failed: int, total: int) -> None:
-        say({"finished": finished, "failed": failed, "total": total})
-
-    result = asyncio.run(generate_load(plan, on_progress))
-    say({"result": result.model_dump()})
-
-
-if __name__ == "__main__":
-    _main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.results import DIGITS, Distribution, Metrics, Percentiles, RequestRecord, ServerMetrics
@@ -123,28 +123,32 @@ def summarize_server(
         steps: the step records of that time that were still kept.
     """
     count = {name: after[name] - before.get(name, 0) for name in after}
-    computed = count["decode_tokens"] + count["prefill_tokens"] + count["padded_tokens"] + count["idle_rows"]
     decoding = [step["decode_tokens"] for step in steps if step["decode_tokens"]]
     busy_s = sum(step["duration_s"] for step in steps)
 
     def over_time(name: str) -> float:
         return sum(step[name] * step["duration_s"] for step in steps) / busy_s if busy_s > 0 else 0.0
 
-    return ServerMetrics(
-        steps=count["steps"],
+    return server_metrics(
+        count,
         mean_batch=sum(decoding) / len(decoding) if decoding else 0.0,
-        prefill_tokens=count["prefill_tokens"],
-        decode_tokens=count["decode_tokens"],
-        padded_tokens=count["padded_tokens"],
-        idle_rows=count["idle_rows"],
-        padded_share=(count["padded_tokens"] + count["idle_rows"]) / computed if computed else 0.0,
-        preemptions=count["preemptions"],
-        cached_share=count["cached_tokens"] / count["prompt_tokens"] if count.get("prompt_tokens") else 0.0,
-        evictions=count.get("evictions", 0),
-        busy_s=count["busy_s"],
         kv_used_mean=over_time("kv_used_tokens"),
         kv_used_max=max((step["kv_used_tokens"] for step in steps), default=0),
         kv_reserved_mean=over_time("kv_reserved_tokens"),
         kv_reserved_max=max((step["kv_reserved_tokens"] for step in steps), default=0),
         missing_steps=count["steps"] - len(steps),
+    )
+
+
+def server_metrics(count: Mapping[str, Any], **of_steps: Any) -> ServerMetrics:
+    """Return the engine's metrics from its counters, and from values that the caller computed from the steps."""
+    wasted = count["padded_tokens"] + count["idle_rows"]
+    computed = count["decode_tokens"] + count["prefill_tokens"] + wasted
+    same = ("steps", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows", "preemptions", "busy_s")
+    return ServerMetrics(
+        **{name: count[name] for name in same},
+        padded_share=wasted / computed if computed else 0.0,
+        cached_share=count["cached_tokens"] / count["prompt_tokens"] if count.get("prompt_tokens") else 0.0,
+        evictions=count.get("evictions", 0),
+        **of_steps,
     )

@@ -38,6 +38,10 @@ class Line:
     show: Callable[[float], str]
     better: str = ""
 
+    def is_worse(self, before: float, value: float) -> bool:
+        """Return whether a value is worse than the one before; False for a metric without a better direction."""
+        return value < before if self.better == "high" else self.better == "low" and value > before
+
 
 def _client(read: Callable[[Metrics], Value]) -> Callable[[Run], Value]:
     return lambda run: None if run.metrics is None else read(run.metrics)
@@ -195,8 +199,8 @@ def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Val
     for line, old, new in values:
         if old is None or new is None or abs(new - old) <= ALIKE * abs(old):
             continue
-        won = (new > old) == (line.better == "high")
-        (better if won else worse).append(f"{line.title} ({line.show(old)} → {line.show(new)})")
+        change = f"{line.title} ({line.show(old)} → {line.show(new)})"
+        (worse if line.is_worse(old, new) else better).append(change)
     said = Text(f"{after} against {before}: ", style="bold")
     if not (better or worse):
         return said.append(f"nothing differs by more than {ALIKE:.0%}.", style="not bold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +83,7 @@ class Target:
         options: the options it is started with.
         variant: the options that distinguish it from other columns of the same phase, in a sweep.
         program: the command to run if `module` is None.
+        environment: variables that it gets beside this process's own.
         url: a server that runs already; nothing is started then.
         request_fields: extra fields in the body of every request to this server.
     """
@@ -92,6 +94,7 @@ class Target:
     options: Options
     variant: Options = field(default_factory=dict)
     program: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
     request_fields: Mapping[str, bool] = field(default_factory=dict)
 
@@ -200,6 +203,7 @@ class RunningServer:
         # stderr is read to its end all the time: a full pipe would stop the server in the middle of a run.
         self._process = subprocess.Popen(
             self.target.command,
+            env={**os.environ, **self.target.environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import orjson
-
-from benchmarks.client import BackgroundReader
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
+from anyio.from_thread import start_blocking_portal
 
 LONGEST_S = 3600  # of a run's trace: the most that `GET /trace` records
 LINGER_S = 0.3  # servers send what they have recorded ten times a second
@@ -22,23 +24,47 @@ def kept_trace(url: str, path: Path, api_key: str | None = None) -> Iterator[lis
     Yields a list of problems: why there is no trace, or why it ends early. It is empty if the trace is whole.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        reader = BackgroundReader(f"{url}/trace?seconds={LONGEST_S}", headers)
-    except OSError as error:
-        yield [str(error)]
-        return
     problems: list[str] = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        reader.start(file.write)
+    with start_blocking_portal() as portal:  # another thread, which reads while this one measures
+        try:
+            recording, _ = portal.start_task(_record, url, headers, path)
+        except (OSError, httpx.HTTPError) as error:
+            yield [str(error) if isinstance(error, OSError) else f"the server does not answer: {error}"]
+            return
         try:
             yield problems
         finally:
             time.sleep(LINGER_S)
-            reader.stop()
-    if reader.error is not None:
-        problems.append(f"it ends early: {reader.error!r}")
+            recording.cancel()
+    if not recording.cancelled() and (failed := recording.exception()) is not None:
+        problems.append(f"it ends early: {failed!r}")
     path.write_bytes(completed(path.read_bytes()))
+
+
+async def _record(
+    url: str,
+    headers: Mapping[str, str],
+    path: Path,
+    *,
+    task_status: TaskStatus[None] = TASK_STATUS_IGNORED,
+) -> None:
+    """Copy a server's trace into a file until the server ends it.
+
+    Raises:
+        OSError: the server has no traces, or refuses.
+    """
+    timeout = httpx.Timeout(30.0, read=None)  # an idle server has nothing to send
+    async with (
+        httpx.AsyncClient(timeout=timeout, headers=headers, trust_env=False) as client,
+        client.stream("GET", f"{url}/trace", params={"seconds": LONGEST_S}) as response,
+    ):
+        if response.status_code != 200:
+            raise OSError(f"the server has none (status {response.status_code} of /trace)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            task_status.started()
+            async for chunk in response.aiter_raw():
+                file.write(chunk)
 
 
 def completed(trace: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """The workloads: lengths of prompts and answers, and times at which requests are sent.
 
-A workload is a line of a table: `WORKLOADS`, or `CHAT_WORKLOADS` for models that chat. `build` turns the line into
-a plan, one `PlannedRequest` per request, each with its prompt and its send time. The same name and seed give the
-same plan on every machine, so all servers get exactly the same requests.
+A workload is a table of `workloads.toml`: one of `WORKLOADS`, or of `CHAT_WORKLOADS` for models that chat. `build`
+turns it into a plan, one `PlannedRequest` per request, each with its prompt and its send time. The same name and
+seed give the same plan on every machine, so all servers get exactly the same requests.
 
 ```text
 uniform     |  |  |  |  |  |      one every 1 / rate seconds
@@ -16,10 +16,13 @@ turns       |----||------||--|    several such clients; each prompt continues th
 
 from __future__ import annotations
 
+import itertools
 import random
+import tomllib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 from benchmarks.chats import CHATS
@@ -46,7 +49,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One workload of `WORKLOADS`.
+    """One workload of `workloads.toml`.
 
     Attributes:
         requests: how many are sent.
@@ -93,152 +96,18 @@ class Workload:
         return max(min(self.requests, 4), self.requests // 4) if quick else self.requests
 
 
-def _always(low: int, high: int) -> Sequence[tuple[float, Lengths]]:
-    return ((1.0, Lengths(low, high)),)
+def _read(path: Path) -> dict[str, Workload]:
+    found = {}
+    for name, fields in tomllib.loads(path.read_text("utf-8")).items():
+        prompts = [(share, Lengths(low, high)) for share, low, high in fields.pop("prompts")]
+        new_tokens = Lengths(*fields.pop("new_tokens"))
+        found[name] = Workload(name, prompts=prompts, new_tokens=new_tokens, **fields)
+    return found
 
 
-WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "single",
-            requests=1,
-            prompts=_always(256, 256),
-            new_tokens=Lengths(256, 256),
-            arrivals="burst",
-            shows="overhead over generate()",
-        ),
-        Workload(
-            "mixed",
-            requests=16,
-            prompts=_always(32, 1024),
-            new_tokens=Lengths(64, 256),
-            arrivals="burst",
-            shows="throughput under load",
-        ),
-        Workload(
-            "baseline",
-            requests=10,
-            prompts=_always(256, 256),
-            new_tokens=Lengths(256, 256),
-            arrivals="sequential",
-            shows="latency floor",
-            phase=9,
-        ),
-        Workload(
-            "continuous_batching",
-            requests=32,
-            prompts=_always(64, 512),
-            new_tokens=Lengths(64, 256),
-            arrivals="uniform",
-            rate=4.0,
-            shows="TTFT tail",
-            phase=5,
-        ),
-        Workload(
-            "paged_attention",
-            requests=48,
-            prompts=_always(128, 384),
-            new_tokens=Lengths(128, 256),
-            arrivals="burst",
-            shows="throughput at equal KV bytes",
-            phase=6,
-        ),
-        Workload(
-            "chunked_prefill",
-            requests=48,
-            prompts=((0.75, Lengths(1024, 2048)), (0.25, Lengths(64, 128))),
-            new_tokens=Lengths(64, 256),
-            arrivals="poisson",
-            rate=6.0,
-            shows="ITL tail",
-            phase=7,
-        ),
-        Workload(
-            "prefix_caching",
-            requests=48,
-            prompts=_always(32, 128),
-            new_tokens=Lengths(256, 256),
-            arrivals="uniform",
-            rate=8.0,
-            shared_prefix=1024,
-            shows="TTFT of prompts that begin alike",
-            phase=8,
-        ),
-        Workload(
-            "multi_turn",
-            requests=48,
-            prompts=_always(128, 256),
-            new_tokens=Lengths(48, 80),
-            arrivals="turns",
-            turns=6,
-            shows="TTFT of a chat's next turn",
-            phase=8,
-        ),
-    )
-}
-
-#: The same effects with a model that chats: people's questions, and answers that end by themselves.
-CHAT_WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "questions",
-            requests=32,
-            prompts=_always(35, 55),
-            new_tokens=Lengths(64, 256),
-            arrivals="uniform",
-            rate=4.0,
-            shows="TTFT tail",
-            phase=5,
-            chats="questions",
-        ),
-        Workload(
-            "code_edits",
-            requests=32,
-            prompts=_always(120, 220),
-            new_tokens=Lengths(128, 256),
-            arrivals="burst",
-            shows="throughput at equal KV bytes",
-            phase=6,
-            chats="code_edits",
-        ),
-        Workload(
-            "long_documents",
-            requests=32,
-            prompts=((0.75, Lengths(1100, 1700)), (0.25, Lengths(35, 55))),
-            new_tokens=Lengths(64, 256),
-            arrivals="poisson",
-            rate=6.0,
-            shows="ITL tail",
-            phase=7,
-            chats="long_documents",
-        ),
-        Workload(
-            "shared_document",
-            requests=32,
-            prompts=_always(20, 40),
-            new_tokens=Lengths(256, 256),
-            arrivals="uniform",
-            rate=8.0,
-            shared_prefix=1600,
-            shows="TTFT of prompts that begin alike",
-            phase=8,
-            chats="shared_document",
-        ),
-        Workload(
-            "chats",
-            requests=32,
-            prompts=_always(15, 55),
-            new_tokens=Lengths(48, 128),
-            arrivals="turns",
-            turns=8,
-            shows="TTFT of a chat's next turn",
-            phase=8,
-            chats="chats",
-        ),
-    )
-}
+_ALL = _read(Path(__file__).with_suffix(".toml"))
+WORKLOADS = {name: workload for name, workload in _ALL.items() if workload.chats is None}
+CHAT_WORKLOADS = {name: workload for name, workload in _ALL.items() if workload.chats is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +202,22 @@ class PromptWriter:
 # ---------------------------------------------------------------------------------------------- arrivals
 
 
-def _at_once(count: int, _rate: float, _rng: random.Random) -> list[float]:
-    return [0.0] * count
+def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.Random) -> list[float]:
+    """Return the times at which requests are sent, in seconds after the start, in order.
 
-
-def _evenly(count: int, rate: float, _rng: random.Random) -> list[float]:
-    return [index / rate for index in range(count)]
+    Args:
+        arrivals: the pattern.
+        count: how many requests.
+        rate: requests per second; patterns without one ignore it.
+        rng: the generator for random patterns.
+    """
+    match arrivals:
+        case "uniform":
+            return [index / (rate or 1.0) for index in range(count)]
+        case "poisson":
+            return _poisson(count, rate or 1.0, rng)
+        case _:
+            return [0.0] * count
 
 
 def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
@@ -349,31 +228,7 @@ def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
     """
     gaps = [rng.expovariate(1.0) for _ in range(count)]
     stretch = count / (rate * sum(gaps))
-    times = [0.0]
-    for gap in gaps[1:]:
-        times.append(times[-1] + gap * stretch)
-    return times
-
-
-_SEND_TIMES: dict[Arrivals, Callable[[int, float, random.Random], list[float]]] = {
-    "burst": _at_once,
-    "sequential": _at_once,
-    "uniform": _evenly,
-    "poisson": _poisson,
-    "turns": _at_once,
-}
-
-
-def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.Random) -> list[float]:
-    """Return the times at which requests are sent, in seconds after the start, in order.
-
-    Args:
-        arrivals: the pattern.
-        count: how many requests.
-        rate: requests per second; patterns without one ignore it.
-        rng: the generator for random patterns.
-    """
-    return _SEND_TIMES[arrivals](count, rate or 1.0, rng)
+    return list(itertools.accumulate((gap * stretch for gap in gaps[1:]), initial=0.0))
 
 
 # ---------------------------------------------------------------------------------------------- plans

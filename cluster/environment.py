@@ -7,7 +7,7 @@ import os
 from common.errors import StartupError
 
 #: Makes Serve pass messages quickly: over gRPC from process to process instead of through Ray's object layer, and
-#: without separate threads for our code and for routers. `benchmarks micro cluster_profile` measures what it saves.
+#: without separate threads for our code and for routers.
 #: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
 #: Ray starts workers with niceness 15. The threads that should have less priority than the engine (masks, grammars,
 #: large bodies) would then have the same.

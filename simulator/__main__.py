@@ -15,18 +15,18 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.__main__ import parse_options, parse_variant
+from benchmarks.__main__ import parse_options, targets_of
 from benchmarks.calibrate import fixed_factor, reference_capacity
 from benchmarks.environment import cpu_name
 from benchmarks.measure import Measurement, blank_run
 from benchmarks.report import report
 from benchmarks.results import RESULTS, Calibration, Lineup, Run, ServerInfo
-from benchmarks.servers import Setup, Target, phase_target
+from benchmarks.servers import Setup, Target
 from benchmarks.workloads import WORKLOADS, Lengths, Workload, planned_requests
 from common.engine import Engine
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
-from common.phases import find_phase, phase_names
+from common.phases import find_phase
 from simulator.arrivals import Arrival, Unlike, arrivals_of
 from simulator.cost import Cost, Device, RooflineCost
 from simulator.engine import simulate_engine
@@ -100,7 +100,13 @@ def parser() -> argparse.ArgumentParser:
 def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
     """Simulate the workload for every column that the options name, and print the table."""
     workload = find_workload(options)
-    columns = [Column(target, options) for target in find_targets(options)]
+    setup = Setup(
+        model=options.model,
+        slots=options.slots,
+        max_seq_len=options.max_seq_len,
+        extra=parse_options(options.option),
+    )
+    columns = [Column(target, options) for target in targets_of(setup, options.phases, options.variant)]
     calibration = calibrate(workload, columns[0], options)
     runs = []
     for each in columns:
@@ -116,20 +122,6 @@ def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
         )
     console.print(report(runs))
     return runs
-
-
-def find_targets(options: argparse.Namespace) -> list[Target]:
-    """Return the phases and variants that the options name."""
-    setup = Setup(
-        model=options.model,
-        slots=options.slots,
-        max_seq_len=options.max_seq_len,
-        extra=parse_options(options.option),
-    )
-    variants = [parse_variant(text) for text in options.variant]
-    names = options.phases.split(",") if options.phases else [] if variants else phase_names()
-    targets = [phase_target(name.strip(), setup) for name in names]
-    return targets + [phase_target(name, setup, own, place) for place, (name, own) in enumerate(variants, 1)]
 
 
 def find_workload(options: argparse.Namespace) -> Workload:

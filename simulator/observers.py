@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.metrics import GOOD_SHARE
+from benchmarks.metrics import GOOD_SHARE, server_metrics
 from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
 from common.engine import Engine
 from common.request import StepOutput
@@ -193,23 +193,13 @@ class Summary:
     def server_metrics(self) -> ServerMetrics:
         """Return the metrics of all engines together."""
         total = _sum([engine.telemetry.counters for engine in self._engines])
-        wasted = total.padded_tokens + total.idle_rows
-        computed = total.decode_tokens + total.prefill_tokens + wasted
-        return ServerMetrics(
-            steps=total.steps,
+        busy_s = total.busy_s
+        return server_metrics(
+            dataclasses.asdict(total),
             mean_batch=total.decode_tokens / self._decoding_steps if self._decoding_steps else 0.0,
-            prefill_tokens=total.prefill_tokens,
-            decode_tokens=total.decode_tokens,
-            padded_tokens=total.padded_tokens,
-            idle_rows=total.idle_rows,
-            padded_share=wasted / computed if computed else 0.0,
-            preemptions=total.preemptions,
-            cached_share=total.cached_tokens / total.prompt_tokens if total.prompt_tokens else 0.0,
-            evictions=total.evictions,
-            busy_s=total.busy_s,
-            kv_used_mean=self._kv_used_time / total.busy_s if total.busy_s else 0.0,
+            kv_used_mean=self._kv_used_time / busy_s if busy_s else 0.0,
             kv_used_max=self._kv_used_max,
-            kv_reserved_mean=self._kv_reserved_time / total.busy_s if total.busy_s else 0.0,
+            kv_reserved_mean=self._kv_reserved_time / busy_s if busy_s else 0.0,
             kv_reserved_max=self._kv_reserved_max,
         )
 

@@ -21,8 +21,6 @@ from simulator.replay import Replay, order_of_arrival, phase_of, plan_of, schedu
 
 PREDICTIONS = "simulator_predictions"
 TOLERANCE = 0.15
-WIDE = 4096  # tokens of a pass much wider than most
-FEW = 20  # with fewer requests, the 99th percentile is the slowest request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +31,6 @@ class Prediction:
         group: the group whose prices were used.
         measured, predicted: output tokens a second, and TTFT p99 in seconds.
         held_out: predicted with prices of the other workloads; None if there are no others.
-        spread: the largest measured value of the repeats, divided by the smallest.
-        reason: why a figure is off by more than `TOLERANCE`: "wide", "few" or "queue", as `docs/simulator.md`
-            explains them.
     """
 
     group: Group
@@ -45,8 +40,6 @@ class Prediction:
     measured: tuple[float, float]
     predicted: tuple[float, float]
     held_out: tuple[float, float] | None
-    spread: tuple[float, float]
-    reason: str = ""
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -100,40 +93,20 @@ def predictions(
     for (workload, server, _), repeats in columns.items():
         runs = [each.run for each in repeats]
         without = others.get(workload)
-        seen = [figures(run.metrics) for run in runs]
-        prediction = Prediction(
+        yield Prediction(
             group,
             workload,
             server,
             len(runs),
-            measured=_medians(seen),
+            measured=_medians([figures(run.metrics) for run in runs]),
             predicted=_medians([figures(simulate_run(run, cost)) for run in runs]),
             held_out=_medians([figures(simulate_run(run, without)) for run in runs]) if without else None,
-            spread=(_spread([each for each, _ in seen]), _spread([each for _, each in seen])),
         )
-        if max(map(abs, prediction.errors)) > TOLERANCE:
-            prediction = dataclasses.replace(prediction, reason=_reason(repeats, cost))
-        yield prediction
-
-
-def _reason(repeats: Sequence[Replay], cost: LinearCost) -> str:
-    """Name the property of a server's runs that best explains the error of their prediction."""
-    steps = [step for each in repeats for step in each.steps]
-    wide = [step for step in steps if any(work.tokens > WIDE for work in step.works)]
-    off = [step.duration_s / sum(map(cost.pass_s, step.works)) - 1 for step in wide]
-    if off and abs(statistics.median(off)) > TOLERANCE:
-        return "wide"
-    run = repeats[0].run
-    return "queue" if run.workload.rate is not None or len(run.requests) >= FEW else "few"
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     first, second = zip(*pairs, strict=True)
     return statistics.median(first), statistics.median(second)
-
-
-def _spread(values: Sequence[float]) -> float:
-    return max(values) / min(values)
 
 
 def predictions_table(found: Sequence[Prediction]) -> MeasuredTable:
@@ -142,9 +115,9 @@ def predictions_table(found: Sequence[Prediction]) -> MeasuredTable:
         row: list[Cell] = [*dataclasses.astuple(each.group), each.workload, each.server, each.repeats]
         for figure in (0, 1):
             held_out = each.held_out[figure] if each.held_out is not None else None
-            row += [each.measured[figure], each.predicted[figure], held_out, each.spread[figure]]
-        rows.append([*row, each.reason])
-    of_figure = ("measured", "predicted", "predicted, held out", "largest repeat / smallest")
+            row += [each.measured[figure], each.predicted[figure], held_out]
+        rows.append(row)
+    of_figure = ("measured", "predicted", "predicted, held out")
     return MeasuredTable(
         name=PREDICTIONS,
         title="what clients saw, measured and simulated",
@@ -156,7 +129,6 @@ def predictions_table(found: Sequence[Prediction]) -> MeasuredTable:
             "repeats",
             *(f"output tokens/s, {each}" for each in of_figure),
             *(f"TTFT p99, s, {each}" for each in of_figure),
-            "reason",
         ],
         rows=rows,
     )

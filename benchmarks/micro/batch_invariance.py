@@ -21,7 +21,7 @@ from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PromptWriter
 from common.engine import Engine
-from common.request import SamplingParams, StepOutput
+from common.request import SamplingParams
 from common.text import Tokenizer
 from kernels.dispatch import kernels_on
 
@@ -30,73 +30,38 @@ NEW_TOKENS = (8, 48)
 SEATS = 32
 BLOCK_SIZE, NUM_BLOCKS = 16, 160  # about half of what so many sequences need
 CHUNK = 64
-ARRIVALS = (0, 2)  # fewest and most in a step
+MOST_ARRIVALS = 2  # in a step
 
 DTYPES = ("bfloat16", "float32")
 COLUMNS = [
-    "model",
-    "type",
-    "kernels",
-    "batch invariant",
-    "greedy answers with another token",
-    "sampled answers with another token",
-    "answers with other log-probabilities",
-    "sequences in a step, mean",
-    "preemptions",
+    *("model", "type", "kernels", "batch invariant"),
+    *("greedy answers with another token", "sampled answers with another token"),
+    *("answers with other log-probabilities", "sequences in a step, mean", "preemptions"),
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Prompt and sampling parameters of a request, before an engine creates it."""
-
-    prompt: list[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """New tokens, and the log-probability of each."""
-
-    token_ids: list[int | None]
-    logprobs: list[float]
-
-    @classmethod
-    def of(cls, outputs: Sequence[StepOutput]) -> Answer:
-        return cls(
-            [output.token_id for output in outputs],
-            [output.logprobs.logprob for output in outputs if output.logprobs is not None],
-        )
+Order = tuple[list[int], SamplingParams]  # a prompt, and how it is continued
+Answer = list[tuple[int | None, float]]  # new tokens, each with its log-probability
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An engine's answers to all orders, and how crowded its steps were.
-
-    Attributes:
-        answers: one for each order.
-        sequences: the mean number of sequences in a step.
-    """
+    """An engine's answers to all orders, the mean number of sequences in its steps, and its preemptions."""
 
     answers: list[Answer]
     sequences: float
     preemptions: int
 
 
-def greedy_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
-    """Draw greedy requests."""
-    return [
-        Order(prompt, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, logprobs=0))
-        for _, prompt, new_tokens in _draw(tokenizer, count, "greedy")
-    ]
-
-
-def sampled_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
-    """Draw sampled requests: one in four with a repetition penalty, one in five with a stop string."""
-    return [
-        Order(
-            prompt,
-            SamplingParams(
+def draw_orders(tokenizer: Tokenizer, count: int, *, sampled: bool) -> list[Order]:
+    """Draw requests. Of the sampled ones, one in four has a repetition penalty, one in five a stop string."""
+    writer = PromptWriter(tokenizer)
+    orders = []
+    for number in range(count):
+        rng = random.Random(f"batch invariance:{'sampled' if sampled else 'greedy'}:{number}")
+        prompt, new_tokens = writer.write(rng, rng.randint(*PROMPT_TOKENS)), rng.randint(*NEW_TOKENS)
+        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, logprobs=0)
+        if sampled:
+            params = SamplingParams(
                 temperature=rng.uniform(0.5, 1.2),
                 top_p=rng.choice([1.0, 0.9]),
                 repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.2]),
@@ -104,40 +69,25 @@ def sampled_orders(tokenizer: Tokenizer, count: int) -> list[Order]:
                 seed=rng.getrandbits(31),
                 max_new_tokens=new_tokens,
                 logprobs=0,
-            ),
-        )
-        for rng, prompt, new_tokens in _draw(tokenizer, count, "sampled")
-    ]
+            )
+        orders.append((prompt, params))
+    return orders
 
 
-def _draw(tokenizer: Tokenizer, count: int, kind: str) -> list[tuple[random.Random, list[int], int]]:
-    """Draw a random generator, a prompt and a number of new tokens for each request."""
-    writer = PromptWriter(tokenizer)
-    sources = [random.Random(f"batch invariance:{kind}:{number}") for number in range(count)]
-    return [
-        (rng, writer.write(rng, rng.randint(*PROMPT_TOKENS)), rng.randint(*NEW_TOKENS)) for rng in sources
-    ]
-
-
-def alone(engine: Engine, orders: Sequence[Order]) -> list[Answer]:
-    """Serve the orders one after the other, and return their answers."""
-    return [serve(engine, [order], most_arrivals=1).answers[0] for order in orders]
-
-
-def serve(engine: Engine, orders: Sequence[Order], most_arrivals: int = ARRIVALS[1]) -> Served:
+def serve(engine: Engine, orders: Sequence[Order]) -> Served:
     """Serve orders that arrive in shuffled order, a few a step.
 
     Raises:
         RuntimeError: a request failed.
     """
     rng = random.Random("batch invariance:arrivals")
-    requests = [engine.create_request(order.prompt, order.params) for order in orders]
+    requests = [engine.create_request(prompt, params) for prompt, params in orders]
+    answers: dict[str, Answer] = {request.request_id: [] for request in requests}
     waiting = rng.sample(requests, len(requests))
     preempted = engine.scheduler.preemptions
-    outputs: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
     active = []
     while waiting or engine.has_work:
-        for _ in range(rng.randint(ARRIVALS[0], most_arrivals)):
+        for _ in range(rng.randint(0, MOST_ARRIVALS)):
             if waiting and engine.add_request(waiting[-1]):
                 waiting.pop()
         if not engine.has_work:
@@ -145,13 +95,15 @@ def serve(engine: Engine, orders: Sequence[Order], most_arrivals: int = ARRIVALS
         for output in engine.step():
             if output.error is not None:
                 raise RuntimeError(f"a request failed: {output.error}")
-            outputs[output.request_id].append(output)
+            assert output.logprobs is not None
+            answers[output.request_id].append((output.token_id, output.logprobs.logprob))
         active.append(len(engine.scheduler.active))
-    return Served(
-        answers=[Answer.of(outputs[request.request_id]) for request in requests],
-        sequences=sum(active) / len(active),
-        preemptions=engine.scheduler.preemptions - preempted,
-    )
+    return Served(list(answers.values()), sum(active) / len(active), engine.scheduler.preemptions - preempted)
+
+
+def alone(engine: Engine, orders: Sequence[Order]) -> list[Answer]:
+    """Serve the orders one after the other, and return their answers."""
+    return [serve(engine, [order]).answers[0] for order in orders]
 
 
 def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) -> list[Cell]:
@@ -168,23 +120,26 @@ def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) 
         num_blocks=NUM_BLOCKS,
         prefill_chunk_size=CHUNK,
     )
-    kinds = [orders(engine.tokenizer, count) for orders in (greedy_orders, sampled_orders)]
+    kinds = [draw_orders(engine.tokenizer, count, sampled=sampled) for sampled in (False, True)]
     together = [serve(engine, orders) for orders in kinds]
     pairs = [
         list(zip(alone(engine, orders), served.answers, strict=True))
         for orders, served in zip(kinds, together, strict=True)
     ]
-    invariant = engine.runner.model.batch_invariant
     return [
         model,
         dtype,
         kernels_on(engine.runner.model.device),
-        "yes" if invariant else "no",
-        *(sum(a.token_ids != b.token_ids for a, b in each) for each in pairs),
-        sum(a.logprobs != b.logprobs for each in pairs for a, b in each),
+        "yes" if engine.runner.model.batch_invariant else "no",
+        *(sum(tokens_of(a) != tokens_of(b) for a, b in each) for each in pairs),
+        sum(a != b for a, b in itertools.chain(*pairs)),
         sum(served.sequences for served in together) / len(together),
         sum(served.preemptions for served in together),
     ]
+
+
+def tokens_of(answer: Answer) -> list[int | None]:
+    return [token_id for token_id, _ in answer]
 
 
 def changes(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -41,8 +42,7 @@ SETTLE_S = 0.5  # the previous contender's threads stop spinning before the next
 OWN_ENVIRONMENT = "transformers"  # the peer that is installed in this project's environment
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Prompts that are continued together."""
 
     sequences: int
@@ -161,10 +161,8 @@ def measure(
 def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
     """Return a row for each contender, one for the lower bound, and our last phase's ratio to the best peer."""
     found = {contender.worker.name: contender.medians_s() for contender in contenders}
-    (*_, own), others = (
-        [contender for contender in contenders if contender.ours],
-        [contender for contender in contenders if not contender.ours],
-    )
+    *_, own = (contender for contender in contenders if contender.ours)
+    others = [contender for contender in contenders if not contender.ours]
     expected = own.first_tokens()
     rows: list[list[Cell]] = []
     for contender in contenders:

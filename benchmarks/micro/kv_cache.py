@@ -11,30 +11,17 @@ Both ways use the same model, cache and position rule. Without the cache, each p
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
-from benchmarks.micro import Dtype, in_turns, medians
+from benchmarks.micro import Dtype, in_turns
 from benchmarks.micro.passes import load_as_served, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
 from common.generate import ContiguousCache
 from common.kv import KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, SamplingParams
-
-PROMPT_TOKENS, NEW_TOKENS = 64, 128
-
-
-class Answer(NamedTuple):
-    """An answer, and the passes, tokens and seconds that it took."""
-
-    token_ids: list[int]
-    passes: int
-    computed_tokens: int
-    seconds: float
 
 
 class Text:
@@ -58,7 +45,7 @@ class Text:
         return int(logits.argmax())
 
 
-def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list[list[Cell]]:
+def measure(model: CausalLM, lengths: Sequence[int], repeats: int) -> list[list[Cell]]:
     """Time a decode step with and without the KV cache, in turns. Returns a row of medians for each length."""
     rows: list[list[Cell]] = []
     for length in lengths:
@@ -70,36 +57,6 @@ def measure_steps(model: CausalLM, lengths: Sequence[int], repeats: int) -> list
         kept, again = in_turns(ways, repeats).values()
         megabytes = (length + 1) * text.cache.shape.bytes_per_token / 2**20
         rows.append([length, kept, again, again / kept, megabytes])
-    return rows
-
-
-def answer(model: CausalLM, prompt: Sequence[int], new_tokens: int, *, cached: bool) -> Answer:
-    """Compute a prompt's most likely continuation."""
-    text = Text(model, len(prompt) + new_tokens)
-    token_ids, held, computed = list(prompt), 0, 0
-    started_s = time.perf_counter()
-    for _ in range(new_tokens):
-        start = held if cached else 0
-        computed += len(token_ids) - start
-        held = len(token_ids)
-        token_ids.append(text.next_token(token_ids, start))
-    elapsed_s = time.perf_counter() - started_s
-    return Answer(token_ids[len(prompt) :], new_tokens, computed, elapsed_s)
-
-
-def measure_answers(model: CausalLM, repeats: int) -> list[list[Cell]]:
-    """Return a row for each way: the answer, and the median of its times."""
-    prompt = [place % model.config.vocab_size for place in range(PROMPT_TOKENS)]
-    ways = {"with the cache": True, "without": False}
-    turns = [
-        [answer(model, prompt, NEW_TOKENS, cached=cached) for cached in ways.values()] for _ in range(repeats)
-    ]
-    seconds = medians([each.seconds for each in turn] for turn in turns)
-    expected = turns[0][0].token_ids
-    rows: list[list[Cell]] = []
-    for name, found, taken in zip(ways, turns[0], seconds, strict=True):
-        same = sum(mine == other for mine, other in zip(found.token_ids, expected, strict=True))
-        rows.append([name, found.passes, found.computed_tokens, taken, NEW_TOKENS / taken, same])
     return rows
 
 
@@ -120,19 +77,5 @@ def steps(
         title="the next token, with a KV cache and without",
         setup={"model": f"{model} in {dtype}", "median of": f"{repeats} turns"},
         columns=["text before it, tokens", "with, ms", "without, ms", "without / with", "cache, MB"],
-        rows=measure_steps(loaded, lengths, repeats),
-    )
-
-
-def answers(
-    model: str = "dummy:llama-60m", repeats: int = 3, dtype: Dtype = "float32"
-) -> Iterator[MeasuredTable]:
-    """Time a whole answer, both ways."""
-    loaded = load_as_served(model, getattr(torch, dtype), PROMPT_TOKENS + NEW_TOKENS)
-    yield MeasuredTable(
-        name="kv_cache_answer",
-        title=f"an answer of {NEW_TOKENS} tokens to a prompt of {PROMPT_TOKENS}",
-        setup={"model": f"{model} in {dtype}", "median of": f"{repeats} turns"},
-        columns=["run", "passes", "tokens computed", "seconds", "tokens / s", "tokens that are the same"],
-        rows=measure_answers(loaded, repeats),
+        rows=measure(loaded, lengths, repeats),
     )

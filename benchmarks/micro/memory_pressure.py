@@ -12,73 +12,46 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from benchmarks.micro.engines import add, build_engine
-from benchmarks.servers import find_phase_module
+from benchmarks.servers import BLOCK_SIZE, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.models.registry import open_checkpoint
 
-BLOCK_SIZE = 16
 PROMPT_TOKENS = (32, 256)
 NEW_TOKENS = (32, 96)
 SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the memory that holds all requests at once
 
 COLUMNS = [
-    "blocks",
-    "tokens of memory",
-    "output tokens / s",
-    "× the largest pool",
-    "steps",
-    "tokens per step",
-    "preemptions",
-    "prefilled again, tokens",
-    "same tokens",
+    *("blocks", "tokens of memory", "output tokens / s", "× the largest pool", "steps", "tokens per step"),
+    *("preemptions", "prefilled again, tokens", "same tokens"),
 ]
 
-
-class Order(NamedTuple):
-    """A request to send."""
-
-    prompt: list[int]
-    new_tokens: int
-
-    @property
-    def blocks(self) -> int:
-        """Return the blocks of memory that the request needs at its end."""
-        return -(-(len(self.prompt) + self.new_tokens) // BLOCK_SIZE)
-
-
-class Outcome(NamedTuple):
-    """The burst on one pool size: its seconds, and the tokens of every request.
-
-    Attributes:
-        recomputed: tokens, prompt and generated, that were prefilled after a preemption.
-    """
-
-    seconds: float
-    steps: int
-    preemptions: int
-    recomputed: int
-    token_ids: list[list[int]]
+Order = tuple[list[int], int]  # a prompt, and the number of new tokens
 
 
 def draw_orders(count: int, vocab_size: int) -> list[Order]:
     rng = random.Random(0)
     return [
-        Order(rng.choices(range(vocab_size), k=rng.randint(*PROMPT_TOKENS)), rng.randint(*NEW_TOKENS))
+        (rng.choices(range(vocab_size), k=rng.randint(*PROMPT_TOKENS)), rng.randint(*NEW_TOKENS))
         for _ in range(count)
     ]
 
 
 def pool_sizes(orders: Sequence[Order]) -> list[int]:
     """Return pool sizes in blocks, from memory for all orders down to memory for the largest one."""
-    ample, smallest = (of(order.blocks for order in orders) for of in (sum, max))
+    blocks = [-(-(len(prompt) + new) // BLOCK_SIZE) for prompt, new in orders]
+    ample, smallest = sum(blocks), max(blocks)
     return [*(size for share in SHARES if (size := round(ample * share)) > smallest), smallest]
 
 
-def serve(phase: str, model: str, orders: Sequence[Order], num_blocks: int) -> Outcome:
+def serve(
+    phase: str, model: str, orders: Sequence[Order], num_blocks: int
+) -> tuple[float, list[Cell], list[list[int]]]:
     """Serve all orders at once on a pool of so many blocks.
+
+    Returns:
+        The seconds, the cells from `steps` to `prefilled again`, and the tokens of every request.
 
     Raises:
         RuntimeError: a request did not finish.
@@ -103,9 +76,10 @@ def serve(phase: str, model: str, orders: Sequence[Order], num_blocks: int) -> O
     unfinished = [request.request_id for request in requests if request.finish_reason != "length"]
     if unfinished:
         raise RuntimeError(f"{num_blocks} blocks: {', '.join(unfinished)} did not finish")
-    recomputed = engine.telemetry.counters.prefill_tokens - sum(len(prompt) for prompt, _ in orders)
-    token_ids = [request.token_ids for request in requests]
-    return Outcome(seconds, steps, engine.scheduler.preemptions, recomputed, token_ids)
+    again = engine.telemetry.counters.prefill_tokens - sum(len(prompt) for prompt, _ in orders)
+    per_step = sum(new for _, new in orders) / steps
+    cells: list[Cell] = [steps, per_step, engine.scheduler.preemptions, again]
+    return seconds, cells, [request.token_ids for request in requests]
 
 
 def measure(phase: str, model: str, orders: Sequence[Order]) -> list[list[Cell]]:
@@ -114,23 +88,12 @@ def measure(phase: str, model: str, orders: Sequence[Order]) -> list[list[Cell]]
     sizes = pool_sizes(orders)
     serve(phase, model, orders[:2], sizes[0])  # warms up
     outcomes = [serve(phase, model, orders, num_blocks) for num_blocks in sizes]
-    first = outcomes[0]
+    fastest_s, _, expected = outcomes[0]
     rows: list[list[Cell]] = []
-    for num_blocks, outcome in zip(sizes, outcomes, strict=True):
-        same = sum(a == b for a, b in zip(outcome.token_ids, first.token_ids, strict=True))
-        rows.append(
-            [
-                num_blocks,
-                num_blocks * BLOCK_SIZE,
-                new_tokens / outcome.seconds,
-                first.seconds / outcome.seconds,
-                outcome.steps,
-                new_tokens / outcome.steps,
-                outcome.preemptions,
-                outcome.recomputed,
-                f"{same} of {len(orders)}",
-            ]
-        )
+    for num_blocks, (seconds, cells, token_ids) in zip(sizes, outcomes, strict=True):
+        same = sum(a == b for a, b in zip(token_ids, expected, strict=True))
+        speed = new_tokens / seconds, fastest_s / seconds
+        rows.append([num_blocks, num_blocks * BLOCK_SIZE, *speed, *cells, f"{same} of {len(orders)}"])
     return rows
 
 

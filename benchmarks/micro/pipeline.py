@@ -7,9 +7,6 @@ down slows all. The time is that of `Engine.step`, text and stop decisions inclu
 called     operators are called from Python, by a thread of the stream's own; on a GPU by the engine's
 played     a recording is played in C++ (`kernels.tape`); on a GPU a graph is launched
 ```
-
-A second table has the same steps beside a thread that is busy in Python, and takes the interpreter's lock whenever
-it can, like an event loop full of work.
 """
 
 from __future__ import annotations
@@ -18,11 +15,10 @@ import functools
 import itertools
 import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.micro import in_turns
@@ -32,7 +28,6 @@ from common.engine import Engine
 
 MODELS = ("zoo:llama-tiny", "dummy:llama-60m")
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
-BUSY_TOKENS = 16  # beside a busy thread a step may take a second
 
 #: Heading, phase and options of each variant.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,7 +38,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "depth 1, played": ("9", {"pipeline_depth": 1}),
     "depth 2, played": ("9", {"pipeline_depth": 2}),
 }
-BUSY = ("phase 8", "depth 2, played")
 
 _engine: Engine
 
@@ -77,70 +71,38 @@ def decode(sequences: int, new_tokens: int = NEW_TOKENS) -> Iterator[float]:
         before = now
 
 
-def step_ms(sequences: int, busy: bool) -> float:
+def step_ms(sequences: int) -> float:
     """Return the mean milliseconds of a step in the middle of an answer."""
-    with busy_in_python() if busy else ExitStack():
-        steps = list(decode(sequences, BUSY_TOKENS if busy else NEW_TOKENS))
+    steps = list(decode(sequences))
     return statistics.mean(steps[len(steps) // 4 : -len(steps) // 8]) * 1e3
 
 
-@contextmanager
-def busy_in_python() -> Iterator[None]:
-    """Context manager: inside it, a thread computes in Python."""
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def measure(model: str, sequences: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the median milliseconds of a step by way, alone and beside a busy thread."""
+def measure(model: str, sequences: int, repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of a step by way."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}
         for way, process in processes.items():
             process.submit(start, way, model, sequences).result()
 
-        def step_of(way: str, busy: bool) -> float:
-            return processes[way].submit(step_ms, sequences, busy).result()
+        def step_of(way: str) -> float:
+            return processes[way].submit(step_ms, sequences).result()
 
-        asked = [*((way, False) for way in WAYS), *((way, True) for way in BUSY)]
-        found = in_turns({each: functools.partial(step_of, *each) for each in asked}, repeats)
-    return {way: found[way, False] for way in WAYS}, {way: found[way, True] for way in BUSY}
+        return in_turns({way: functools.partial(step_of, way) for way in WAYS}, repeats)
 
 
 def depths(
     models: tuple[str, ...] = MODELS, sequences: tuple[int, ...] = (1, 4, 16), repeats: int = 5
 ) -> Iterator[MeasuredTable]:
-    """Time decode steps at each depth, alone and beside a thread that is busy in Python."""
-    alone: list[list[Cell]] = []
-    beside: list[list[Cell]] = []
+    """Time decode steps at each depth."""
+    rows: list[list[Cell]] = []
     for model, count in itertools.product(models, sequences):
-        quiet, busy = measure(model, count, repeats)
-        ratio = quiet["depth 0, played"] / quiet["depth 2, played"]
-        alone.append([model, count, *(quiet[way] for way in WAYS), ratio])
-        beside.append([model, count, *(busy[way] for way in BUSY)])
-    setup = {"median of": f"{repeats} turns", "prompts": f"{PROMPT_TOKENS} tokens"}
+        found = measure(model, count, repeats)
+        rows.append([model, count, *found.values(), found["depth 0, played"] / found["depth 2, played"]])
     yield MeasuredTable(
         name="pipeline",
         title="a decode step",
-        setup=dict(setup),
+        setup={"median of": f"{repeats} turns", "prompts": f"{PROMPT_TOKENS} tokens"},
         columns=["model", "sequences", *(f"{way}, ms" for way in WAYS), "depth 0 ÷ depth 2"],
-        rows=alone,
-    )
-    yield MeasuredTable(
-        name="pipeline_busy",
-        title="a decode step beside a thread busy in Python",
-        setup=dict(setup),
-        columns=["model", "sequences", *(f"{way}, ms" for way in BUSY)],
-        rows=beside,
+        rows=rows,
     )

@@ -206,33 +206,21 @@ def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
                 now = marks.times[leg.until][request if leg.once else place]
                 (later if token else first)[leg.until].append((now - before) * 1e3)
                 before = now
-    rows: list[list[Cell]] = [
-        [
-            f"{leg.until}: {leg.where}",
-            statistics.median(first[leg.until]),
-            None if leg.once else statistics.median(later[leg.until]),
-        ]
-        for leg in LEGS
-    ]
+    rows: list[list[Cell]] = []
+    for leg in LEGS:
+        of_later = None if leg.once else statistics.median(later[leg.until])
+        rows.append([f"{leg.until}: {leg.where}", statistics.median(first[leg.until]), of_later])
     whole = [[sum(each) for each in zip(*legs.values(), strict=True)] for legs in (first, later)]
     return [*rows, ["**all of it**", *(statistics.median(sums) for sums in whole)]]
 
 
 def measure(engine: Callable[[], Engine], requests: int, skipped: int) -> list[list[Cell]]:
     """Start a server around this engine, measure it, and return the rows of `legs_ms`."""
-    body = json.dumps(
-        {
-            "model": "measured",
-            "prompt": PROMPT,
-            "max_tokens": NEW_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
+    body = {"model": "measured", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
     worker, marks = EngineWorker(engine), Marks()
     worker.build()
-    asyncio.run(serve_and_read(worker, body, requests + skipped, marks))
+    asyncio.run(serve_and_read(worker, json.dumps(body).encode(), requests + skipped, marks))
     return legs_ms(marks, requests + skipped, skipped)
 
 

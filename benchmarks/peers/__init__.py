@@ -5,7 +5,7 @@ vLLM, OpenVINO and llama.cpp live in virtual environments of their own. Code tha
 
 ```text
 compare      ── registry ──> generate, our own loop behind HTTP
-                        └──> vllm_server, which becomes vLLM's own server
+                        └──> vLLM's own server
 decode_step  ── process ──pipe──> workers.ours, .transformers, .vllm, .openvino, .llama_cpp
 ```
 """

@@ -63,8 +63,6 @@ def find_environment(peer: str, folder: str) -> Environment:
             f"--peer {peer}=FOLDER"
         )
     python = Path(folder).absolute() / "bin" / "python"
-    if not python.is_file():
-        raise StartupError(f"--peer {peer}={folder}: no virtual environment, it has no bin/python")
     try:
         asked = subprocess.run(
             [python, "-I", "-c", _VERSIONS, *library.packages], capture_output=True, text=True, check=False

@@ -72,33 +72,29 @@ def create_app(generate_ids: Generate, model: str) -> Starlette:
                 while (token_id := await coming) is not None:
                     coming = loop.run_in_executor(thread, next, token_ids, None)  # while this one is sent
                     tokens += 1
-                    text = f"<{token_id}>"
-                    yield _chunk({"index": 0, "text": text, "token_ids": [token_id], "finish_reason": None})
+                    yield _chunk(text=f"<{token_id}>", token_ids=[token_id], finish_reason=None)
             except Exception as error:
                 logger.exception("a request failed")
                 yield _event({"error": {"message": f"{type(error).__name__}: {error}"}})
                 return
-        yield _chunk({"index": 0, "text": "", "finish_reason": "length"})
+        yield _chunk(text="", finish_reason="length")
         yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": tokens}})
         yield b"data: [DONE]\n\n"
 
-    async def health(_: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def models(_: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"}]})
+    def always(content: dict[str, Any]) -> Callable[[HttpRequest], Response]:
+        return lambda _: JSONResponse(content)
 
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
+            Route("/v1/models", always({"object": "list", "data": [{"id": model, "object": "model"}]})),
+            Route("/health", always({"status": "ok"})),
         ]
     )
 
 
-def _chunk(choice: dict[str, Any]) -> bytes:
-    return _event({"choices": [choice]})
+def _chunk(**choice: object) -> bytes:
+    return _event({"choices": [{"index": 0, **choice}]})
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -111,18 +107,16 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-seq-len", type=int, default=4096, help="longest sequence, in tokens")
-    parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.model)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config.dtype, device)
     limit = min(options.max_seq_len, checkpoint.config.max_position_embeddings)
-    app = create_app(
-        loop_of(load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)), options.model
-    )
+    model = load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)
     # uvicorn shuts down, then raises the signal once more. With this handler, the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    uvicorn.run(app, host="127.0.0.1", port=options.port, access_log=False)  # uvicorn prints the address
+    app = create_app(loop_of(model), options.model)
+    uvicorn.run(app, host="127.0.0.1", port=0, access_log=False)  # uvicorn prints the address
 
 
 if __name__ == "__main__":

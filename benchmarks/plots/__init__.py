@@ -6,21 +6,15 @@ it shows. A later run reads there which files were drawn, and removes those whos
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from matplotlib.figure import Figure
-
 from benchmarks.plots.figures import KINDS, FigureKind
 from benchmarks.plots.groups import Group, load_groups
-from benchmarks.plots.replicas import CAPTION, KIND, NAME, draw_replicas
-from benchmarks.plots.style import THEMES, Theme, themed
-from benchmarks.tables import MeasuredTable, newest_table
+from benchmarks.plots.style import THEMES, themed
 
 CAPTIONS = "captions.json"
 
@@ -38,18 +32,12 @@ def draw_all(results: Path, out: Path) -> list[Path]:
     stale = set(_drawn_before(out))
     captions: dict[str, Any] = {}
     written: list[Path] = []
-
-    def draw(name: str, figure: Callable[[Theme], Figure], entry: dict[str, Any]) -> None:
-        files = _draw(figure, name, out)
-        written.extend(files.values())
-        named = {theme: path.name for theme, path in files.items()}
-        captions[name] = entry | {"size": _size(files), "files": named}
-
     for group, kind in itertools.product(groups, KINDS):
         if kind.has_data(group):
-            draw(f"{group.name}-{kind.name}", functools.partial(kind.draw, group), _entry(group, kind))
-    if table := newest_table(NAME, results):
-        draw(table.name, functools.partial(draw_replicas, table), _table_entry(table))
+            name = f"{group.name}-{kind.name}"
+            files = _draw(group, kind, out / name)
+            written.extend(files.values())
+            captions[name] = _entry(group, kind, files)
     for name in stale - {path.name for path in written}:
         (out / name).unlink(missing_ok=True)
     text = json.dumps(captions, indent=1, ensure_ascii=False, sort_keys=True)
@@ -57,24 +45,17 @@ def draw_all(results: Path, out: Path) -> list[Path]:
     return written
 
 
-def _draw(draw: Callable[[Theme], Figure], name: str, out: Path) -> dict[str, Path]:
+def _draw(group: Group, kind: FigureKind, stem: Path) -> dict[str, Path]:
     files = {}
     for theme in THEMES:
-        path = out / f"{name}-{theme.name}.svg"
+        files[theme.name] = path = stem.with_name(f"{stem.name}-{theme.name}.svg")
         with themed(theme):
             # Without date and version, the file changes only if the figure changes.
-            draw(theme).savefig(path, metadata={"Date": None, "Creator": None})
-        files[theme.name] = path
+            kind.draw(group, theme).savefig(path, metadata={"Date": None, "Creator": None})
     return files
 
 
-def _size(files: dict[str, Path]) -> list[int]:
-    """Return the width and height of a figure in pixels: all themes draw it alike."""
-    root = ElementTree.parse(files["light"]).getroot()
-    return [round(float(root.attrib[side].removesuffix("pt")) * 4 / 3) for side in ("width", "height")]
-
-
-def _entry(group: Group, kind: FigureKind) -> dict[str, Any]:
+def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, Any]:
     run = group.first
     return {
         "title": group.title,
@@ -84,20 +65,16 @@ def _entry(group: Group, kind: FigureKind) -> dict[str, Any]:
         "model": run.server.model,
         "quick": run.workload.quick,
         "servers": [server.label for server in group.servers],
-        "repeats": max(drawn.repeat for server in group.servers for drawn in server.runs),
         "comparison": run.comparison,
-        "factor": run.calibration.factor if run.calibration else None,
+        "size": _size(files["light"]),
+        "files": {theme: path.name for theme, path in files.items()},
     }
 
 
-def _table_entry(table: MeasuredTable) -> dict[str, Any]:
-    return {
-        "title": table.title,
-        "caption": CAPTION,
-        "figure": KIND,
-        "workload": table.name,
-        "quick": False,
-    }
+def _size(path: Path) -> list[int]:
+    """Return the width and height of a figure in pixels: all themes draw it alike."""
+    root = ElementTree.parse(path).getroot()
+    return [round(float(root.attrib[side].removesuffix("pt")) * 4 / 3) for side in ("width", "height")]
 
 
 def _drawn_before(out: Path) -> list[str]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.plots.groups import Group, Server, prefill_start_s, thin, watched_client
-from benchmarks.plots.style import BLUE, GREY, ORANGE, SKY, VERMILION, Theme
+from benchmarks.plots.groups import Group, Server, thin, watched_client
+from benchmarks.plots.style import BLUE, GREY, SKY, VERMILION, Theme
 from benchmarks.report import LINES, Line, format_seconds
 
 WIDTH = 8.0  # inches
-
 BY_TITLE: dict[str, Line] = {line.title: line for line in LINES}
 
 
@@ -28,20 +27,28 @@ class FigureKind:
     caption: Callable[[Group], str]
 
 
-def _panels(group: Group, rows: int, height: float) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each server, one below the other, on the same axes."""
-    figure = Figure(figsize=(WIDTH, height * rows + 0.6), layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+def _figure(group: Group, height: float) -> Figure:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     figure.suptitle(group.title, fontsize=10)
-    return figure, list(axes)
+    return figure
+
+
+def _panels(group: Group, servers: Sequence[Server], height: float, unit: str) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel for each server, one below the other, on the same axes."""
+    figure = _figure(group, height * len(servers) + 0.6)
+    panels = list(figure.subplots(len(servers), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
+    for axes, server in zip(panels, servers, strict=True):
+        axes.set_title(server.label, loc="left")
+        axes.set_ylabel(unit)
+    panels[-1].set_xlabel("seconds")
+    return figure, panels
 
 
 # ---------------------------------------------------------------------------------------------- side by side
 
 
 def _draw_bars(group: Group, theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
-    figure.suptitle(group.title, fontsize=10)
+    figure = _figure(group, 3.4)
     throughput, ttft, itl = figure.subplots(1, 3, width_ratios=[1, 2, 2])
     _bars(throughput, group.servers, [BY_TITLE["output tokens / s"]], [""], 1.0, theme)
     throughput.set_title("output tokens/s")
@@ -85,30 +92,12 @@ def _bars(
     axes.margins(y=0.16)
 
 
-def _bars_caption(group: Group) -> str:
-    said = ["Medians over repeats; the thin lines reach from the best to the worst repeat."]
-    for before, after in zip(group.servers, group.servers[1:], strict=False):
-        better: list[str] = []
-        worse: list[str] = []
-        for title in ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"):
-            line = BY_TITLE[title]
-            old, new = before.median(line), after.median(line)
-            if old and new and abs(new / old - 1) >= 0.03:
-                won = (new > old) == (line.better == "high")
-                (better if won else worse).append(f"{title} ×{new / old:.2f}")
-        said.append(
-            f"{after.label} against {before.label}: better: {', '.join(better) or 'nothing by 3 % or more'}; "
-            f"worse: {', '.join(worse) or 'nothing by 3 % or more'}."
-        )
-    return " ".join(said)
-
-
-# ---------------------------------------------------------------------------------------------- distributions
+def _bars_caption(_group: Group) -> str:
+    return "Medians over repeats; the thin lines reach from the best to the worst repeat."
 
 
 def _draw_cdf(group: Group, _theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    figure.suptitle(group.title, fontsize=10)
+    figure = _figure(group, 3.2)
     ttft, itl = figure.subplots(1, 2, sharey=True)
     for server in group.servers:
         for axes, found in ((ttft, server.latencies.ttft), (itl, server.latencies.itl)):
@@ -137,29 +126,25 @@ def _cdf_caption(_group: Group) -> str:
 
 
 def _draw_stall(group: Group, theme: Theme) -> Figure:
-    figure, panels = _panels(group, len(group.servers), 1.3)
+    figure, panels = _panels(group, group.servers, 1.3, "gap, ms")
     watched = watched_client(group)
     for axes, server in zip(panels, group.servers, strict=True):
         record = server.typical.requests[watched]
         times = [record.ttft_s + time - record.token_times_s[0] for time in record.token_times_s[1:]]
         gaps = [gap * 1000 for gap in record.gaps_s]
         axes.axvspan(0, record.ttft_s, color=theme.faint, linewidth=0)
-        axes.set_title(
-            f"first token after {format_seconds(record.ttft_s)}", loc="right", fontsize=8, fontweight="normal"
-        )
+        waited = f"first token after {format_seconds(record.ttft_s)}"
+        axes.set_title(waited, loc="right", fontsize=8, fontweight="normal")
         axes.vlines(times, 0, gaps, color=server.colour, linewidth=1.2)
-        axes.set_title(server.label, loc="left")
-        if gaps:
-            longest = max(range(len(gaps)), key=gaps.__getitem__)
-            axes.annotate(
-                format_seconds(gaps[longest] / 1000),
-                (times[longest], gaps[longest]),
-                xytext=(4, -2),
-                textcoords="offset points",
-                fontsize=7,
-                color=theme.ink,
-            )
-        axes.set_ylabel("gap, ms")
+        longest = max(range(len(gaps)), key=gaps.__getitem__)
+        axes.annotate(
+            format_seconds(gaps[longest] / 1000),
+            (times[longest], gaps[longest]),
+            xytext=(4, -2),
+            textcoords="offset points",
+            fontsize=7,
+            color=theme.ink,
+        )
     panels[0].set_xlim(left=0)
     panels[-1].set_xlabel("seconds since this client's request")
     return figure
@@ -168,9 +153,8 @@ def _draw_stall(group: Group, theme: Theme) -> Figure:
 def _stall_caption(group: Group) -> str:
     watched = watched_client(group)
     longest = [
-        f"{server.label} {format_seconds(max(gaps))}"
+        f"{server.label} {format_seconds(max(server.typical.requests[watched].gaps_s))}"
         for server in group.servers
-        if (gaps := server.typical.requests[watched].gaps_s)
     ]
     return (
         f"What one reader sees (request {watched}, the same everywhere), from its request on. Grey is the wait for "
@@ -179,66 +163,31 @@ def _stall_caption(group: Group) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------- all requests
+# ---------------------------------------------------------------------------------------------- steps
+
+Steps = dict[str, list[int | float]]
 
 
-def _draw_gantt(group: Group, theme: Theme) -> Figure:
-    rows = len(group.requests)
-    figure, panels = _panels(group, len(group.servers), max(1.2, rows * 0.055))
-    for axes, server in zip(panels, group.servers, strict=True):
-        steps = server.typical.engine_steps or {}
-        for row, record in enumerate(server.typical.requests):
-            if record.sent_s is None or not record.token_times_s:
-                continue
-            first, last = record.token_times_s[0], record.token_times_s[-1]
-            start = prefill_start_s(record, steps)
-            start = first if start is None else max(start, record.sent_s)
-            for low, high, colour in (
-                (record.sent_s, start, theme.faint),
-                (start, first, ORANGE),
-                (first, last, BLUE),
-            ):
-                axes.barh(row, high - low, left=low, height=0.8, color=colour, linewidth=0)
-        axes.set_title(server.label, loc="left")
-        axes.set_ylabel("request")
-    panels[0].invert_yaxis()
-    panels[-1].set_xlabel("seconds")
-    colours = ((theme.faint, "waiting"), (ORANGE, "prefill"), (BLUE, "decode"))
-    handles = [Patch(facecolor=colour, label=label) for colour, label in colours]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return figure
-
-
-def _gantt_caption(group: Group) -> str:
-    unknown = [server.label for server in group.servers if not server.typical.engine_steps]
-    caption = (
-        "One line a request, in the order they were sent. Grey is time in the queue, orange the prompt, blue the "
-        "answer."
-    )
-    if group.servers[0].typical.server.order == 4:
-        caption += " In phase 4 blue bars begin together, and nobody new begins until the longest has ended."
-    if unknown:
-        caption += f" {', '.join(unknown)}: grey is queue and prompt together, the server does not tell."
-    return caption
-
-
-# ---------------------------------------------------------------------------------------------- memory, work
-
-
-def _with_steps(group: Group) -> list[tuple[Server, dict[str, list[int | float]]]]:
+def _with_steps(group: Group) -> list[tuple[Server, Steps]]:
     return [(server, steps) for server in group.servers if (steps := server.typical.engine_steps)]
 
 
-def _draw_kv(group: Group, _theme: Theme) -> Figure:
+def _over_time(
+    group: Group, height: float, unit: str, layers: Mapping[str, Callable[[Steps], Sequence[float]]]
+) -> tuple[Figure, list[Axes]]:
+    """Fill the area below each layer, a function of the engine's steps, in the layer's colour."""
     shown = _with_steps(group)
-    figure, panels = _panels(group, len(shown), 1.4)
-    for axes, (server, steps) in zip(panels, shown, strict=True):
-        for column, colour in (("kv_reserved_tokens", SKY), ("kv_used_tokens", BLUE)):
-            times, values = thin(steps["started_s"], steps[column])
+    figure, panels = _panels(group, [server for server, _ in shown], height, unit)
+    for axes, (_, steps) in zip(panels, shown, strict=True):
+        for colour, values_of in layers.items():
+            times, values = thin(steps["started_s"], values_of(steps))
             axes.fill_between(times, values, step="post", color=colour, linewidth=0)
-        axes.set_title(server.label, loc="left")
-        axes.set_ylabel("tokens")
-    panels[-1].set_xlabel("seconds")
+    return figure, panels
+
+
+def _draw_kv(group: Group, _theme: Theme) -> Figure:
+    layers = {SKY: lambda steps: steps["kv_reserved_tokens"], BLUE: lambda steps: steps["kv_used_tokens"]}
+    figure, _ = _over_time(group, 1.4, "tokens", layers)
     handles = [Patch(facecolor=SKY, label="reserved, not used"), Patch(facecolor=BLUE, label="used")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
@@ -257,25 +206,18 @@ def _kv_caption(group: Group) -> str:
 
 
 def _draw_waste(group: Group, _theme: Theme) -> Figure:
-    shown = _with_steps(group)
-    figure, panels = _panels(group, len(shown), 1.2)
-    for axes, (server, steps) in zip(panels, shown, strict=True):
-        times, values = thin(steps["started_s"], _wasted_shares(steps))
-        axes.fill_between(times, [value * 100 for value in values], step="post", color=VERMILION, linewidth=0)
-        axes.set_title(server.label, loc="left")
-        axes.set_ylabel("% wasted")
-        axes.set_ylim(0, 100)
-    panels[-1].set_xlabel("seconds")
+    figure, panels = _over_time(group, 1.2, "% wasted", {VERMILION: _wasted_percent})
+    panels[0].set_ylim(0, 100)
     return figure
 
 
-def _wasted_shares(steps: dict[str, list[int | float]]) -> list[float]:
-    """Return for each step the share of computed tokens that was thrown away."""
+def _wasted_percent(steps: Steps) -> list[float]:
+    """Return for each step the percentage of computed tokens that was thrown away."""
     shares = []
     columns = (steps[name] for name in ("decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"))
     for decode, prefill, padded, idle in zip(*columns, strict=True):
         computed = decode + prefill + padded + idle
-        shares.append((padded + idle) / computed if computed else 0.0)
+        shares.append(100 * (padded + idle) / computed if computed else 0.0)
     return shares
 
 
@@ -295,12 +237,7 @@ def _waste_caption(group: Group) -> str:
 
 
 def _has_several(group: Group) -> bool:
-    metrics = group.first.metrics
-    return metrics is not None and metrics.requests > 1
-
-
-def _has_timelines(group: Group) -> bool:
-    return _has_several(group) and all(server.typical.requests for server in group.servers)
+    return group.first.metrics is not None and group.first.metrics.requests > 1
 
 
 def _has_gaps(group: Group) -> bool:
@@ -310,19 +247,10 @@ def _has_gaps(group: Group) -> bool:
     return all(len(server.typical.requests[watched].token_times_s) > 2 for server in group.servers)
 
 
-def _has_steps(group: Group) -> bool:
-    return bool(_with_steps(group))
-
-
-def _always(_group: Group) -> bool:
-    return True
-
-
 KINDS: Sequence[FigureKind] = (
-    FigureKind("bars", _always, _draw_bars, _bars_caption),
+    FigureKind("bars", lambda _: True, _draw_bars, _bars_caption),
     FigureKind("cdf", _has_several, _draw_cdf, _cdf_caption),
     FigureKind("stall", _has_gaps, _draw_stall, _stall_caption),
-    FigureKind("gantt", _has_timelines, _draw_gantt, _gantt_caption),
-    FigureKind("kv", _has_steps, _draw_kv, _kv_caption),
-    FigureKind("waste", _has_steps, _draw_waste, _waste_caption),
+    FigureKind("kv", lambda group: bool(_with_steps(group)), _draw_kv, _kv_caption),
+    FigureKind("waste", lambda group: bool(_with_steps(group)), _draw_waste, _waste_caption),
 )

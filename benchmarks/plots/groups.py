@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from benchmarks.files import Latencies, Together, load_comparisons
 from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
 from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of, typical
-from benchmarks.results import LOCAL, RequestRecord, Run, is_complete, slug
+from benchmarks.results import RequestRecord, Run, is_complete, slug
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,10 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that one figure compares: one workload, model and machine, measured together.
-
-    Attributes:
-        folder: where its files lie, below the results.
-    """
+    """Runs that one figure compares: one workload, model and machine, measured together."""
 
     name: str
-    folder: str
+    local: bool  # the reader's own results
     servers: Sequence[Server]
 
     @property
@@ -71,7 +66,7 @@ class Group:
         run = self.first
         machine = run.environment.get("gpu") or run.environment.get("cpu") or "unknown machine"
         quick = " (quick)" if run.workload.quick else ""
-        here = " · measured in this checkout" if self.folder == LOCAL.name else ""
+        here = " · measured in this checkout" if self.local else ""
         return f"{run.workload.name}{quick} · {run.server.model} · {machine}{here}"
 
 
@@ -83,18 +78,21 @@ def load_groups(results: Path) -> list[Group]:
     such the latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's options
     are tables of the site, not figures.
     """
-    found: dict[tuple[str, str], list[Together]] = defaultdict(list)
+    found: dict[str, list[Together]] = defaultdict(list)
     for each in load_comparisons(results):
         measured = [run for run in each.runs if run.status == "ok"]
-        if measured and is_complete(each.runs) and not any(run.server.variant for run in each.runs):
-            run = measured[0]
-            quick = "-quick" if run.workload.quick else ""
-            parts = (*Path(each.folder).parts, run.workload.name, f"{slug(run.server.model)}{quick}")
-            found["-".join(parts), each.folder].append(dataclasses.replace(each, runs=measured))
+        if measured and is_complete(each.runs) and not each.swept:
+            quick = "-quick" if each.first.workload.quick else ""
+            parts = (
+                *Path(each.folder).parts,
+                each.first.workload.name,
+                f"{slug(each.first.server.model)}{quick}",
+            )
+            found["-".join(parts)].append(dataclasses.replace(each, runs=measured))
     groups = []
-    for (name, folder), comparisons in sorted(found.items(), key=lambda item: item[0]):
-        best = max(comparisons, key=lambda each: (len(columns_of(each.runs)), each.key))
-        groups.append(Group(name, folder, _servers(best)))
+    for name, comparisons in sorted(found.items()):
+        best = max(comparisons, key=lambda each: (len(each.labels), each.key))
+        groups.append(Group(name, best.local, _servers(best)))
     return groups
 
 
@@ -105,12 +103,11 @@ def _servers(together: Together) -> list[Server]:
         info = repeats[0].server
         latencies = together.latencies.get(info.label) or Latencies.of(repeats)
         if info.order < FIRST_PEER:
-            colour = PHASE_COLOURS.get(int(info.order), GREY)
-            servers.append(Server(info.label, repeats, latencies, colour, "-", ""))
+            look = PHASE_COLOURS.get(int(info.order), GREY), "-", ""
         else:
             peers += 1
-            dash, hatch = DASHES[peers % len(DASHES)], HATCHES[peers % len(HATCHES)]
-            servers.append(Server(info.label, repeats, latencies, GREY, dash, hatch))
+            look = GREY, DASHES[peers % len(DASHES)], HATCHES[peers % len(HATCHES)]
+        servers.append(Server(info.label, repeats, latencies, *look))
     return servers
 
 
@@ -129,34 +126,11 @@ def watched_client(group: Group) -> int:
     return max(quarter, key=lambda record: (record.max_tokens, -record.index)).index
 
 
-def prefill_start_s(record: RequestRecord, steps: dict[str, list[int | float]]) -> float | None:
-    """Return the time at which a request's prefill began; None: the steps do not tell.
-
-    The client does not see that time, so it is estimated from the engine's steps. Counted back from the arrival of
-    the first token, the prefill is the steps that together prefilled as many tokens as the prompt has.
-    """
-    if not record.token_times_s or not steps.get("started_s"):
-        return None
-    index = bisect.bisect_right(steps["started_s"], record.token_times_s[0]) - 1
-    left: float = record.prompt_tokens
-    start = None
-    while index >= 0 and left > 0 and steps["started_s"][index] >= (record.sent_s or 0.0) - 0.01:
-        if steps["prefill_tokens"][index]:
-            left -= steps["prefill_tokens"][index]
-            start = steps["started_s"][index]
-        index -= 1
-    return start
-
-
 def thin(
     times: Sequence[float], values: Sequence[float], limit: int = 400
 ) -> tuple[list[float], list[float]]:
     """Reduce a curve to at most `limit` points: of each stretch, the highest, so that peaks stay."""
     stride = max(1, -(-len(times) // limit))
-    kept_times, kept_values = [], []
-    for start in range(0, len(times), stride):
-        stretch = range(start, min(start + stride, len(times)))
-        highest = max(stretch, key=lambda index: values[index])
-        kept_times.append(times[highest])
-        kept_values.append(values[highest])
-    return kept_times, kept_values
+    stretches = [range(start, min(start + stride, len(times))) for start in range(0, len(times), stride)]
+    highest = [max(stretch, key=values.__getitem__) for stretch in stretches]
+    return [times[place] for place in highest], [values[place] for place in highest]

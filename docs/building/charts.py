@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import MeasuredTable, load_tables, show
-from docs.building.pictures import Bar, bars, figure, text
+from docs.building.pictures import figure, text
 from docs.building.results import RESULTS
 
 WIDTH, HEIGHT = 560, 260
@@ -26,7 +28,14 @@ class Curve:
 
 
 def line_chart(
-    name: str, x: str, *columns: str, title: str, y_title: str, only: str = "", results: Path = RESULTS
+    name: str,
+    x: str,
+    *columns: str,
+    title: str,
+    y_title: str,
+    only: str = "",
+    by: str = "",
+    results: Path = RESULTS,
 ) -> str:
     """Draw columns of a measured table over another column, on logarithmic axes; nothing without a table.
 
@@ -35,16 +44,18 @@ def line_chart(
         x: heading of the column on the horizontal axis.
         columns: headings of the columns that are drawn as curves.
         only: draw only rows whose first cell is this; all rows if empty.
+        by: heading of a column; each of its values gets a curve of its own.
     """
     table = newest(name, results)
     if table is None:
         return ""
     place = {heading: index for index, heading in enumerate(table.columns)}
-    rows = [row for row in table.rows if only in ("", row[0])]
-    curves = [
-        Curve(column, [(_number(row[place[x]]), _number(row[place[column]])) for row in rows])
-        for column in columns
-    ]
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, column in itertools.product(table.rows, columns):
+        if only in ("", row[0]) and row[place[column]] is not None:
+            curve = str(row[place[by]]).replace("_", " ") if by else column
+            found[curve].append((_number(row[place[x]]), _number(row[place[column]])))
+    curves = [Curve(name, points) for name, points in found.items()]
     return draw(curves, title=title, x_title=x, y_title=y_title)
 
 
@@ -96,20 +107,6 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
         ends.append(label)
         shapes.append(text(points[-1][0] + 10, label, curve.name.partition(",")[0], "label"))
     return figure(WIDTH, HEIGHT, shapes, title, "")
-
-
-def bar_chart(name: str, column: str, *, title: str, unit: str, results: Path = RESULTS) -> str:
-    """Draw a bar for each row of a measured table with a number in a column. The last row, the sum, has no bar."""
-    table = newest(name, results)
-    if table is None:
-        return ""
-    place = table.columns.index(column)
-    shown = [
-        Bar(str(row[0]).partition(":")[0], _number(row[place]), f"{show(row[place])} {unit}")
-        for row in table.rows[:-1]
-        if row[place] is not None
-    ]
-    return bars(shown, title, labels=80)
 
 
 def _mark(x: float, y: float, kind: str) -> str:

@@ -28,6 +28,11 @@ def source(name: str) -> str:
     return f'```python title="{path}, line {first}"\n{code}\n```\n'
 
 
+def file(path: str) -> str:
+    """Return a file of the project as a code block."""
+    return f'```{Path(path).suffix[1:]} title="{path}"\n{(ROOT / path).read_text().strip()}\n```\n'
+
+
 def solution(name: str) -> str:
     """Return the solution at the end of an exercise's file, folded away."""
     code = (EXERCISES / f"{name}.py").read_text(encoding="utf-8").partition(SOLUTION)[2].strip()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.files import Together
 from benchmarks.report import LINES, bases_of, columns_of
 from benchmarks.results import is_complete
 from benchmarks.tables import load_tables
 from docs.building.results import (
     RESULTS,
-    Group,
     complete_groups,
     described,
     group_table,
     groups,
-    is_worse,
     setup_of,
     values_of,
 )
@@ -55,14 +54,14 @@ def _cut_short(results: Path) -> str:
     return f"Cut short, and left out everywhere: {', '.join(named)}.\n" if named else ""
 
 
-def _losses(group: Group) -> str:
+def _losses(group: Together) -> str:
     """Name the metrics in which a server is worse than the server that it is compared with."""
     worse: dict[str, list[str]] = defaultdict(list)
     for line in LINES:
         values = values_of(group, line)
         for label, base, value in zip(group.labels, bases_of(columns_of(group.runs)), values, strict=True):
             before = None if base is None else values[base]
-            if value is not None and before and is_worse(line, before, value):
+            if value is not None and before and line.is_worse(before, value):
                 worse[label].append(f"{line.title} ×{value / before:.2f}")
     return "".join(
         f"\nWhere {label} is worse than what it is compared to: {', '.join(lines)}.\n"
@@ -70,7 +69,7 @@ def _losses(group: Group) -> str:
     )
 
 
-def _remarks(group: Group) -> str:
+def _remarks(group: Together) -> str:
     """Return the options of each server, and the notes on single runs."""
     said = []
     for repeats in columns_of(group.runs):

@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
+from cluster.options import ClusterOptions
 from common.phases import find_phase, phase_names
-from common.server.options import ServerOptions, flag_of
+from common.server.options import CommonOptions, ServerOptions, flag_of
 from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.generation import GenerationRequest
@@ -52,6 +53,12 @@ def options_table(*, phase: str | None = None) -> str:
         own = config.__annotations__
         fields = {name: field for name, field in config.model_fields.items() if name in own}
     return fields_table(fields)
+
+
+def cluster_options_table() -> str:
+    """Return the options of a cluster that a phase's own server does not have."""
+    own = ClusterOptions.model_fields.keys() - CommonOptions.model_fields.keys()
+    return fields_table({name: field for name, field in ClusterOptions.model_fields.items() if name in own})
 
 
 def fields_table(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.files import Together
 from benchmarks.report import LINES
 from docs.building.pictures import Bar, bars
-from docs.building.results import RESULTS, Group, full_comparisons, setup_of, values_of
+from docs.building.results import RESULTS, full_comparisons, setup_of, values_of
 
 PHASE, PEER = "phase 9", "vLLM"
 (THROUGHPUT,) = (line for line in LINES if line.title == "output tokens / s")
@@ -19,7 +20,7 @@ MODEL = "dummy:llama-60m"  # of the start page and the README
 class Pair:
     """Medians of one workload, in output tokens a second."""
 
-    group: Group
+    group: Together
     ours: float
     theirs: float
 
@@ -90,5 +91,5 @@ def peer_bars(results: Path = RESULTS) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _peer(group: Group) -> str:
+def _peer(group: Together) -> str:
     return next(label for label in group.labels if label.startswith(PEER))

@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import load_comparisons
+from benchmarks.files import Together, load_comparisons
 from benchmarks.report import (
     FIRST_PEER,
     LINES,
@@ -24,7 +23,7 @@ from benchmarks.report import (
     median_of,
     medians_of,
 )
-from benchmarks.results import LOCAL, Run, is_complete
+from benchmarks.results import Run, is_complete
 from benchmarks.tables import MeasuredTable, load_tables, show
 from benchmarks.workloads import CHAT_WORKLOADS
 from docs.building.markdown import folded, table
@@ -62,58 +61,28 @@ SWEEP_LINES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Runs that may be compared: one workload and model, measured together on one machine."""
-
-    folder: str  # below the results: "" or, say, "h200"
-    runs: Sequence[Run]
-
-    @property
-    def first(self) -> Run:
-        return self.runs[0]
-
-    @property
-    def local(self) -> bool:
-        """True if these are the reader's own results."""
-        return self.folder == LOCAL.name
-
-    @property
-    def labels(self) -> list[str]:
-        return [repeats[0].server.label for repeats in columns_of(self.runs)]
-
-    @property
-    def repeats(self) -> int:
-        return max(run.repeat for run in self.runs)
-
-    @property
-    def swept(self) -> set[str]:
-        """Return the options in which columns of one phase differ; none for a plain comparison."""
-        return {name for run in self.runs for name in run.server.variant}
-
-
 @functools.cache
-def groups(results: Path = RESULTS) -> tuple[Group, ...]:
+def groups(results: Path = RESULTS) -> tuple[Together, ...]:
     """Return all comparisons below the folder of results, newest first."""
-    return tuple(Group(each.folder, each.runs) for each in reversed(load_comparisons(results)))
+    return tuple(reversed(load_comparisons(results)))
 
 
-def complete_groups(results: Path) -> list[Group]:
+def complete_groups(results: Path) -> list[Together]:
     """Return the comparisons that have all their runs. Every number on the pages comes from these."""
     return [group for group in groups(results) if is_complete(group.runs)]
 
 
-def full_comparisons(results: Path) -> list[Group]:
+def full_comparisons(results: Path) -> list[Together]:
     """Return the complete comparisons, newest first, without sweeps and quick ones."""
     return [group for group in complete_groups(results) if not (group.swept or group.first.workload.quick)]
 
 
-def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Group]:
+def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Together]:
     """Return for each model and machine the newest full comparison of a workload with all these servers.
 
     The comparisons with most repeats come first, and among them those with most servers.
     """
-    kept: dict[tuple[str, str], Group] = {}
+    kept: dict[tuple[str, str], Together] = {}
     for group in full_comparisons(results):
         if group.first.workload.name == workload and set(labels) <= set(group.labels):
             kept.setdefault((group.folder, group.first.server.model), group)
@@ -137,7 +106,7 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 
     The reader's own newest sweep has a table beside the published one.
     """
-    found: dict[tuple[bool, str], Group] = {}
+    found: dict[tuple[bool, str], Together] = {}
     for group in complete_groups(results):
         if group.first.workload.name == workload and group.swept == set(options):
             found.setdefault((group.local, group.first.server.model), group)
@@ -151,7 +120,7 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 
 def peers_tables(results: Path = RESULTS) -> str:
     """Return the newest comparison with other servers for each workload, model and machine, or a sentence."""
-    found: dict[tuple[str, str, str], Group] = {}
+    found: dict[tuple[str, str, str], Together] = {}
     for group in full_comparisons(results):
         run = group.first
         phases = [label.startswith("phase ") for label in group.labels]
@@ -228,7 +197,7 @@ def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) 
             title = line.title.partition(",")[0]
             change = f"{title} ({line.show(old)} → {line.show(new)})"
             if _beyond_repeats(line, old_runs, new_runs):
-                (worse if is_worse(line, old, new) else better).append(change)
+                (worse if line.is_worse(old, new) else better).append(change)
             else:
                 alike.append(title)
         named = (("better", better), ("worse", worse), ("within what repeats differ by", alike))
@@ -240,7 +209,7 @@ def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) 
 
 def _repeated(
     workload: str, before: str, after: str, results: Path
-) -> Iterator[tuple[Group, list[Run], list[Run]]]:
+) -> Iterator[tuple[Together, list[Run], list[Run]]]:
     """Yield comparisons with three complete runs of both servers, and these runs: fewer say little about chance."""
     for group in chosen(workload, [before, after], results):
         columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
@@ -256,7 +225,7 @@ def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]
     return min(new) > max(old) or max(new) < min(old)
 
 
-def _where(group: Group) -> str:
+def _where(group: Together) -> str:
     run = group.first
     return f"`{run.server.model}`, {_place(run.environment, local=group.local)}"
 
@@ -295,7 +264,7 @@ def described(measured: MeasuredTable) -> str:
     return f"{', '.join(facts)}.\n\n{table(measured.columns, rows, align)}"
 
 
-def setup_of(group: Group) -> str:
+def setup_of(group: Together) -> str:
     """Return a comparison's machine, versions and load as a sentence."""
     run = group.first
     facts = [
@@ -316,23 +285,23 @@ def _complete(repeats: Sequence[Run]) -> list[Run]:
     return [run for run in repeats if run.status == "ok"]
 
 
-def values_of(group: Group, line: Line) -> list[Value]:
+def values_of(group: Together, line: Line) -> list[Value]:
     return medians_of(columns_of(group.runs), line)
 
 
-def group_table(group: Group, lines: Sequence[Line]) -> str:
+def group_table(group: Together, lines: Sequence[Line]) -> str:
     """Return a table with a column for each server, and its ratio to the server before."""
     return table(["metric", *group.labels], _measured(group, lines, bases_of(columns_of(group.runs))))
 
 
-def turned_table(group: Group, titles: Sequence[str]) -> str:
+def turned_table(group: Together, titles: Sequence[str]) -> str:
     """Return a table with a row for each server, to compare some metrics over many settings."""
     lines = [line for line in LINES if line.title in titles]
     head, *rows = zip(*_measured(group, lines, [None] * len(group.labels)), strict=True)
     return table(["server", *head], [[label, *row] for label, row in zip(group.labels, rows, strict=True)])
 
 
-def _measured(group: Group, lines: Sequence[Line], bases: Sequence[int | None]) -> list[list[str]]:
+def _measured(group: Together, lines: Sequence[Line], bases: Sequence[int | None]) -> list[list[str]]:
     """Return the title and the cells of each metric that any server has. The best values are bold."""
     found = [(line, values_of(group, line)) for line in lines]
     return [
@@ -340,8 +309,3 @@ def _measured(group: Group, lines: Sequence[Line], bases: Sequence[int | None]) 
         for line, values in found
         if any(value is not None for value in values)
     ]
-
-
-def is_worse(line: Line, before: float, value: float) -> bool:
-    """Return whether a value is worse than the one before; False for a metric without a better direction."""
-    return value < before if line.better == "high" else line.better == "low" and value > before

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.report import format_seconds
-from benchmarks.tables import newest_table, show
-from benchmarks.workloads import WORKLOADS
-from docs.building.markdown import folded, table
-from docs.building.results import RESULTS, SWEEP_LINES, Group, turned_table
+from benchmarks.files import Together
+from benchmarks.tables import newest_table
+from docs.building.markdown import table
+from docs.building.results import RESULTS, SWEEP_LINES, turned_table
 from simulator.__main__ import parser, simulate
 from simulator.predict import PREDICTIONS, TOLERANCE
 from simulator.prices import COSTS, load_fits
@@ -65,41 +63,6 @@ def prediction_counts(results: Path = RESULTS) -> str:
     )
 
 
-def predictions_table(results: Path = RESULTS) -> str:
-    """Return the predictions of every workload and server, by machine, model and revision."""
-    rows = _rows(PREDICTIONS, results)
-    if not rows:
-        return NOTHING
-    kinds = ("machine", "model", "revision", "kernels")
-
-    def group(row: Row) -> tuple[str, ...]:
-        return tuple(row[kind] for kind in kinds)
-
-    order = {name: place for place, name in enumerate(WORKLOADS)}
-    rows.sort(key=lambda row: (group(row), order[row["workload"]], row["server"]))
-    parts = []
-    for (machine, model, revision, kernels), own in itertools.groupby(rows, key=group):
-        head = ["workload, server", "tokens/s", "predicted", "off", "TTFT p99", "predicted", "off"]
-        title = f"{model}, {machine}, {kernels} kernels, revision {revision}"
-        parts.append(folded(title, table([*head, "repeats", "why"], [_prediction(row) for row in own])))
-    return "".join(parts)
-
-
-def _prediction(row: Row) -> list[str]:
-    def percent(figure: str) -> str:
-        off = _off(row, figure)
-        assert off is not None
-        return f"**{off:+.0%}**" if abs(off) > TOLERANCE else f"{off:+.0%}"
-
-    seconds = [format_seconds(row[f"{TTFT}, {kind}"]) for kind in ("measured", "predicted")]
-    tokens = [show(float(row[f"{THROUGHPUT}, {kind}"])) for kind in ("measured", "predicted")]
-    apart = (
-        f"{row['repeats']}, ×{row[f'{TTFT}, largest repeat / smallest']:.2f}" if row["repeats"] > 1 else "1"
-    )
-    name = f"{row['workload']}, {row['server']}"
-    return [name, *tokens, percent(THROUGHPUT), *seconds, percent(TTFT), apart, row["reason"] or ""]
-
-
 # ---------------------------------------------------------------------- other settings
 
 
@@ -115,4 +78,4 @@ def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7"
     given += [f"--variant={phase}:{setting}" for setting in settings]
     given += ["--poisson", str(poisson)] if poisson else []
     runs = simulate(parser().parse_args(given), Console(quiet=True))
-    return turned_table(Group("", runs), SWEEP_LINES)
+    return turned_table(Together("", runs), SWEEP_LINES)

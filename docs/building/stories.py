@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import Together
 from benchmarks.report import columns_of, median_of
 from docs.building.markdown import folded, indented
 from docs.building.results import (
@@ -14,7 +15,6 @@ from docs.building.results import (
     LINES,
     PLOTS,
     RESULTS,
-    Group,
     chosen,
     complete_groups,
     group_table,
@@ -83,7 +83,7 @@ def model_ratios(
 ) -> Iterator[tuple[str, float]]:
     """Yield each model and the ratio in its newest comparison of two servers with enough repeats."""
     asked = next(each for each in LINES if each.title == line)
-    newest: dict[str, Group] = {}
+    newest: dict[str, Together] = {}
     for group in complete_groups(results):
         run = group.first
         fits = run.workload.name == workload and {before, after} <= set(group.labels)
@@ -115,22 +115,17 @@ def story_picture(
     return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
 
 
-def pictures_of(group: Group, root: str, folder: Path = PLOTS) -> str:
+def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
     """Return all figures that were drawn of a comparison, folded; "" if there are none."""
     run = group.first
     same = [
         entry
         for entry in _entries(folder)
-        if entry.get("comparison") == run.comparison  # the figure of a measured table has no comparison
+        if entry["comparison"] == run.comparison
         and (entry["workload"], entry["model"], entry["quick"])
         == (run.workload.name, run.server.model, run.workload.quick)
     ]
     return folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
-
-
-def figures(name: str, root: str = "", folder: Path = PLOTS) -> str:
-    """Return the figures that were drawn under this name; "" if there are none."""
-    return "\n".join(picture(entry, root) for entry in _entries(folder) if entry["workload"] == name)
 
 
 def picture(entry: Entry, root: str) -> str:
@@ -145,7 +140,7 @@ def picture(entry: Entry, root: str) -> str:
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"
 
 
-def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
+def _story(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
     entries = _drawn(group, labels, folder)
     # A comparison without timelines has few figures.
     first = first if any(entry["figure"] == first for entry in entries) else BARS
@@ -162,7 +157,7 @@ def _story(group: Group, labels: Sequence[str], first: str, root: str, folder: P
     return "\n".join(parts)
 
 
-def _drawn(group: Group, labels: Sequence[str], folder: Path) -> list[Entry]:
+def _drawn(group: Together, labels: Sequence[str], folder: Path) -> list[Entry]:
     """Return the figures of this comparison, or those of another one with the same model and servers."""
     run = group.first
     fitting = [
@@ -182,6 +177,6 @@ def _entries(folder: Path) -> list[Entry]:
     return list(json.loads(index.read_text(encoding="utf-8")).values()) if index.is_file() else []
 
 
-def _tab_title(group: Group) -> str:
+def _tab_title(group: Together) -> str:
     model = group.first.server.model.removeprefix("dummy:")
     return f"{model} ({group.folder})" if group.folder else model

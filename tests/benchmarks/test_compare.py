@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
 import benchmarks.__main__ as command_line
 import benchmarks.compare
@@ -130,27 +128,6 @@ def test_a_run_beside_busy_programs_says_so(
     assert "other programs took 1.9 of 2 cores just now" in printed
 
 
-def test_every_progress_bar_has_a_total_from_its_beginning(
-    tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    totals: dict[str, object] = {}
-
-    class Recorded(Progress):
-        def add_task(self, description: str, **options: Any) -> TaskID:
-            totals[description] = options["total"]
-            return super().add_task(description, **options)
-
-    monkeypatch.setattr(benchmarks.compare, "Progress", Recorded)
-    run_comparison([fake_target("phase 4", 4), fake_target("phase 5", 5)], writer, tmp_path)
-    assert totals == {"runs": 2, "tiny on phase 4": 6, "tiny on phase 5": 6}
-
-
-def test_a_quiet_machine_is_not_called_busy() -> None:
-    assert not benchmarks.environment.is_busy(0.05 * benchmarks.environment.cores())
-    assert benchmarks.environment.is_busy(0.9 * benchmarks.environment.cores())
-    assert 0 <= benchmarks.environment.cores_taken() <= benchmarks.environment.cores()
-
-
 def test_every_metric_is_printed_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--quick"]
@@ -267,31 +244,17 @@ def test_short_answers_make_a_run_incomplete(tmp_path: Path, writer: PromptWrite
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def test_run_measures_any_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer() as server:
-        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--workload", "mixed"]
-        code = command_line.main([*arguments, "--quick", "--label", "fake", "--out", str(tmp_path)])
-        assert all(body["model"] == "fake" for body in server.app.bodies)
-    assert code == 0
-    (run,) = load_runs(tmp_path)
-    assert (run.server.label, run.server.options, run.workload.quick) == ("fake", None, True)
-    assert "tokens / s" in capsys.readouterr().out
-
-
-def test_results_are_the_visitors_own_unless_told_otherwise(
+def test_run_measures_any_server_into_the_readers_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with FakeServer() as server:
-        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--workload", "single"]
-        assert command_line.main(arguments) == 0
-    (path,) = tmp_path.rglob("*.json")
-    assert path.parent == tmp_path / "benchmarks" / "results" / "local"
+        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--workload", "mixed"]
+        assert command_line.main([*arguments, "--quick", "--label", "fake"]) == 0
+        assert all(body["model"] == "fake" for body in server.app.bodies)
+    (run,) = load_runs(tmp_path / "benchmarks" / "results" / "local")
+    assert (run.server.label, run.server.options, run.workload.quick) == ("fake", None, True)
     assert f"1 runs written to {LOCAL}" in capsys.readouterr().out
-
-
-def test_what_is_measured_goes_there() -> None:
-    assert command_line.parser("infer").parse_args(["compare"]).out == LOCAL
 
 
 def test_figures_without_matplotlib_say_what_to_install(

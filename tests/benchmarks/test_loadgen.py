@@ -194,22 +194,6 @@ def test_the_generator_reports_its_own_processor_time() -> None:
     assert result.generator.wall_s >= 0.1
 
 
-def test_parsing_is_cheap() -> None:
-    """Forty tokens a millisecond is far more than any server here sends."""
-    from time import process_time
-
-    from benchmarks.client import AnswerReader
-    from tests.benchmarks.test_client import NAMED
-
-    event = NAMED[: NAMED.index(b"\n\n") + 2]
-    reader = AnswerReader()
-    started = process_time()
-    for _ in range(20_000):
-        reader.feed(event)
-    assert reader.tokens == 20_000
-    assert process_time() - started < 0.5
-
-
 def test_progress_is_reported_as_requests_end() -> None:
     seen = []
     with FakeServer(Script(faults={1: "refuse"})) as server:

@@ -18,7 +18,6 @@ import torch
 import benchmarks.__main__ as command_line
 from benchmarks.client import Endpoint, new_record, send
 from benchmarks.loadgen import run_load
-from benchmarks.peers import vllm_server
 from benchmarks.peers.environments import LIBRARIES, find_environment
 from benchmarks.peers.generate import create_app
 from benchmarks.peers.registry import peer_target
@@ -105,7 +104,7 @@ def test_a_peer_that_is_not_installed_is_one_line(
     (tmp_path / "no-rights" / "bin" / "python").write_text("")
     for argument, said in (
         ("", "name the virtual environment"),
-        (f"{tmp_path / 'nowhere'}", "no bin/python"),
+        (f"{tmp_path / 'nowhere'}", "does not run"),
         (f"{empty}", "not installed"),
         (f"{broken}", "does not run"),
         (f"{tmp_path / 'no-rights'}", "does not run"),
@@ -123,15 +122,21 @@ def test_a_peer_that_is_not_installed_is_one_line(
     assert capsys.readouterr().err.count("not installed") == 1 + (peer == "vllm")
 
 
-def test_vllm_gets_the_memory_of_the_paged_phases_and_results_keep_no_folder(installed: Path) -> None:
-    setup = Setup(slots=4, max_seq_len=1024, device="cpu")
+def test_vllm_is_served_the_weights_and_bytes_of_the_phases(installed: Path) -> None:
+    """And results keep no folder of the user's."""
+    setup = Setup(model="zoo:llama-tiny", dtype="float32", slots=4, max_seq_len=1024, device="cpu")
     paged = phase_target("6", setup).options
     vllm = peer_target(f"vllm={installed}", setup)
-    assert int(vllm.options["kv-tokens"]) == int(paged["num-blocks"]) * int(paged["block-size"]) == 4096
-    assert vllm.options["max-num-seqs"] == paged["max-batch-size"]
-    assert vllm.options["max-model-len"] == "1024"
+    assert vllm.command[0] == str(installed / "bin" / "python")
+    options = dict(itertools.pairwise(vllm.command))
+    shape = KVShape.of(open_checkpoint("zoo:llama-tiny").config, torch.float32)
+    tokens = int(paged["num-blocks"]) * int(paged["block-size"])
+    assert int(options["--kv-cache-memory-bytes"]) == tokens * shape.bytes_per_token
+    assert options["--max-num-seqs"] == paged["max-batch-size"]
+    assert options["--max-model-len"] == "1024"
+    assert options["--model"] == str(open_checkpoint("zoo:llama-tiny").folder)
+    assert (options["--served-model-name"], options["--dtype"]) == ("zoo:llama-tiny", "float32")
     assert "--enable-prefix-caching" in vllm.command
-    assert str(installed) in vllm.command
     assert str(installed) not in " ".join(vllm.options.values())
 
 
@@ -155,28 +160,6 @@ def test_peers_stand_in_one_order(installed: Path, tmp_path: Path) -> None:
     names = ["generate", f"vllm={installed}", f"llama-server={sys.executable}", "http://127.0.0.1:9"]
     orders = [peer_target(name, Setup(model=str(file), device="cpu")).order for name in names]
     assert orders == sorted(set(orders))
-
-
-def test_vllm_is_served_the_weights_and_bytes_of_the_phases(
-    installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The program that becomes vLLM's server is stopped where it would."""
-    became: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, command: became.append(command))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    setup = Setup(model="zoo:llama-tiny", dtype="float32", slots=4, max_seq_len=256, device="cpu")
-    target = peer_target(f"vllm={installed}", setup)
-    monkeypatch.setattr(sys, "argv", target.command[2:])
-    vllm_server.main()
-    (command,) = became
-    assert command[0] == str(installed / "bin" / "python")
-    options = dict(itertools.pairwise(command))
-    shape = KVShape.of(open_checkpoint("zoo:llama-tiny").config, torch.float32)
-    assert int(options["--kv-cache-memory-bytes"]) == 4 * 256 * shape.bytes_per_token
-    assert options["--model"] == str(open_checkpoint("zoo:llama-tiny").folder)
-    assert options["--dtype"] == "float32"
-    assert options["--max-model-len"] == "256"
-    assert "--kv-tokens" not in command  # no option of vLLM's
 
 
 def measure(target: Target) -> list[RequestRecord]:

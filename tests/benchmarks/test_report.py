@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from benchmarks import demo
-from benchmarks.compare import Comparison
 from benchmarks.report import LINES, bases_of, best_of, columns_of, format_seconds, median_of, report, summary
 from benchmarks.results import Run
 from tests.benchmarks.conftest import make_run
@@ -132,13 +130,6 @@ def test_the_best_values_of_the_summary_are_marked_without_colours() -> None:
     assert "150*" in rows["phase 5"]
     assert "*" not in rows["phase 4"]
     assert "* best" in text
-
-
-def test_the_demo_closes_with_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Comparison] = []
-    monkeypatch.setattr(demo, "compare", lambda comparison, console: compared.append(comparison) or [])
-    demo.race(["phase4_static"], Console(quiet=True))
-    assert compared[0].show is summary
 
 
 def test_only_failures_is_still_a_table() -> None:

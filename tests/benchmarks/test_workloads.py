@@ -10,61 +10,38 @@ import pytest
 
 from benchmarks.workloads import (
     WORKLOADS,
-    PlannedRequest,
+    Lengths,
     PromptWriter,
     build,
     identical_requests,
     send_times,
 )
 
-# name: requests, shortest and longest prompt, shortest and longest answer, arrivals, rate
-TABLE = {
-    "single": (1, 256, 256, 256, 256, "burst", None),
-    "mixed": (16, 32, 1024, 64, 256, "burst", None),
-    "baseline": (10, 256, 256, 256, 256, "sequential", None),
-    "continuous_batching": (32, 64, 512, 64, 256, "uniform", 4.0),
-    "paged_attention": (48, 128, 384, 128, 256, "burst", None),
-    "chunked_prefill": (48, 64, 2048, 64, 256, "poisson", 6.0),
-    "prefix_caching": (48, 1024 + 32, 1024 + 128, 256, 256, "uniform", 8.0),
-    "multi_turn": (48, 128, 6 * 256 + 5 * 80, 48, 80, "turns", None),
-}
 
-
-def test_the_table_has_these_workloads() -> None:
-    assert list(WORKLOADS) == list(TABLE)
-
-
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_lengths_and_counts(name: str, writer: PromptWriter) -> None:
-    requests, prompt_low, prompt_high, new_low, new_high, arrivals, rate = TABLE[name]
     workload = WORKLOADS[name]
     plan = build(workload, writer, seed=3)
-    assert len(plan) == requests
-    assert [request.index for request in plan] == list(range(requests))
-    assert (workload.arrivals, workload.rate) == (arrivals, rate)
+    assert len(plan) == workload.requests
+    assert [request.index for request in plan] == list(range(workload.requests))
+    own = [range(lengths.low, lengths.high + 1) for _, lengths in workload.prompts]
     for request in plan:
         assert isinstance(request.prompt, list)
         before = 0 if request.follows is None else plan[request.follows].prompt_tokens
         answer = 0 if request.follows is None else plan[request.follows].max_tokens
         assert before + answer + len(request.prompt) == request.prompt_tokens
-        assert prompt_low <= request.prompt_tokens <= prompt_high
-        assert new_low <= request.max_tokens <= new_high
+        assert any(len(request.prompt) - workload.shared_prefix in lengths for lengths in own)
+        assert workload.new_tokens.low <= request.max_tokens <= workload.new_tokens.high
         assert request.prompt_tokens + request.max_tokens <= workload.longest
         assert all(0 <= token_id < 2048 for token_id in request.prompt)
 
 
-@pytest.mark.parametrize("name", ["mixed", "continuous_batching", "paged_attention"])
-def test_lengths_use_the_whole_range(name: str) -> None:
+def test_lengths_use_the_whole_range() -> None:
     """Both ends are reached, and the middle is the mean: drawn uniformly."""
-    _, prompt_low, prompt_high, new_low, new_high, _, _ = TABLE[name]
     rng = random.Random(0)
-    for lengths, low, high in (
-        (WORKLOADS[name].prompts[0][1], prompt_low, prompt_high),
-        (WORKLOADS[name].new_tokens, new_low, new_high),
-    ):
-        drawn = [lengths.draw(rng) for _ in range(50_000)]
-        assert (min(drawn), max(drawn)) == (low, high)
-        assert statistics.mean(drawn) == pytest.approx((low + high) / 2, rel=0.01)
+    drawn = [Lengths(32, 1024).draw(rng) for _ in range(50_000)]
+    assert (min(drawn), max(drawn)) == (32, 1024)
+    assert statistics.mean(drawn) == pytest.approx(528, rel=0.01)
 
 
 def test_chunked_prefill_has_its_shares_exactly(writer: PromptWriter) -> None:
@@ -169,16 +146,3 @@ def test_identical_requests_differ_in_text_only(writer: PromptWriter) -> None:
     assert {(request.prompt_tokens, request.max_tokens) for request in requests} == {(50, 7)}
     assert all(isinstance(request.prompt, list) and len(request.prompt) == 50 for request in requests)
     assert len({tuple(request.prompt) for request in requests}) == 4
-
-
-def test_a_plan_survives_json() -> None:
-    from benchmarks.client import Endpoint
-    from benchmarks.loadgen import LoadPlan
-
-    plan = LoadPlan(
-        Endpoint("http://127.0.0.1:1", "m", ignore_eos=False, fields={"return_token_ids": True}),
-        [PlannedRequest(0, 0.5, [1, 2], 2, 3), PlannedRequest(1, 0.5, "text", 2, 3, follows=0)],
-        warmup=[PlannedRequest(0, 0.0, [1], 1, 1)],
-        sequential=True,
-    )
-    assert LoadPlan.from_json(plan.to_json()) == plan

@@ -16,8 +16,7 @@ from benchmarks.micro.batch_invariance import (
     NEW_TOKENS,
     PROMPT_TOKENS,
     count_changes,
-    greedy_orders,
-    sampled_orders,
+    draw_orders,
 )
 from benchmarks.micro.engines import build_engine
 from common.models.registry import open_checkpoint
@@ -40,17 +39,18 @@ def count(dtype: str = "bfloat16", *, native_kernels: bool = True) -> dict[str, 
 
 def test_what_is_asked_is_varied_and_always_the_same() -> None:
     tokenizer = open_checkpoint(MODEL).tokenizer()
-    greedy, sampled = greedy_orders(tokenizer, 60), sampled_orders(tokenizer, 60)
-    assert (greedy, sampled) == (greedy_orders(tokenizer, 60), sampled_orders(tokenizer, 60))
-    assert {order.params.temperature for order in greedy} == {0.0}
-    assert all(order.params.temperature > 0 and order.params.seed is not None for order in sampled)
+    greedy, sampled = (draw_orders(tokenizer, 60, sampled=sampled) for sampled in (False, True))
+    assert greedy == draw_orders(tokenizer, 60, sampled=False)
+    assert sampled == draw_orders(tokenizer, 60, sampled=True)
+    assert {params.temperature for _, params in greedy} == {0.0}
+    assert all(params.temperature > 0 and params.seed is not None for _, params in sampled)
     for orders in (greedy, sampled):
-        lengths = {len(order.prompt) for order in orders}
+        lengths = {len(prompt) for prompt, _ in orders}
         assert len(lengths) > 30
         assert PROMPT_TOKENS[0] <= min(lengths) < max(lengths) <= PROMPT_TOKENS[1]
-        assert all(NEW_TOKENS[0] <= order.params.max_new_tokens <= NEW_TOKENS[1] for order in orders)
-    assert 0 < sum(order.params.repetition_penalty > 1 for order in sampled) < 60
-    assert 0 < sum(bool(order.params.stop) for order in sampled) < 60
+        assert all(NEW_TOKENS[0] <= params.max_new_tokens <= NEW_TOKENS[1] for _, params in orders)
+    assert 0 < sum(params.repetition_penalty > 1 for _, params in sampled) < 60
+    assert 0 < sum(bool(params.stop) for _, params in sampled) < 60
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -96,7 +96,7 @@ def test_a_request_that_fails_is_no_answer() -> None:
     engine = build_engine("7", model=MODEL, device="cpu", max_seq_len=256)
     engine.runner.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="a request failed"):
-        batch_invariance.serve(engine, greedy_orders(engine.tokenizer, 1))
+        batch_invariance.serve(engine, draw_orders(engine.tokenizer, 1, sampled=False))
 
 
 def test_a_row_for_every_type_with_and_without_native_kernels(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
 import benchmarks.__main__ as command_line
 from benchmarks.micro import pipeline
-from benchmarks.micro.pipeline import BUSY, WAYS
+from benchmarks.micro.pipeline import WAYS
 from common.streams import TapeStream, ThreadStream
 from kernels import native
 from tests.phase9_pipelined.support import runner_of
@@ -32,28 +31,12 @@ def test_every_way_is_what_it_says(way: str) -> None:
     assert isinstance(runner.stream, TapeStream if played else ThreadStream)
 
 
-def test_a_busy_thread_is_there_while_it_is_measured_and_gone_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline.start("depth 2, played", MODEL, 1)
-    before, seen = set(threading.enumerate()), []
-    decode = pipeline.decode
-    monkeypatch.setattr(
-        pipeline, "decode", lambda *args: [seen.append(threading.enumerate()), *decode(*args)][1:]
-    )
-    assert pipeline.step_ms(1, busy=True) > 0
-    (threads,) = seen
-    (busy,) = set(threads) - before
-    assert not busy.is_alive()
-    assert set(BUSY) <= set(WAYS)
-
-
-def test_the_tables_have_a_row_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_a_row_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {way: float(i + 1) for i, way in enumerate(WAYS)}
-    monkeypatch.setattr(pipeline, "measure", lambda *_: (times, {way: times[way] for way in BUSY}))
+    monkeypatch.setattr(pipeline, "measure", lambda *_: times)
     command_line.main(
         ["micro", "pipeline", "--models", MODEL, "--sequences", "1", "8", "--out", str(tmp_path)]
     )
     table = json.loads((tmp_path / "tables" / "pipeline.json").read_text())
     ratio = times["depth 0, played"] / times["depth 2, played"]
     assert table["rows"] == [[MODEL, n, *times.values(), ratio] for n in (1, 8)]
-    busy = json.loads((tmp_path / "tables" / "pipeline_busy.json").read_text())
-    assert busy["rows"] == [[MODEL, n, *(times[way] for way in BUSY)] for n in (1, 8)]
