@@ -277,13 +277,6 @@ def text_of(outputs: Sequence[StepOutput], request: Request) -> str:
     return "".join(o.text_delta for o in outputs if o.request_id == request.request_id)
 
 
-def assert_undisturbed(outputs: Sequence[StepOutput], requests: Sequence[Request]) -> None:
-    """Every request has the tokens that a model that remembers makes of its prompt, up to its limit."""
-    for request in requests:
-        count = request.params.max_new_tokens
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, count)
-
-
 def end_of(outputs: Sequence[StepOutput], request: Request) -> StepOutput:
     """The request's one terminal output, which is its last."""
     own = [o for o in outputs if o.request_id == request.request_id]

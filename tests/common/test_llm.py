@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from common.errors import InvalidRequestError, NaNLogitsError, StartupError
-from common.generate import ContiguousCache, generate
-from common.kv import KVCapacityError, KVShape, Span
+from common.generate import generate
 from common.llm import LLM, Completion
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, RequestState, SamplingParams
 from common.text import IncrementalDetokenizer
 from tests.engine_helpers import (
-    CPU,
     EOS,
     RememberingModel,
     build,
@@ -98,18 +96,6 @@ def test_generate_raises_where_the_model_gives_no_number() -> None:
     broken.embed_tokens.weight.data[1] = torch.nan
     with pytest.raises(NaNLogitsError):
         solo(broken, [1], greedy(4))
-
-
-def test_a_single_sequences_cache_holds_one_sequence() -> None:
-    cache = ContiguousCache(KVShape(1, 1, 1, torch.float32), CPU, 10)
-    first, second = (Request(str(i), [1, 2], greedy(2)) for i in range(2))
-    assert not cache.reserve(first, 11)
-    assert cache.reserve(first, 10)
-    assert not cache.reserve(second, 1)
-    with pytest.raises(KVCapacityError):
-        cache.view([Span.exact(0, 0, 11)])
-    cache.release(first)
-    assert cache.reserve(second, 1)
 
 
 # ---------------------------------------------------------------------- LLM

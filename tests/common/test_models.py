@@ -176,15 +176,11 @@ def test_a_config_of_transformers_4_gives_the_same_model(
     architecture: str, entries: dict[str, Any], tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, architecture, **entries)
-    token_ids = draw_ids(40)
-    config, logits = open_checkpoint(str(tmp_path)).config, solo_logits(load(tmp_path), token_ids)
+    config = open_checkpoint(str(tmp_path)).config
     old = as_transformers_4(read_config(tmp_path))
     assert not {"rope_parameters", "dtype", "layer_types"} & set(old)
     write_config(tmp_path, old)
     assert open_checkpoint(str(tmp_path)).config == config
-    assert torch.equal(solo_logits(load(tmp_path), token_ids), logits)
-    # transformers reads the old style too, and to it, too, this is the same model.
-    assert largest_difference(oracle_logits(oracle_of(tmp_path), token_ids), logits) < PARITY
 
 
 @EVERY_ZOO_MODEL
@@ -353,22 +349,6 @@ def test_sequences_at_different_places_in_one_pass(model: CausalLM, block_size: 
     assert [pool.get_seq_len(slot) for slot in range(5)] == [len(ids) for ids in sequences]
 
 
-def test_padding_on_the_right_changes_nothing(model: CausalLM) -> None:
-    """A rectangle: the short prompt's pad tokens are computed, not counted, and overwritten by decode."""
-    long, short, pad = draw_ids(30, seed=1), draw_ids(14, seed=2), 0
-    pool = ScatteredPool(model, [40, 40])
-    view = pool.view([Span.exact(0, 0, 30), Span(slot=1, start=0, end=30, length=14)])
-    token_ids = torch.tensor([*long, *short, *[pad] * 16])
-    model(TokenBatch(token_ids, view.positions, torch.tensor([29, 43])), view)
-    view.advance()
-    assert pool.get_seq_len(1) == 14
-    for step in range(3):
-        got = run_pass(model, pool, [(0, [step]), (1, [step])])
-        long, short = [*long, step], [*short, step]
-        assert largest_difference(got[0][0], solo_logits(model, long)[-1]) < FLAT
-        assert largest_difference(got[1][0], solo_logits(model, short)[-1]) < FLAT
-
-
 def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     token_ids = draw_ids(25)
     expected = solo_logits(model, token_ids)
@@ -409,25 +389,6 @@ def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pyt
 
 
 # ---------------------------------------------------------------------- memory that is not ours
-
-
-@pytest.mark.parametrize("sick", range(3))
-@pytest.mark.parametrize("tokens", [1, 4], ids=["decode", "chunk"])
-def test_nan_stays_with_its_owner(model: CausalLM, tokens: int, sick: int) -> None:
-    """0 x NaN is NaN, so a masked column that holds one would still poison whoever reads it."""
-    sequences = [draw_ids(length, seed=length) for length in (9, 20, 35)]
-    more = draw_ids(tokens, seed=3)
-    # Tables of three widths: what pads the narrow ones must not be a block of the sick one.
-    pool = ScatteredPool(model, [20, 30, 40])
-    run_pass(model, pool, list(enumerate(sequences)))
-    for layer in (*pool.k, *pool.v):
-        layer.flatten(0, 1)[pool.rows(sick)] = torch.nan
-    got = run_pass(model, pool, [(slot, more) for slot in range(3)])
-    for slot, ids in enumerate(sequences):
-        if slot == sick:
-            assert got[slot].isnan().all()
-        else:
-            assert largest_difference(got[slot], solo_logits(model, [*ids, *more])[len(ids) :]) < FLAT
 
 
 # ---------------------------------------------------------------------- capture

@@ -137,17 +137,6 @@ def test_one_who_fails_beside_other_chunks_takes_none_of_them_along(engine_of: B
     assert_all_free(engine)
 
 
-def test_a_leak_planted_before_a_failing_chunk_is_reclaimed(engine_of: Build) -> None:
-    engine = engine_of(Allergic())
-    victim = add(engine, prompt_with(ALLERGEN, at=CHUNK), greedy(5))
-    engine.step()
-    paged(engine).allocator.allocate(2, owner=-1)
-    assert [output.request_id for output in engine.step()] == [victim.request_id]
-    assert engine.telemetry.counters.reclaimed_slots == 2
-    run(engine)
-    assert paged(engine).allocator.num_free == 60
-
-
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_nan_in_chunk_2_stays_with_its_owner(engine_of: Build, mixed: bool) -> None:
     model = nan_model()
