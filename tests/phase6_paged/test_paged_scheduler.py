@@ -16,7 +16,6 @@ from tests.engine_helpers import (
     assert_all_free,
     assert_answered,
     continuation,
-    end_of,
     greedy,
     ids,
     run,
@@ -297,24 +296,6 @@ def test_a_prompt_that_fits_the_pool_never_waits_forever(variant: Variant) -> No
     outputs = run(engine)
     assert_answered(outputs, requests)
     assert [output.request_id for output in outputs if output.completion_tokens == 1] == ids(requests)
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("when", ["waiting", "resumed"])
-def test_a_preempted_request_can_be_cancelled(variant: Variant, when: str) -> None:
-    engine = engine_of(variant, 8, 2)
-    *others, victim = [add(engine, [i + 1] * 4, greedy(10)) for i in range(3)]
-    outputs = []
-    while engine.scheduler.preemptions == 0:
-        outputs += engine.step()
-    assert victim.state is RequestState.WAITING
-    assert victim.num_generated_tokens > 0
-    while when == "resumed" and victim.slot is None:
-        outputs += engine.step()
-    engine.cancel(victim.request_id)
-    outputs += run(engine)
-    assert end_of(outputs, victim).finish_reason == "cancelled"
-    assert_answered(outputs, others)
     assert_all_free(engine)
 
 
