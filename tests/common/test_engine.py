@@ -303,24 +303,6 @@ def test_a_retry_gives_the_neighbours_the_tokens_they_would_have_had(llama: Caus
     assert engine.telemetry.counters.failed_passes >= 3
 
 
-def test_a_failed_pass_leaves_the_lengths_as_they_were() -> None:
-    failing: list[bool] = []
-
-    def before_pass(sequences: list[list[int]]) -> None:
-        if failing:
-            raise RuntimeError("boom")
-
-    engine = build("continuous", RememberingModel(before_pass=before_pass))
-    request = add(engine, "hello", greedy(9))
-    engine.step()
-    engine.step()
-    assert request.slot is not None
-    length = engine.runner.pool.get_seq_len(request.slot)
-    failing.append(True)
-    engine.step()
-    assert engine.runner.pool.get_seq_len(request.slot) == length == 6
-
-
 def test_outputs_of_earlier_passes_are_kept() -> None:
     """Phase 5 decodes first: a prefill that fails does not take the tokens that were sampled before it."""
     engine = build("continuous", RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
@@ -621,17 +603,6 @@ def test_the_audit_after_a_failed_pass_reclaims_what_nobody_holds(phase: str) ->
     engine.step()
     assert engine.runner.pool.used_tokens == 0
     assert engine.runner.pool.reserved_tokens == 0
-
-
-def test_the_audit_leaves_those_who_run_alone() -> None:
-    engine = build("continuous", RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
-    running = add(engine, "run", greedy(8))
-    outputs = engine.step()
-    add(engine, "!", greedy(4))
-    outputs += run(engine)
-    assert engine.telemetry.counters.failed_passes == 1
-    assert engine.telemetry.counters.reclaimed_slots == 0
-    assert tokens_of(outputs, running) == continuation(b"run", 8)
 
 
 # ---------------------------------------------------------------------- telemetry

@@ -30,7 +30,7 @@ from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from tests.common.test_loader import MEASURE
 from tests.gguf_files import ARCHITECTURES, add_tokenizer, random_blocks, save_gguf, save_tensor
-from tests.helpers import draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+from tests.helpers import draw_ids, largest_difference, load, refusal_of, save_tiny, solo_logits, zoo
 
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
@@ -38,10 +38,7 @@ BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 
 def refusal(path: Path) -> str:
     """The one line with which a file is refused."""
-    with pytest.raises(StartupError) as caught:
-        load(path)
-    message = str(caught.value)
-    assert "\n" not in message
+    message = refusal_of(load, path)
     assert str(path) in message
     return message
 

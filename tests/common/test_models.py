@@ -27,7 +27,6 @@ from tests.engine_helpers import Operators, tiny_model
 from tests.helpers import (
     ARCHITECTURES,
     ZOO_NAMES,
-    ScatteredPool,
     as_transformers_4,
     draw_ids,
     fill,
@@ -38,6 +37,7 @@ from tests.helpers import (
     read_config,
     run_pass,
     save_tiny,
+    scattered,
     solo_logits,
     write_config,
     zoo,
@@ -130,7 +130,7 @@ def zoo_oracle(name: str) -> Any:
 
 def logits_token_by_token(model: CausalLM, token_ids: Sequence[int], prompt: int) -> Tensor:
     """Logits at every position where `prompt` tokens come in one pass and each later one in a pass of its own."""
-    pool = ScatteredPool(model, [len(token_ids)])
+    pool = scattered(model, [len(token_ids)])
     pieces = [token_ids[:prompt], *([token_id] for token_id in token_ids[prompt:])]
     return torch.cat([run_pass(model, pool, [(0, piece)])[0] for piece in pieces])
 
@@ -330,7 +330,7 @@ def test_sequences_at_different_places_in_one_pass(model: CausalLM, block_size: 
     """Decode beside prompts beside chunks of prompts, in any order: all get their solo logits."""
     sequences = [draw_ids(length, seed=length) for length in (31, 5, 40, 12, 33)]
     expected = [solo_logits(model, ids) for ids in sequences]
-    pool = ScatteredPool(model, [len(ids) for ids in sequences], block_size)
+    pool = scattered(model, [len(ids) for ids in sequences], block_size)
     passes = (
         [(0, 20), (1, 4)],  # two prompts
         [(0, 1), (1, 1), (2, 9)],  # two decode while a third's first chunk comes
@@ -360,7 +360,7 @@ def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pyt
         return linear(x, weight, bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", recording_linear)
-    pool = ScatteredPool(model, [25])
+    pool = scattered(model, [25])
     view = pool.view([Span.exact(0, 0, 25)])
     rows = torch.tensor([24, 3])
     logits = model(TokenBatch(torch.tensor(token_ids), view.positions, rows), view)
@@ -374,7 +374,7 @@ def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pyt
 
 def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which builds its indices once for each window: see the tests of attention."""
-    pool = ScatteredPool(model, [30, 30])
+    pool = scattered(model, [30, 30])
     seen: list[tuple[int, int | None]] = []
     attention = common.kv.attention
 
@@ -399,7 +399,7 @@ def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalL
     a pass can be recorded once, and run again on other tokens without coming back to Python."""
     if not native.is_loaded() or not native.has_products(model.dtype):
         pytest.skip("no native kernels here")
-    pool = ScatteredPool(model, [30, 30])
+    pool = scattered(model, [30, 30])
     run_pass(model, pool, [(0, draw_ids(3)), (1, draw_ids(7))])
     names = []
     for pieces in ([(0, [1]), (1, [2])], [(0, [7]), (1, draw_ids(4))]):
@@ -435,4 +435,4 @@ def test_packed_weights_are_held_once_and_compute_the_same(tied: bool) -> None:
 
 
 def logits_of(model: CausalLM) -> Tensor:
-    return run_pass(model, ScatteredPool(model, [30]), [(0, [3, 1, 4, 1, 5, 9, 2, 6])])[0]
+    return run_pass(model, scattered(model, [30]), [(0, [3, 1, 4, 1, 5, 9, 2, 6])])[0]

@@ -419,8 +419,9 @@ async def test_the_end_fails_those_who_are_not_done_in_time(phase: str, end: str
             assert not await worker.drain(0.05)
         for outputs in await asyncio.gather(*map(read, streams)):
             assert isinstance(outputs[-1].error, ShuttingDownError)
-        await until(lambda: not engine.has_work)
-    assert_all_free(engine)
+        if end == "drain":  # what was stopped takes no further step
+            await until(lambda: not engine.has_work)
+            assert_all_free(engine)
 
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
