@@ -8,12 +8,15 @@ import signal
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import pytest
 import torch
 
 from kernels import native
+
+if TYPE_CHECKING:
+    from common.models.layers import CausalLM
 
 # Triton decides between compiling and interpreting when it is first imported, and transformers imports it.
 if not torch.cuda.is_available():
@@ -85,6 +88,14 @@ def own_prompt(request: pytest.FixtureRequest) -> OwnPrompt:
     """Draws a prompt of a number of token ids by the test's name: no other test's blocks are found for it."""
     draw = random.Random(request.node.nodeid)
     return lambda tokens: [draw.randrange(50, 750) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="session")
+def llama() -> CausalLM:
+    """A small Llama with random weights under which every token of the prompt matters."""
+    from tests.engine_helpers import tiny_model  # behind the settings above
+
+    return tiny_model()
 
 
 @pytest.fixture

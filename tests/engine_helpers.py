@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine import Engine
-from common.generate import ContiguousCache, generate
-from common.kv import KVPool, KVShape, KVView, Span
+from common.generate import generate
+from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import CausalLM, TokenBatch
@@ -277,13 +277,6 @@ def text_of(outputs: Sequence[StepOutput], request: Request) -> str:
     return "".join(o.text_delta for o in outputs if o.request_id == request.request_id)
 
 
-def assert_undisturbed(outputs: Sequence[StepOutput], requests: Sequence[Request]) -> None:
-    """Every request has the tokens that a model that remembers makes of its prompt, up to its limit."""
-    for request in requests:
-        count = request.params.max_new_tokens
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, count)
-
-
 def end_of(outputs: Sequence[StepOutput], request: Request) -> StepOutput:
     """The request's one terminal output, which is its last."""
     own = [o for o in outputs if o.request_id == request.request_id]
@@ -483,19 +476,6 @@ def the_refusal(error: ValidationError) -> ErrorDetails:
     """The one thing that is wrong. pydantic may add that a default which follows another option was not made."""
     (refusal,) = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
     return refusal
-
-
-# ---------------------------------------------------------------------- logits
-
-
-def fresh_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
-    """[vocab]: the logits after `token_ids`, computed from nothing in one pass."""
-    request = Request("fresh", list(token_ids), GREEDY)
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
-    assert cache.reserve(request, len(token_ids))
-    view = cache.view([Span.exact(0, 0, len(token_ids))])
-    last = torch.tensor([len(token_ids) - 1])
-    return model(TokenBatch(torch.tensor(list(token_ids)), view.positions, last), view)[0]
 
 
 # ---------------------------------------------------------------------- engines in a thread

@@ -62,11 +62,16 @@ def save_gguf(
             tensor = interleaved(tensor, heads[part])
         stored = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
+    finish(writer)
+    return target
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write all that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return target
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -142,10 +147,7 @@ def save_tensor(target: Path, name: str, data: np.ndarray[Any, Any], kind: str) 
     """Write a file with one tensor, whose bytes are given."""
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return target
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from common.errors import StartupError
 from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
+from phase6_paged import Config
+from phase6_paged.cache import PagedKVCachePool
+from tests.pools import shuffle_free_blocks
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -103,6 +108,15 @@ def zoo(name: str) -> Path:
     return ZOO / name
 
 
+def refusal_of(function: Callable[..., object], *arguments: object) -> str:
+    """The one line with which a call refuses to start."""
+    with pytest.raises(StartupError) as caught:
+        function(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
 def draw_ids(count: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(vocab_size) for _ in range(count)]
@@ -138,59 +152,21 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------------- passes
 
 
-class ScatteredPool(KVPool):
-    """Slots 0, 1, … of given capacities, whose blocks lie anywhere in the store."""
-
-    def __init__(
-        self, model: CausalLM, capacities: Sequence[int], block_size: int = 3, seed: int = 0
-    ) -> None:
-        super().__init__(KVShape.of(model.config, model.dtype), model.device)
-        self._block_size = block_size
-        counts = [-(-capacity // block_size) for capacity in capacities]
-        blocks = random.Random(seed).sample(range(sum(counts)), sum(counts))
-        self._tables = {slot: [blocks.pop() for _ in range(count)] for slot, count in enumerate(counts)}
-        self._capacities = dict(enumerate(capacities))
-        self._lengths = dict.fromkeys(self._tables, 0)
-        self.k, self.v = self.shape.allocate(sum(counts), block_size, self.device)
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.k[0])
-
-    @property
-    def block_tables(self) -> Tensor:
-        tables = [torch.tensor(table) for table in self._tables.values()]
-        return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-
-    def reserve(self, request: Request, tokens: int) -> bool:
-        raise NotImplementedError
-
-    def release(self, request: Request) -> None:
-        raise NotImplementedError
-
-    def _free(self, slot: int) -> None:
-        self._lengths[slot] = 0
-
-    def capacity(self, slot: int) -> int:
-        return self._capacities[slot]
-
-    def block_table(self, slot: int) -> Sequence[int]:
-        return self._tables[slot]
-
-    def max_request_tokens(self) -> int | None:
-        return None
-
-    @property
-    def reserved_tokens(self) -> int:
-        return sum(self._capacities.values())
-
-    def rows(self, slot: int) -> list[int]:
-        """The rows of the flat store that belong to `slot`."""
-        return [block * self._block_size + i for block in self._tables[slot] for i in range(self._block_size)]
+def scattered(
+    model: CausalLM, capacities: Sequence[int], block_size: int = 3, seed: int = 0
+) -> PagedKVCachePool:
+    """Return slots 0, 1, … of given capacities, whose blocks lie anywhere in the store."""
+    config = Config(
+        max_seq_len=max(capacities),
+        max_batch_size=len(capacities),
+        block_size=block_size,
+        num_blocks=sum(-(-capacity // block_size) for capacity in capacities),
+    )
+    pool = PagedKVCachePool(config, KVShape.of(model.config, model.dtype), model.device)
+    shuffle_free_blocks(pool, seed)
+    for capacity in capacities:
+        pool.grow(pool.allocate_slot(), capacity)
+    return pool
 
 
 def run_pass(

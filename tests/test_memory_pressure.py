@@ -11,7 +11,7 @@ from common.engine import Engine
 from common.models.layers import CausalLM
 from common.phases import find_phase, phase_names
 from common.request import Request
-from tests.engine_helpers import Variant, add, assert_all_free, assert_answered, build, greedy, tiny_model
+from tests.engine_helpers import Variant, add, assert_all_free, assert_answered, build, greedy
 from tests.pools import assert_consistent, paged, shuffle_free_blocks
 
 BLOCK_SIZE = 4
@@ -74,11 +74,6 @@ def serve(engine: Engine, model: Any = None) -> None:
     assert_all_free(engine)
 
 
-@pytest.fixture(scope="module")
-def llama() -> CausalLM:
-    return tiny_model()
-
-
 def test_the_smallest_pool_is_the_smallest_legal() -> None:
     assert max(-(-(prompt + new) // BLOCK_SIZE) for prompt, new in sizes()) == SMALLEST
     engine = build("phase6_paged", block_size=BLOCK_SIZE, num_blocks=SMALLEST - 1)
@@ -86,13 +81,12 @@ def test_the_smallest_pool_is_the_smallest_legal() -> None:
         engine.create_request([1] * 15, greedy(37))
 
 
-@pytest.mark.parametrize("blocks", [AMPLE, 150, 100, 60, 40, 25, 16, SMALLEST])
+@pytest.mark.parametrize("blocks", [AMPLE, 40, SMALLEST])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_same_tokens_at_every_size(variant: Variant, blocks: int, llama: CausalLM) -> None:
     engine = engine_of(variant, llama, blocks)
     serve(engine, llama)
-    if not 60 < blocks < AMPLE:
-        assert (engine.scheduler.preemptions > 0) == (blocks <= 60)
+    assert (engine.scheduler.preemptions > 0) == (blocks < AMPLE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

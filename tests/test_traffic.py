@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from common.phases import find_phase, phase_names
 from phase9_pipelined import Runner
 from phase9_pipelined.state import MAX_IN_FLIGHT
 from tests.engine_helpers import Variant
 from tests.phase9_pipelined.support import ManualStream
-from tests.traffic import Traffic, TrafficMachine, assert_everything_happened, random_traffic
+from tests.traffic import Traffic, assert_everything_happened, random_traffic
 
 #: Memory for little more than one sequence of 40 tokens, as far as a phase has these options.
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3}
@@ -89,12 +87,6 @@ class PipelinedTraffic(Traffic):
 def traffic_of(variant: Variant) -> Traffic:
     pipelined = "pipeline_depth" in find_phase(variant.phase).Config.model_fields
     return (PipelinedTraffic if pipelined else Traffic)(variant.phase, **variant.options)
-
-
-@pytest.mark.parametrize("variant", PHASES, ids=str)
-def test_no_short_history_goes_wrong(variant: Variant) -> None:
-    chosen = settings(max_examples=40, stateful_step_count=50, deadline=None)
-    run_state_machine_as_test(lambda: TrafficMachine(lambda: traffic_of(variant)), settings=chosen)
 
 
 @pytest.mark.parametrize(

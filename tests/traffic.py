@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from common.errors import NaNLogitsError
@@ -78,6 +75,14 @@ class Traffic:
         self.guilty = None
         self.check()
 
+    def abort(self) -> None:
+        """Every request that lives is told of one error, and leaves."""
+        self.operations += 1
+        for output in self.engine.abort_all(RuntimeError("told to fail: all")):
+            self._hear(output)
+        assert not self.live
+        self.check()
+
     def finish(self) -> None:
         """Nothing more comes: everybody is answered and everything is free."""
         for _ in range(1000):
@@ -128,48 +133,10 @@ class Traffic:
         waiting = sum(request.state is RequestState.WAITING for request in self.live.values())
         assert waiting <= scheduler.num_waiting <= 4 + 3
         assert pool.used_tokens <= pool.reserved_tokens
+        assert self.engine.has_work or pool.reserved_tokens == 0, "held for those who left"
         assert_consistent(pool)
         if isinstance(pool, PagedKVCachePool):
             shuffle_free_blocks(pool, seed=self.operations)
-
-
-class TrafficMachine(RuleBasedStateMachine):
-    """Hypothesis chooses the operations, and the shortest ones that go wrong."""
-
-    def __init__(self, start: Callable[[], Traffic]) -> None:
-        super().__init__()
-        self.traffic = start()
-
-    @rule(first=st.integers(240, NAN_TOKEN), prompt=st.integers(1, 20), new=st.integers(1, 12))
-    def add(self, first: int, prompt: int, new: int) -> None:
-        self.traffic.add(first, prompt, new)
-
-    @rule(choice=st.integers(0, 7))
-    def cancel(self, choice: int) -> None:
-        self.traffic.cancel(choice)
-
-    @rule()
-    def step(self) -> None:
-        self.traffic.step()
-
-    @rule(guilty=st.integers(0, 2))
-    def step_that_fails(self, guilty: int) -> None:
-        self.traffic.step(guilty)
-
-    @rule()
-    def abort(self) -> None:
-        traffic = self.traffic
-        error = RuntimeError("told to fail: all")
-        for output in traffic.engine.abort_all(error):
-            traffic._hear(output)
-        assert not traffic.live
-
-    @invariant()
-    def nothing_is_held_for_those_who_left(self) -> None:
-        assert self.traffic.engine.has_work or self.traffic.engine.runner.pool.reserved_tokens == 0
-
-    def teardown(self) -> None:
-        self.traffic.finish()
 
 
 def random_traffic(traffic: Traffic, operations: int, seed: int) -> None:
@@ -183,6 +150,8 @@ def random_traffic(traffic: Traffic, operations: int, seed: int) -> None:
                 traffic.cancel(rng.randrange(8))
             case draw if draw < 0.45:
                 traffic.step(rng.randrange(3))
+            case draw if draw < 0.452:
+                traffic.abort()
             case _:
                 traffic.step()
     traffic.finish()

@@ -16,6 +16,7 @@ from common.engine import Engine
 from common.errors import GrammarFailedError, InvalidGrammarError
 from common.grammar import Grammar, Matcher
 from common.llm import LLM
+from common.phases import find_phase, phase_names
 from common.request import Request
 from common.sampling import TokenMasks, sample
 from tests.engine_helpers import (
@@ -34,10 +35,8 @@ from tests.engine_helpers import (
 )
 from tests.grammars import slowed
 
-PHASES = ("static", "continuous", "paged", "chunked", "prefix", "pipelined")
 
-
-@pytest.fixture(params=PHASES)
+@pytest.fixture(params=phase_names())
 def phase(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -222,7 +221,9 @@ def test_slow_masks_fail_their_request_alone(phase: str) -> None:
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("phase", [name for name in PHASES if name != "pipelined"])
+@pytest.mark.parametrize(
+    "phase", [name for name in phase_names() if "pipeline_depth" not in find_phase(name).Config.model_fields]
+)
 def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
     """The mask of every token but the first is begun before the pass whose logits it masks."""
     model = RememberingModel(rule=likes(A, B))

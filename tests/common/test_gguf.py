@@ -29,8 +29,8 @@ from common.models.layers import CausalLM, rope_frequencies
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from tests.common.test_loader import MEASURE
-from tests.gguf_files import ARCHITECTURES, add_tokenizer, random_blocks, save_gguf, save_tensor
-from tests.helpers import draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+from tests.gguf_files import ARCHITECTURES, add_tokenizer, finish, random_blocks, save_gguf, save_tensor
+from tests.helpers import draw_ids, largest_difference, load, refusal_of, save_tiny, solo_logits, zoo
 
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
@@ -38,10 +38,7 @@ BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 
 def refusal(path: Path) -> str:
     """The one line with which a file is refused."""
-    with pytest.raises(StartupError) as caught:
-        load(path)
-    message = str(caught.value)
-    assert "\n" not in message
+    message = refusal_of(load, path)
     assert str(path) in message
     return message
 
@@ -202,10 +199,7 @@ def save_large(path: Path) -> Path:
         writer.add_tensor(f"{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", random_blocks("F32", 1, 512)[0])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -250,10 +244,7 @@ def save_vocabulary(path: Path, name: str, architecture: str = "llama", **replac
     """Write a file with a tokenizer and nothing else."""
     writer = gguf.GGUFWriter(path, architecture)
     add_tokenizer(writer, name, **replaced)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from common.memory import (
 from common.models.registry import open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
 from tests.engine_helpers import CPU, byte_tokenizer, tiny_model
+from tests.helpers import refusal_of
 
 GB = 2**30
 CUDA = torch.device("cuda")
@@ -50,11 +52,7 @@ def set_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def refusal(config: EngineConfig, *, weights: int) -> str:
-    with pytest.raises(StartupError) as caught:
-        check_memory(config, LLAMA_3B, torch.bfloat16, CPU, weights=weights)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return refusal_of(functools.partial(check_memory, weights=weights), config, LLAMA_3B, torch.bfloat16, CPU)
 
 
 # ---------------------------------------------------------------------- the estimate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from common.errors import StartupError
-from common.kv import kv_bytes
 from common.models.config import (
     LayerConfig,
     LinearScaling,
@@ -24,7 +23,7 @@ from common.models.config import (
 )
 from common.models.registry import parse_config
 from common.zoo.presets import PRESETS
-from tests.helpers import ARCHITECTURES, as_transformers_4
+from tests.helpers import ARCHITECTURES, as_transformers_4, refusal_of
 
 #: What the families publish, written by transformers 4, entries that say nothing of the shape left out.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -37,12 +36,7 @@ OF_ARCHITECTURE = dict(zip(ARCHITECTURES, (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA),
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
-def refusal(raw: Mapping[str, Any]) -> str:
-    with pytest.raises(StartupError) as caught:
-        parse_config(raw)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+refusal = functools.partial(refusal_of, parse_config)
 
 
 def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,23 +273,3 @@ def test_a_config_we_cannot_run_is_refused_by_name(name: str) -> None:
     raw, named = REFUSED[name]
     message = refusal(raw)
     assert all(part in message for part in named), message
-
-
-# ---------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize(
-    ("preset", "gigabytes"),
-    [
-        ("llama-3.2-1b", 1.0),
-        ("llama-3.2-3b", 3.5),
-        ("qwen3-0.6b", 3.5),
-        ("qwen3-1.7b", 3.5),
-        ("qwen3-4b", 4.5),
-        ("gemma-3-1b", 0.8125),
-    ],
-)
-def test_kv_memory_of_eight_sequences_of_4096(preset: str, gigabytes: float) -> None:
-    config = parse_config(PRESETS[preset])
-    assert kv_bytes(config, 8 * 4096, torch.bfloat16) == gigabytes * 2**30
-    assert kv_bytes(config, 8 * 4096, torch.float32) == 2 * gigabytes * 2**30

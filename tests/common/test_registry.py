@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import StartupError
 from common.models import registry
 from common.models.layers import CausalLM
 from common.models.registry import ARCHITECTURES, load_model, open_checkpoint, weight_bytes
@@ -29,19 +29,14 @@ from tests.helpers import (
     largest_difference,
     load,
     read_config,
+    refusal_of,
     save_tiny,
     solo_logits,
     write_config,
     zoo,
 )
 
-
-def refusal(name: str) -> str:
-    with pytest.raises(StartupError) as caught:
-        open_checkpoint(name)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+refusal = functools.partial(refusal_of, open_checkpoint)
 
 
 # ---------------------------------------------------------------------- folders and the zoo

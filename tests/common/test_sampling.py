@@ -297,38 +297,6 @@ def test_candidates_that_end_among_equals(
 # ---------------------------------------------------------------------- frequencies
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"top_k": 12, "top_p": 0.8, "min_p": 0.05, "temperature": 1.5},
-        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    ],
-    ids=str,
-)
-def test_frequencies_of_20000_draws(values: dict[str, Any]) -> None:
-    """Chi-square against the oracle's probabilities; the seeds are fixed, so this cannot fail by chance."""
-    draws, batch = 20_000, 500
-    logits = random_logits(1, vocab=20, seed=3, spread=1.5)
-    history: dict[str, Any] = {"prompt": [1, 1, 4], "generated": [4, 7, 7]}
-    counts: Counter[int] = Counter()
-    for first in range(0, draws, batch):
-        requests = [make(seed=first + i, **history, **values) for i in range(batch)]
-        counts.update(ids_of(logits.expand(batch, -1), requests))
-    expected = dict(distribution(logits[0].tolist(), make(**history, **values)))
-    assert set(counts) <= set(expected)
-    statistic = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in expected.items())
-    freedom = len(expected) - 1
-    # Wilson-Hilferty: the 99.9 % point of chi-square.
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < limit
-
-
 # ---------------------------------------------------------------------- seeds and neighbours
 
 
@@ -501,26 +469,6 @@ def test_infinite_logits_share_the_probability(temperature: float, values: dict[
     assert [entry.logprob, *(p for _, p in entry.top)] == pytest.approx([math.log(0.5)] * 3 + [-math.inf])
 
 
-@pytest.mark.parametrize("values", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 1e38, 1e300])
-def test_minus_infinity_is_never_sampled(temperature: float, values: dict[str, Any]) -> None:
-    logits = random_logits(200)
-    logits[:, ::2] = -math.inf
-    tokens = ids_of(logits, [make(seed=i, temperature=temperature, **values) for i in range(200)])
-    assert all(token % 2 for token in tokens)
-
-
-@pytest.mark.parametrize("temperature", [1e38, 1e300])
-@pytest.mark.parametrize(("values", "left"), [({}, VOCAB), ({"top_k": 5}, 5), ({"top_p": 0.51}, 21)], ids=str)
-def test_a_huge_temperature_makes_all_that_the_filters_leave_equally_likely(
-    temperature: float, values: dict[str, Any], left: int
-) -> None:
-    logits = random_logits(1).expand(200, -1)
-    requests = [make(seed=i, temperature=temperature, **values) for i in range(200)]
-    order = logits[0].argsort(descending=True).tolist() if values else range(VOCAB)
-    assert ids_of(logits, requests) == [order[int(request.next_uniform() * left)] for request in requests]
-
-
 @pytest.mark.parametrize("values", [{"temperature": 0.0}, *FILTERS, {"temperature": 1e38}], ids=str)
 def test_nothing_but_minus_infinity_is_no_token_and_harms_nobody(values: dict[str, Any]) -> None:
     logits = random_logits(3)
@@ -566,21 +514,6 @@ def test_a_choice_recorded_for_one_row_holds_for_several(values: dict[str, Any])
 
 
 # ---------------------------------------------------------------------- not a number
-
-
-@pytest.mark.parametrize(
-    "values", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"presence_penalty": 1.0}], ids=str
-)
-def test_a_row_of_nan_is_reported_and_harms_nobody(values: dict[str, Any]) -> None:
-    logits = random_logits(4)
-    expected = ids_of(logits, [make(seed=i, logprobs=2, **values) for i in range(4)])
-    logits[2, 17] = math.nan
-    requests = [make(seed=i, logprobs=2, **values) for i in range(4)]
-    sampled = sample(logits, requests)
-    assert sampled.token_ids.tolist() == [*expected[:2], NOT_A_TOKEN, expected[3]]
-    for row, reported in enumerate(read_logprobs(sampled, requests)):
-        assert reported is not None
-        assert row == 2 or (math.isfinite(reported.logprob) and len(reported.top) == 2)
 
 
 # ---------------------------------------------------------------------- logprobs

@@ -16,7 +16,7 @@ from tests.engine_helpers import (
     Operators,
     add,
     assert_all_free,
-    assert_undisturbed,
+    assert_answered,
     build,
     continuation,
     end_of,
@@ -51,7 +51,7 @@ def test_no_operator_of_torch_is_called_by_a_scheduler(phase: str, monkeypatch: 
     outputs = run(engine)
     assert engine.scheduler.preemptions > 0
     assert operators.calls == []
-    assert_undisturbed(outputs, requests)
+    assert_answered(outputs, requests)
     assert_all_free(engine)
 
 
@@ -102,7 +102,7 @@ def test_a_request_that_is_not_done_in_time_is_given_up_and_its_neighbours_are_n
     assert engine.telemetry.counters.requests_failed == 3
     assert_all_free(engine)
     again = add(engine, [5, 9, 1], greedy(6))
-    assert_undisturbed(outputs + run(engine), [late, again])
+    assert_answered(outputs + run(engine), [late, again])
 
 
 def test_a_deadline_may_come_in_the_middle_of_a_prompt() -> None:
@@ -156,7 +156,7 @@ def test_a_group_leaves_seats_to_those_who_came_later(phase: str, many: int, oth
     requests += [add_to(engine, f"other {i}", [9, i]) for i in range(others)]
     outputs = engine.step()
     assert groups_at_work(engine) == ["many"] * (4 - others) + [f"other {i}" for i in range(others)]
-    assert_undisturbed(outputs + run(engine), requests)
+    assert_answered(outputs + run(engine), requests)
     assert_all_free(engine)
 
 
@@ -171,7 +171,7 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
     is_static = phase == "phase4_static"  # a batch runs to its end
     assert groups_at_work(engine) == (["many"] * 4 if is_static else ["", "", "many", "many"])
     assert engine.scheduler.preemptions == (0 if is_static else 2)
-    assert_undisturbed(outputs + run(engine), [*many, *others])
+    assert_answered(outputs + run(engine), [*many, *others])
     assert_all_free(engine)
 
 

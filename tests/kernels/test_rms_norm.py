@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 import kernels.rms_norm
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
-from tests.kernels.support import BF16, DTYPES, FAR, FP32, ROWS, SIZES, far_apart
+from tests.kernels.support import BF16, DTYPES, FAR, FP16, FP32, ROWS, SIZES, far_apart
 
 EPS = 1e-5
-OFFSETS = pytest.mark.parametrize("offset", [0.0, 1.0])
+#: Both offsets in the type in which they are added, and one in each of the others.
+FORMS = pytest.mark.parametrize(
+    ("dtype", "offset"), [(FP32, 0.0), (FP32, 1.0), (BF16, 1.0), (FP16, 0.0)], ids=str
+)
 
 
 def make_rows(*shape: int, dtype: torch.dtype = FP32, device: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -45,8 +48,7 @@ def fused(way, x, residual, weight, offset=0.0):
     return way.of(kernels.rms_norm, "fused_add_rms_norm")(x, residual, weight, EPS, offset)
 
 
-@OFFSETS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@FORMS
 @pytest.mark.parametrize("size", SIZES)
 def test_a_row_is_divided_by_its_root_mean_square(way, dtype, offset, size):
     weight = make_weight(size, dtype, way.device)
@@ -57,8 +59,7 @@ def test_a_row_is_divided_by_its_root_mean_square(way, dtype, offset, size):
         way.assert_rounded(result, oracle(x, weight, offset))
 
 
-@OFFSETS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@FORMS
 @pytest.mark.parametrize("size", SIZES)
 def test_the_fused_kernel_adds_then_normalises(way, dtype, offset, size):
     weight = make_weight(size, dtype, way.device)
@@ -84,17 +85,17 @@ def test_float32_weights_go_with_bfloat16_rows(way):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [1, 3, 9])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_heads_are_normalised_where_they_lie(way, dtype, heads, head_dim):
+def test_heads_are_normalised_where_they_lie(way, dtype, head_dim):
     """Query and key norm: a [T, heads, D] view of a fused QKV matrix, not starting at its first column."""
-    whole = make_rows(3, (heads + 3) * head_dim, dtype=dtype, device=way.device)
-    x = whole[:, head_dim : -2 * head_dim].view(3, heads, head_dim)
-    assert not x.is_contiguous()
     weight = make_weight(head_dim, dtype, way.device)
-    result = norm(way, x, weight, 1.0)
-    assert result.is_contiguous()
-    way.assert_rounded(result, oracle(x, weight, 1.0))
+    for heads in (1, 3, 9):
+        whole = make_rows(3, (heads + 3) * head_dim, dtype=dtype, device=way.device)
+        x = whole[:, head_dim : -2 * head_dim].view(3, heads, head_dim)
+        assert not x.is_contiguous()
+        result = norm(way, x, weight, 1.0)
+        assert result.is_contiguous()
+        way.assert_rounded(result, oracle(x, weight, 1.0))
 
 
 VIEWS = {

@@ -18,7 +18,8 @@ from common.kv import KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from kernels import native
 from kernels.tape import CannotRecordError, Tape, record
-from tests.helpers import ARCHITECTURES, ScatteredPool, draw_ids, load, save_tiny
+from phase6_paged.cache import PagedKVCachePool
+from tests.helpers import ARCHITECTURES, draw_ids, load, save_tiny, scattered
 
 pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 
@@ -30,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return loaded
 
 
-def ready(pool: ScatteredPool, pieces: list[tuple[int, list[int]]]) -> tuple[KVView, tuple[Tensor, ...]]:
+def ready(pool: PagedKVCachePool, pieces: list[tuple[int, list[int]]]) -> tuple[KVView, tuple[Tensor, ...]]:
     """A pass over (slot, its next tokens), and all that changes from pass to pass."""
     spans = []
     for slot, ids in pieces:
@@ -64,7 +65,7 @@ def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> Tape:
 def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) -> None:
     if not native.has_products(model.dtype):
         pytest.skip("no products in this type")
-    pool, twin = ScatteredPool(model, [40, 40, 40]), ScatteredPool(model, [40, 40, 40])
+    pool, twin = scattered(model, [40, 40, 40]), scattered(model, [40, 40, 40])
     view, inputs = ready(pool, [(0, [5])])
     tape, outputs = record(pass_of(model, view), *inputs)
     view.advance()

@@ -19,16 +19,8 @@ from tests.engine_helpers import (
     end_of,
     greedy,
     run,
-    text_of,
-    tiny_model,
     tokens_of,
-    windowed_model,
 )
-
-
-@pytest.fixture(scope="module")
-def llama() -> CausalLM:
-    return tiny_model()
 
 
 def test_one_pass_over_the_rectangle_then_one_column_a_step() -> None:
@@ -60,15 +52,6 @@ def test_mixed_lengths_in_one_batch_give_each_its_tokens_alone(
     assert_answered(outputs, requests, llama)
 
 
-def test_a_prompt_past_the_window_beside_a_short_one() -> None:
-    """Sliding windows see the row's own columns, not the rectangle's."""
-    model = windowed_model()
-    engine = build("static", model)
-    requests = [add(engine, list(range(10, 10 + n)), greedy(15, ignore_eos=True)) for n in (2, 30, 9)]
-    outputs = run(engine)
-    assert_answered(outputs, requests, model)
-
-
 def test_eos_of_one_row_leaves_the_others_running() -> None:
     def rule(token_ids: list[int]) -> int:
         return EOS if token_ids[0] == ord("!") and len(token_ids) == 4 else continuation(token_ids, 1)[0]
@@ -80,18 +63,6 @@ def test_eos_of_one_row_leaves_the_others_running() -> None:
     assert len(tokens_of(outputs, stops)) == 3
     assert tokens_of(outputs, goes) == continuation(b"go", 9)
     assert [record.idle_rows for record in engine.telemetry.records] == [0] * 3 + [1] * 6 + [0]
-
-
-def test_each_end_in_one_batch() -> None:
-    def rule(token_ids: list[int]) -> int:
-        answers = {ord("e"): [*b"ab", EOS], ord("s"): [*b"a STOP b"], ord("l"): [*b"abcdefgh"]}
-        return answers[token_ids[0]][len(token_ids) - 1]
-
-    engine = build("static", RememberingModel(rule=rule))
-    eos, stop, length = (add(engine, first, greedy(7, stop=("STOP",))) for first in "esl")
-    outputs = run(engine)
-    ends = [(end_of(outputs, r).finish_reason, text_of(outputs, r)) for r in (eos, stop, length)]
-    assert ends == [("eos", "ab"), ("stop", "a "), ("length", "abcdefg")]
 
 
 @pytest.mark.parametrize("kind", ["remembering", "llama"])

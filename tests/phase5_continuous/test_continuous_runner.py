@@ -10,10 +10,8 @@ import torch
 
 from common.kv import KVView
 from common.models.layers import CausalLM
-from common.request import SamplingParams
 from kernels.attention_layout import AttentionLayout
 from tests.engine_helpers import (
-    EOS,
     RememberingModel,
     Variant,
     add,
@@ -22,14 +20,7 @@ from tests.engine_helpers import (
     end_of,
     greedy,
     run,
-    tiny_model,
-    tokens_of,
 )
-
-
-@pytest.fixture(scope="module")
-def llama() -> CausalLM:
-    return tiny_model()
 
 
 def test_newcomers_are_prefilled_in_one_pass_without_padding(variant: Variant) -> None:
@@ -100,48 +91,6 @@ def test_a_mixed_step_decodes_first(variant: Variant) -> None:
         ((4,), (4,)),
     ]
     assert_answered(outputs + step + run(engine), [a, b, c])
-
-
-def test_decode_takes_any_subset_of_slots(variant: Variant, llama: CausalLM) -> None:
-    """Sequences of all lengths come and go; each gets the tokens it would have alone."""
-    engine = variant.build(llama, max_batch_size=3)
-    params = [greedy(3 + 4 * (i % 4), ignore_eos=True) for i in range(9)]
-    params[4] = SamplingParams(max_new_tokens=9, seed=1)
-    requests = [
-        add(engine, [(i * 11 + j) % 250 for j in range(1 + 5 * (i % 3))], params[i]) for i in range(9)
-    ]
-    assert_answered(run(engine), requests, llama)
-
-
-def test_eos_as_the_first_token(variant: Variant) -> None:
-    engine = variant.build(RememberingModel(rule=lambda ids: EOS if ids[0] == ord("!") else 65))
-    ends, runs = add(engine, "!x", greedy(5)), add(engine, "go", greedy(5))
-    outputs = engine.step()
-    end = end_of(outputs, ends)
-    assert (end.finish_reason, end.completion_tokens, end.token_id) == ("eos", 1, EOS)
-    outputs += run(engine)
-    assert tokens_of(outputs, runs) == [65] * 5
-    assert_all_free(engine)
-
-
-def test_a_single_new_token_needs_no_decode(variant: Variant) -> None:
-    model = RememberingModel()
-    engine = variant.build(model)
-    request = add(engine, "abc", greedy(1))
-    outputs = run(engine)
-    assert end_of(outputs, request).finish_reason == "length"
-    assert len(model.calls) == 1
-
-
-def test_a_cancelled_newcomer_is_not_prefilled(variant: Variant) -> None:
-    model = RememberingModel()
-    engine = variant.build(model)
-    leaves, stays = add(engine, "leaves", greedy(2)), add(engine, "st", greedy(2))
-    engine.cancel(leaves.request_id)
-    outputs = run(engine)
-    assert model.calls[0].query_lengths == (2,)
-    assert end_of(outputs, leaves).finish_reason == "cancelled"
-    assert_answered(outputs, [stays])
 
 
 @pytest.mark.usefixtures("torch_kernels")

@@ -11,7 +11,6 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
-    end_of,
     greedy,
     ids,
     run,
@@ -108,15 +107,3 @@ def test_nobody_starves(variant: Variant) -> None:
     assert [output.request_id for output in outputs if output.completion_tokens == 1] == ids(requests)
     assert_answered(outputs, requests)
     assert_all_free(engine)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_cancelling_frees_the_slot_for_the_same_steps_admission(variant: Variant, steps: int) -> None:
-    engine = variant.build(max_batch_size=1)
-    request, after = add(engine, "one", greedy(20)), add(engine, "two", greedy(2))
-    outputs = [output for _ in range(steps) for output in engine.step()]
-    engine.cancel(request.request_id)
-    outputs += engine.step()
-    assert end_of(outputs, request).finish_reason == "cancelled"
-    assert (request.slot, after.state) == (None, RequestState.DECODE)
-    assert_answered(outputs + engine.step(), [after])

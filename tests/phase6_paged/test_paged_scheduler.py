@@ -8,7 +8,7 @@ import pytest
 
 from common.engine import Engine
 from common.errors import InvalidRequestError
-from common.request import RequestState, SamplingParams
+from common.request import RequestState
 from tests.engine_helpers import (
     Bench,
     Variant,
@@ -16,7 +16,6 @@ from tests.engine_helpers import (
     assert_all_free,
     assert_answered,
     continuation,
-    end_of,
     greedy,
     ids,
     run,
@@ -298,47 +297,6 @@ def test_a_prompt_that_fits_the_pool_never_waits_forever(variant: Variant) -> No
     assert_answered(outputs, requests)
     assert [output.request_id for output in outputs if output.completion_tokens == 1] == ids(requests)
     assert_all_free(engine)
-
-
-def test_preemptions_are_in_telemetry_and_clients_see_a_pause_only(variant: Variant) -> None:
-    engine = engine_of(variant, 8, 2)
-    requests = [add(engine, [i + 1] * 4, greedy(10)) for i in range(3)]
-    assert_answered(run(engine), requests)
-    assert engine.telemetry.snapshot()["counters"]["preemptions"] == engine.scheduler.preemptions > 0
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("when", ["waiting", "resumed"])
-def test_a_preempted_request_can_be_cancelled(variant: Variant, when: str) -> None:
-    engine = engine_of(variant, 8, 2)
-    *others, victim = [add(engine, [i + 1] * 4, greedy(10)) for i in range(3)]
-    outputs = []
-    while engine.scheduler.preemptions == 0:
-        outputs += engine.step()
-    assert victim.state is RequestState.WAITING
-    assert victim.num_generated_tokens > 0
-    while when == "resumed" and victim.slot is None:
-        outputs += engine.step()
-    engine.cancel(victim.request_id)
-    outputs += run(engine)
-    assert end_of(outputs, victim).finish_reason == "cancelled"
-    assert_answered(outputs, others)
-    assert_all_free(engine)
-
-
-def test_a_sampled_request_draws_the_same_after_preemption(variant: Variant) -> None:
-    """Its random numbers go with its tokens: nothing is drawn twice."""
-    params = SamplingParams(temperature=5.0, seed=3, max_new_tokens=12, ignore_eos=True)
-    alone, engine = engine_of(variant, 100, 2), engine_of(variant, 8, 2)
-    expected = []
-    for i in range(3):
-        own = add(alone, [i + 1] * 4, params)
-        expected.append(tokens_of(run(alone), own))
-    requests = [add(engine, [i + 1] * 4, params) for i in range(3)]
-    outputs = run(engine)
-    assert engine.scheduler.preemptions > 0
-    assert [tokens_of(outputs, each) for each in requests] == expected
-    assert any(t != continuation(r.prompt_token_ids, 12) for t, r in zip(expected, requests, strict=True))
 
 
 def test_sixteen_requests_at_batch_16(variant: Variant) -> None:

@@ -9,18 +9,9 @@ from pydantic import ValidationError
 
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import Variant, the_refusal
+from tests.engine_helpers import Variant
 
 WITHOUT = {"use_chunked_prefill": False}
-
-
-def test_defaults(variant: Variant) -> None:
-    config = variant.config()
-    assert config.use_chunked_prefill
-    assert (config.prefill_chunk_size, config.prefill_token_budget) == (256, 256)
-    assert config.max_prefill_chunks_per_step is None
-    assert config.mixed_batches
-    assert config.kv_cache_backend == "paged"
 
 
 @pytest.mark.parametrize(
@@ -31,18 +22,6 @@ def test_the_budget_is_a_chunk_unless_it_is_told(
     variant: Variant, told: dict[str, Any], budget: int | None
 ) -> None:
     assert variant.config(prefill_chunk_size=512, **told).prefill_token_budget == budget
-
-
-@pytest.mark.parametrize(
-    "name", ["prefill_chunk_size", "max_prefill_chunks_per_step", "prefill_token_budget"]
-)
-@pytest.mark.parametrize("value", [0, -1])
-def test_sizes_are_at_least_one(variant: Variant, name: str, value: int) -> None:
-    with pytest.raises(ValidationError) as caught:
-        variant.config(**{name: value})
-    error = the_refusal(caught.value)
-    assert caught.value.errors()[0] == error, "first, for those who say only that"
-    assert (error["loc"], error["type"]) == ((name,), "greater_than_equal")
 
 
 @pytest.mark.parametrize(

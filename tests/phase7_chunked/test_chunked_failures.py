@@ -22,9 +22,7 @@ from tests.engine_helpers import (
     ids,
     nan_model,
     run,
-    tokens_of,
 )
-from tests.pools import paged
 
 CHUNK = 8
 
@@ -137,17 +135,6 @@ def test_one_who_fails_beside_other_chunks_takes_none_of_them_along(engine_of: B
     assert_all_free(engine)
 
 
-def test_a_leak_planted_before_a_failing_chunk_is_reclaimed(engine_of: Build) -> None:
-    engine = engine_of(Allergic())
-    victim = add(engine, prompt_with(ALLERGEN, at=CHUNK), greedy(5))
-    engine.step()
-    paged(engine).allocator.allocate(2, owner=-1)
-    assert [output.request_id for output in engine.step()] == [victim.request_id]
-    assert engine.telemetry.counters.reclaimed_slots == 2
-    run(engine)
-    assert paged(engine).allocator.num_free == 60
-
-
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_nan_in_chunk_2_stays_with_its_owner(engine_of: Build, mixed: bool) -> None:
     model = nan_model()
@@ -161,35 +148,4 @@ def test_a_nan_in_chunk_2_stays_with_its_owner(engine_of: Build, mixed: bool) ->
     assert sick.prefill_progress == 4 * CHUNK, "only the last chunk has logits to look at"
     heir = add(engine, [7, 8], greedy(20, ignore_eos=True))
     assert_answered(outputs + run(engine), [*neighbours, heir], model)
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("how", ["cancel", "preempt"])
-def test_a_nan_that_was_not_seen_yet_reaches_no_other_request(engine_of: Build, how: str) -> None:
-    """A chunk that is not the last has no logits to look at: its NaN is in the cache when its owner leaves."""
-    model = nan_model()
-    engine = engine_of(model, num_blocks=24)
-    pool = paged(engine)
-    neighbour = add(engine, list(range(20, 30)), greedy(30, ignore_eos=True))
-    outputs = engine.step() + engine.step()
-    sick = add(engine, prompt_with(ALLERGEN, at=CHUNK + 3), greedy(5))
-    outputs += engine.step() + engine.step()
-    assert sick.prefill_progress == 2 * CHUNK
-    assert sick.slot is not None
-    tainted = [block for block in pool.block_table(sick.slot) if pool.k[0][block].isnan().any()]
-    assert tainted
-    if how == "preempt":
-        lost = pool.allocator.allocate(pool.allocator.num_free, owner=-1)
-        while engine.scheduler.preemptions == 0:
-            outputs += engine.step()
-            assert sick.prefill_progress < 4 * CHUNK
-        pool.allocator.free(lost)
-    engine.cancel(sick.request_id)
-    outputs += engine.step()
-    pool.allocator._free.sort(key=tainted.count)  # the tainted block is the next to be given out
-    heir = add(engine, [7, 8], greedy(20, ignore_eos=True))
-    outputs += run(engine)
-    assert end_of(outputs, sick).finish_reason == "cancelled"
-    assert tokens_of(outputs, sick) == []
-    assert_answered(outputs, [neighbour, heir], model)
     assert_all_free(engine)

@@ -14,11 +14,6 @@ from phase8_prefix.cache import PrefixCachingPool
 from tests.engine_helpers import Variant, add, greedy, run
 
 
-def test_sharing_is_the_default() -> None:
-    config = Config()
-    assert (config.enable_prefix_caching, config.kv_cache_backend, config.block_size) == (True, "paged", 16)
-
-
 def test_slots_cannot_be_shared_and_the_reason_is_told() -> None:
     with pytest.raises(ValidationError) as caught:
         Config(kv_cache_backend="contiguous")

@@ -5,104 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
-from common.request import Request, RequestState
+from common.request import Request
 from phase8_prefix.cache import PrefixCachingPool
 from phase8_prefix.tree import Key, Node, PrefixTree
-from tests.phase8_prefix.support import GARBAGE, Sharing, act, make_pool, run_down
+from tests.phase8_prefix.support import Sharing, act, make_pool, run_down
 
 POOLS = [(24, 1), (14, 2), (10, 3), (9, 4), (12, 4)]  # blocks, block size
-
-
-class SharingMachine(RuleBasedStateMachine):
-    """Hypothesis chooses the operations, and the shortest ones that go wrong."""
-
-    operations = 0
-
-    @initialize(blocks=st.integers(4, 24), block_size=st.integers(1, 5), seed=st.integers(0, 9))
-    def start(self, blocks: int, block_size: int, seed: int) -> None:
-        self.sharing = Sharing(make_pool(blocks, block_size), seed)
-
-    def requests(self, *states: RequestState) -> list[Request]:
-        return [r for r in self.sharing.active if r.state in states]
-
-    def prefilling(self) -> bool:
-        return bool(self.requests(RequestState.PREFILL))
-
-    @rule(prompt=st.lists(st.integers(1, 2), min_size=1, max_size=12), salt=st.sampled_from(["", "a"]))
-    def add(self, prompt: list[int], salt: str) -> None:
-        limit = self.sharing.pool.max_request_tokens() - 1
-        self.sharing.add(prompt[:limit], salt)
-
-    @precondition(lambda self: self.sharing.waiting)
-    @rule()
-    def admit(self) -> None:
-        self.sharing.admit()
-
-    @precondition(prefilling)
-    @rule(choice=st.integers(0, 9), tokens=st.integers(1, 9), end=st.sampled_from(["well", "ill", "nan"]))
-    def chunk(self, choice: int, tokens: int, end: str) -> None:
-        prefilling = self.requests(RequestState.PREFILL)
-        request = prefilling[choice % len(prefilling)]
-        if not request.has_begun:
-            self.sharing.look_again(request)
-        if end == "nan":
-            self.sharing.nan(request, tokens)
-        elif end == "ill":
-            self.sharing.fail(self.sharing.chunk(request, tokens, write=GARBAGE))
-        else:
-            self.sharing.commit(self.sharing.chunk(request, tokens))
-
-    @precondition(lambda self: self.requests(RequestState.DECODE))
-    @rule(choice=st.integers(0, 9), steps=st.integers(1, 4))
-    def decode(self, choice: int, steps: int) -> None:
-        decoding = self.requests(RequestState.DECODE)
-        request = decoding[choice % len(decoding)]
-        for _ in range(steps):
-            if request.slot is not None and len(request.token_ids) <= self.sharing.pool.max_request_tokens():
-                self.sharing.decode(request)
-
-    @precondition(lambda self: self.sharing.active)
-    @rule(choice=st.integers(0, 9))
-    def finish(self, choice: int) -> None:
-        self.sharing.finish(self.sharing.active[choice % len(self.sharing.active)])
-
-    @rule()
-    def reset(self) -> None:
-        self.sharing.reset()
-
-    @invariant()
-    def everything_holds(self) -> None:
-        type(self).operations += 1
-        self.sharing.check()
-
-    def teardown(self) -> None:
-        run_down(self.sharing)
-
-
-def test_any_history() -> None:
-    SharingMachine.operations = 0
-    run_state_machine_as_test(
-        SharingMachine,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=50,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert SharingMachine.operations > 2000
 
 
 def random_history(num_blocks: int, block_size: int, operations: int, seed: int) -> Sharing:

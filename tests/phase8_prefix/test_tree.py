@@ -98,15 +98,6 @@ def test_the_least_recently_used_goes_first() -> None:
     assert tree.evict(0) == tree.evict(-3) == []
 
 
-def test_only_part_of_a_path_may_be_held() -> None:
-    tree = tree_of([1, 1, 2, 2, 3, 3])
-    part = tree.match([1, 1, 2, 2, 3, 3])[:2]
-    tree.hold(part)
-    assert tree.evict(9) == [2]
-    tree.release(part)
-    assert tree.evict(9) == [1, 0]
-
-
 def test_the_work_is_in_the_blocks_named_not_in_the_tree() -> None:
     """Nothing searches what is evictable: it is entered at one end, taken from the other, and found by its name."""
 

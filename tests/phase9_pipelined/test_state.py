@@ -188,15 +188,6 @@ def test_steps_are_committed_oldest_first() -> None:
     assert committed == launched[:8]
 
 
-def test_nobody_is_in_a_step_twice() -> None:
-    state, member = State(), Member()
-    with pytest.raises(PipelineError, match="twice"):
-        state.on_launch(Step([member, member]))
-    assert (situation_of(state), member.inflight_refs) == ("", 0)
-    state.on_launch(Step([member]))
-    assert member.inflight_refs == 1
-
-
 class Membership(RuleBasedStateMachine):
     """Any legal history: a request is in flight as often as it is a member of a step in flight."""
 
