@@ -12,6 +12,7 @@ import re
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -591,6 +592,21 @@ def everything(connection: socket.socket) -> bytes:
     return received
 
 
+def _reset(connection: socket.socket) -> None:
+    """Leave as a killed process does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _half_close(connection: socket.socket) -> None:
+    """Stop sending, which over HTTP/1.1 is leaving."""
+    connection.shutdown(socket.SHUT_WR)
+
+
+#: Ways in which a client leaves.
+LEAVE: list[Callable[[socket.socket], None]] = [socket.socket.close, _reset, _half_close]
+
+
 def assert_told(answer: bytes, status: int, code: str) -> None:
     """An answer in the form that all errors have, and the last of its connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -640,8 +656,10 @@ def eventually(condition: Callable[[], bool]) -> None:
 def assert_error(
     response: httpx.Response, status: int, param: str | None = None, code: str | None = None, says: str = ""
 ) -> None:
-    """An answer in the one shape that errors have."""
+    """An answer in the one shape that errors have, which shows nothing of the machine."""
     assert response.status_code == status, response.text
+    for word in ("Traceback", "/common/", ".py", "pydantic", "site-packages", "0x"):
+        assert word not in response.text
     assert response.headers["content-type"] == "application/json"
     assert len(response.content) < 4096
     body = response.json()
@@ -653,3 +671,5 @@ def assert_error(
     if code is not None:
         assert body["error"]["code"] == code
     assert ("retry-after" in response.headers) == (status == 503)
+    # OpenAI's library would send a failed request again. After these statuses a retry is of no use.
+    assert (response.headers.get("x-should-retry") == "false") == (status in (500, 504))

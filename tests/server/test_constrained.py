@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import jsonschema
 import psutil
 import pytest
 
-from tests.grammars import AMBIGUOUS, Form
-from tests.grammars import FORMS as GRAMMAR_FORMS
+from tests.grammars import AMBIGUOUS
 from tests.server.support import (
     PHASES,
     ServerProcess,
@@ -189,31 +186,3 @@ def test_the_compilers_process_ends_with_the_server(phase: str) -> None:
     process.wait()
     eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     process.read_the_rest()
-
-
-@pytest.mark.slow
-def test_the_same_answers_at_every_depth() -> None:
-    """More than twenty schemas as `response_format`, a few at a time, beside others that ask for nothing."""
-    schemas = [form for form in GRAMMAR_FORMS if form.grammar.kind == "json_schema"]
-    assert len(schemas) >= 20
-
-    def ask(server: ServerProcess, form: Form) -> str:
-        schema = {"name": "form", "schema": json.loads(form.grammar.text), "strict": True}
-        response_format = {"type": "json_schema", "json_schema": schema}
-        assert server.complete(max_tokens=5)["usage"]["completion_tokens"] == 5
-        events = server.events(max_tokens=160, response_format=response_format)
-        text, reason = texts(events)[0], events[-1][1]["finish_reason"]
-        if reason != "length":
-            assert form.matches(text), (form.name, text)
-        return f"{text} {reason}"
-
-    answers = []
-    for phase, *options in [
-        ("phase8_prefix",),
-        *(("phase9_pipelined", "--pipeline-depth", str(depth)) for depth in range(3)),
-        ("phase9_pipelined", "--no-captured-steps", "--prefill-mode", "drained"),
-    ]:
-        with ServerProcess(phase, "--max-seq-len", "512", *options) as server, ThreadPoolExecutor(4) as pool:
-            answers.append(list(pool.map(partial(ask, server), schemas)))
-    assert all(each == answers[0] for each in answers[1:])
-    assert sum(not answer.endswith(" length") for answer in answers[0]) >= 0.8 * len(schemas)

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.server.gated_server import SECRET
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, assert_error, eventually
 
 PATH = "/openai/v1/completions"
@@ -91,16 +92,26 @@ def test_refusals_are_400(server: ServerProcess, fields: dict[str, Any], param: 
 
 @pytest.mark.parametrize("path", ["/v1/completions", PATH, "/v1/chat/completions"])
 def test_an_error_in_a_stream_says_whose_it_is(gated: ServerProcess, path: str) -> None:
-    """The error chunk of several choices names its choice; with one choice there is nothing to name."""
+    """The error chunk of several choices names its choice; with one choice there is nothing to name.
+
+    The log says what failed, and the client is not told.
+    """
     gated.order("fail")
     for n in (1, 3):
-        lines = gated.ask(path, n=n, stream=True, max_tokens=4).text.splitlines()
+        text = gated.ask(path, n=n, stream=True, max_tokens=4).text
+        assert SECRET not in text
+        lines = text.splitlines()
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
         errors = [chunk for chunk in map(json.loads, data) if "error" in chunk]
         assert [chunk["error"]["code"] for chunk in errors] == ["internal_error"] * n
+        assert all(set(chunk["error"]) == {"message", "type", "param", "code"} for chunk in errors)
         assert n > 1 or set(errors[0]) == {"error"}
         named = sorted(choice["index"] for chunk in errors for choice in chunk.get("choices", []))
         assert named == ([] if n == 1 else [0, 1, 2])
+    whole = gated.ask(path, stream=False)
+    assert_error(whole, 500, None, "internal_error")
+    assert SECRET not in whole.text
+    assert SECRET in gated.log_text
 
 
 # ---------------------------------------------------------------------- failures, as OpenAI's library sees them
