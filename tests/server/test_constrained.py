@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import jsonschema
@@ -17,9 +16,7 @@ from tests.server.support import (
     ServerProcess,
     assert_error,
     eventually,
-    in_background,
     on_phases,
-    post,
     texts,
 )
 
@@ -101,9 +98,8 @@ def test_an_answer_that_is_cut_says_so(server: ServerProcess) -> None:
 # ---------------------------------------------------------------------- refusals
 
 
-def exploding(multiple: int = 999_999) -> dict[str, Any]:
-    """A schema that takes too much time to compile: the automaton has a state for each remainder."""
-    return {"json": {"type": "integer", "multipleOf": multiple}}
+#: Its automaton has a state for each remainder: it takes too much time to compile.
+EXPLODING = {"json": {"type": "integer", "multipleOf": 999_999}}
 
 
 def schema_of(**fields: Any) -> dict[str, Any]:
@@ -118,7 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs.regex", "70000"),
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar", "nowhere"),
     ({"structured_outputs": {"choice": ["x" * 70_000]}}, "structured_outputs.choice", "characters"),
-    ({"structured_outputs": exploding()}, "structured_outputs.json", "too much time"),
+    ({"structured_outputs": EXPLODING}, "structured_outputs.json", "too much time"),
     ({"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar", "a trial answer fails"),
     (schema_of(schema={"type": "text"}), "response_format.json_schema.schema", "Invalid type: text"),
     (
@@ -166,16 +162,6 @@ def test_refusals_name_the_field_and_come_before_the_stream(
 def test_wrong_types(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
     assert_error(server.post(**fields), 400, param)
     assert server.text(structured_outputs={"choice": ["c"]}) == "c"
-
-
-def test_a_grammar_that_takes_long_holds_up_nobody_else(server: ServerProcess) -> None:
-    multiples = (999_979, 999_983)  # of no other test: a refusal that is known takes no time
-    slow = in_background(2, lambda number: post(server, structured_outputs=exploding(multiples[number])))
-    time.sleep(0.2)  # they are being compiled, or wait for that
-    while not any(each.done() for each in slow):
-        server.assert_serves()
-        assert server.client.get("/health").status_code == 200
-    assert [each.result().status_code for each in slow] == [422, 422]
 
 
 def test_the_compilers_process_ends_with_the_server(phase: str) -> None:
