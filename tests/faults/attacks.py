@@ -12,9 +12,9 @@ import psutil
 from common.server import logs
 from tests.cluster.conftest import running
 from tests.faults.attackers import Attackers
-from tests.faults.ordinary import HealthWatch, OrdinaryClients
+from tests.faults.ordinary import OrdinaryClients
 from tests.faults.raw_http import Target
-from tests.server.support import ServerProcess
+from tests.server.support import ServerProcess, asking_for_health
 
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
@@ -60,12 +60,12 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
     for _ in range(2):
         attackers = Attackers(target, names)
         try:
-            with HealthWatch(target) as health:
+            with asking_for_health(server.url) as health:
                 service = asyncio.run(clients.ask_until_each_has(ANSWERS_EACH, at_least_s=ATTACKED_S))
         finally:
             outcomes = attackers.stop()
         assert service.mistakes == []
-        assert health.statuses == {200}
+        assert {answer.status_code for answer in health} == {200}
         for name, counted in outcomes.items():
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)

@@ -565,6 +565,26 @@ def post(server: Served, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
 
 
+@contextmanager
+def asking_for_health(url: str) -> Iterator[list[httpx.Response]]:
+    """Ask a server for `/health` every 20 ms, in a thread of its own. Yields the answers so far."""
+    answers: list[httpx.Response] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url, timeout=HANG_S) as client:
+            while not over.wait(0.02):
+                answers.append(client.get("/health"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
+
+
 def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Response]:
     """Submit as many sequences as are computed together, and hold their first pass."""
     server.order("hold")
