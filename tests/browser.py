@@ -5,21 +5,17 @@ Keys and the pointer are the browser's own events, as a person's would be.
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import shutil
-import socket
-import struct
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from websockets.sync.client import connect
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
@@ -54,19 +50,12 @@ class Tab:
             text=True,
         )
         self._number = 0
+        self._session: dict[str, str] = {}
         self.errors: list[str] = []
         self.requested: list[str] = []
-        host, path = self._address()
-        self._socket = socket.create_connection(host, timeout=HANG_S)
-        self._reader = self._socket.makefile("rb")
-        key = base64.b64encode(os.urandom(16)).decode()
-        self._socket.sendall(
-            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        self._socket = connect(
+            self._address(), compression=None, max_size=None, ping_interval=None, proxy=None
         )
-        while self._reader.readline() != b"\r\n":
-            pass
-        self._session: dict[str, str] = {}
         target = self.command("Target.getTargets")["targetInfos"]
         page = next(each["targetId"] for each in target if each["type"] == "page")
         attached = self.command("Target.attachToTarget", targetId=page, flatten=True)
@@ -75,15 +64,12 @@ class Tab:
             self.command(f"{domain}.enable")
         self.command("Performance.enable")
 
-    def _address(self) -> tuple[tuple[str, int], str]:
+    def _address(self) -> str:
         """Where Chromium says that it listens."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if "DevTools listening on " in line:
-                url = urlsplit(line.split("DevTools listening on ")[1].strip())
-                assert url.hostname is not None
-                assert url.port is not None
-                return (url.hostname, url.port), url.path
+                return line.split("DevTools listening on ")[1].strip()
         raise AssertionError("chromium did not start")
 
     # ------------------------------------------------------------------ the protocol
@@ -91,9 +77,9 @@ class Tab:
     def command(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
-        self._send(json.dumps(message | getattr(self, "_session", {})).encode())
+        self._socket.send(json.dumps(message | self._session))
         while True:
-            received = self._receive()
+            received = json.loads(self._socket.recv(HANG_S))
             if received.get("id") == self._number:
                 assert "error" not in received, f"{method}: {received['error']}"
                 result: dict[str, Any] = received["result"]
@@ -111,29 +97,6 @@ class Tab:
                 self.errors.append(json.dumps(params["args"]))
             case "Network.requestWillBeSent":
                 self.requested.append(params["request"]["url"])
-
-    def _send(self, body: bytes) -> None:
-        mask, size = os.urandom(4), len(body)
-        if size < 126:
-            head = bytes([0x80 | size])
-        else:
-            head = b"\xfe" + struct.pack(">H", size) if size < 1 << 16 else b"\xff" + struct.pack(">Q", size)
-        masked = bytes(each ^ mask[i % 4] for i, each in enumerate(body))
-        self._socket.sendall(b"\x81" + head + mask + masked)
-
-    def _receive(self) -> dict[str, Any]:
-        body = b""
-        while True:
-            first, second = self._reader.read(2)
-            size = second & 127
-            if size == 126:
-                (size,) = struct.unpack(">H", self._reader.read(2))
-            elif size == 127:
-                (size,) = struct.unpack(">Q", self._reader.read(8))
-            body += self._reader.read(size)
-            if first & 0x80:
-                message: dict[str, Any] = json.loads(body)
-                return message
 
     # ------------------------------------------------------------------ what a test does
 
@@ -239,12 +202,12 @@ class Tab:
         self._process.wait(HANG_S)
 
 
-@contextmanager
-def new_tab(profile: Path) -> Iterator[Tab]:
-    """Chromium, for as long as a test wants it."""
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """Chromium, for as long as a module wants it."""
     if CHROMIUM is None:
         pytest.skip("no chromium here")
-    tab = Tab(profile)
+    tab = Tab(tmp_path_factory.mktemp("profile"))
     try:
         yield tab
     finally:

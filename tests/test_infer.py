@@ -127,19 +127,8 @@ def test_the_installed_command_is_this_one() -> None:
 
 
 def test_a_server_in_a_process_of_its_own() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "infer",
-        "serve",
-        "4",
-        "--port",
-        "0",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    ]
+    options = ["--port", "0", "--dtype", "float32", "--device", "cpu"]
+    command = [sys.executable, "-m", "infer", "serve", "4", *options]
     with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None

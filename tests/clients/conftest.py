@@ -35,8 +35,7 @@ def server(phase: int) -> Iterator[ServerProcess]:
     """A server that wants a key, so every tool's way to send one is tried."""
     with ServerProcess(
         find_phase(phase).__name__,
-        *("--model", MODEL, "--max-seq-len", "1024"),
-        env={"INFER_API_KEY": KEY},
+        *("--model", MODEL, "--max-seq-len", "1024", "--api-key", KEY),
         headers={"Authorization": f"Bearer {KEY}"},
     ) as process:
         yield process

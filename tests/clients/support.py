@@ -86,6 +86,21 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class Library:
+    """A client that is among the project's own packages.
+
+    Attributes:
+        title: its package, which is how the table names it.
+    """
+
+    title: str
+
+    @property
+    def version(self) -> str:
+        return version(self.title)
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A client that is on the machine, or not: no package of pip's or npm's has it.
 
@@ -109,12 +124,10 @@ class Program:
         return number[0] if number else ""
 
 
-OPENAI = Tool("openai", ("openai==3.54.0",))
 OPENAI_NODE = Tool("openai Node", ("openai@7.57.0",))
 LANGCHAIN = Tool("langchain-openai", ("langchain-openai==1.7.3",))
 LITELLM = Tool("litellm", ("litellm==1.106.2",))
 LLM = Tool("llm", ("llm==0.36",))
-PROMETHEUS = Tool("prometheus-client", ("prometheus-client==0.26.0",))
 GUIDELLM = Tool("guidellm", ("guidellm==0.8.1",), borrows=True)
 LM_EVAL = Tool("lm-eval", ("lm-eval[api,hf]==0.4.13",), borrows=True)
 VLLM_BENCH = Tool(

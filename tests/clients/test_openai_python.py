@@ -1,97 +1,276 @@
-"""The `openai` library for Python."""
+"""The `openai` library for Python, as its users use it: completions and chat, whole and streamed.
+
+It is installed with the project's own packages, and so runs in the ordinary suite, too.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import openai
 import pytest
+from pydantic import BaseModel, ConfigDict
 
-from tests.clients.support import MAX_TOKENS, OPENAI, PROMPT, assert_same, chatted, completed, part
-from tests.server.support import MESSAGES, ServerProcess, rendered
+from common.phases import find_phase, phase_names
+from tests.clients.support import MAX_TOKENS, PROMPT, USAGE, Library, assert_same, completed
+from tests.server.support import MESSAGES, PREFIXES, ServerProcess, rendered
 
-TOOL = OPENAI
-SCRIPT = "openai_python.py"
-pytestmark = pytest.mark.clients
+TOOL = Library("openai")
+pytestmark = pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(number, marks=pytest.mark.slow if later else ())
+        for later, number in enumerate(find_phase(name).PHASE.number for name in phase_names())
+    ],
+    indirect=True,
+    scope="session",
+)
 
 
-@pytest.fixture(params=["/openai/v1", "/v1"])
+@dataclass
+class Api:
+    """Completions or chat, of a client that may be asynchronous."""
+
+    client: openai.OpenAI | openai.AsyncOpenAI
+    model: str
+    chats: bool
+
+    def create(self, **fields: Any) -> Any:
+        asked: dict[str, Any] = {"messages": MESSAGES} if self.chats else {"prompt": PROMPT}
+        resource: Any = self.client.chat.completions if self.chats else self.client.completions
+        defaults = {"model": self.model, "temperature": 0, "max_tokens": MAX_TOKENS}
+        return resource.create(**defaults | asked | fields)
+
+
+def text_of(choice: Any) -> str:
+    """The text of a choice, or of its part in a chunk."""
+    if hasattr(choice, "text"):
+        return str(choice.text)
+    return (choice.message if hasattr(choice, "message") else choice.delta).content or ""
+
+
+def usage_of(answer: Any) -> list[int]:
+    return [getattr(answer.usage, name) for name in USAGE]
+
+
+@pytest.fixture(params=PREFIXES)
 def prefix(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_completions(report: dict[str, Any], server: ServerProcess) -> None:
-    """Completions, whole and streamed with usage, under both prefixes."""
-    assert_same(part(report, "completion"), completed(server))
-    assert_same(part(report, "completion_stream"), completed(server))
+@pytest.fixture(params=[False, True], ids=["completions", "chat"])
+def chats(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
-def test_chat(report: dict[str, Any], server: ServerProcess) -> None:
-    """Chat, whole, streamed with usage, and through `chat.completions.stream`, under both prefixes."""
-    for name in ("chat", "chat_stream"):
-        assert_same(part(report, name), chatted(server))
-    assert_same(part(report, "stream_helper"), chatted(server, max_tokens=200, stop="."))
+@pytest.fixture
+def options(server: ServerProcess, prefix: str) -> dict[str, Any]:
+    key = server.client.headers["Authorization"].removeprefix("Bearer ")
+    return {"base_url": server.url + prefix, "api_key": key, "max_retries": 0}
 
 
-def test_logprobs(report: dict[str, Any], server: ServerProcess) -> None:
-    """`logprobs` of completions and of chat, under both prefixes."""
-    native = server.complete(max_tokens=MAX_TOKENS, logprobs=2)["choices"][0]["logprobs"]
-    assert part(report, "completion_logprobs") == native
-    talk = server.complete(prompt=rendered(MESSAGES), max_tokens=MAX_TOKENS, logprobs=2)["choices"][0]
-    said = part(report, "chat_logprobs")
-    assert [entry["token"] for entry in said] == talk["logprobs"]["tokens"]
-    assert [entry["logprob"] for entry in said] == talk["logprobs"]["token_logprobs"]
-    assert all(len(entry["top_logprobs"]) == 2 for entry in said)
+@pytest.fixture
+def client(options: dict[str, Any], server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(**options) as client:
+        yield client
+    server.assert_serves()
 
 
-def test_choices(report: dict[str, Any], server: ServerProcess) -> None:
-    """`n` of 3 with a seed, completions and chat, under both prefixes."""
-    said = part(report, "choices")
-    for name, prompt in (("completions", PROMPT), ("chat", rendered(MESSAGES))):
-        native = server.complete(prompt=prompt, max_tokens=MAX_TOKENS, temperature=1, seed=3, n=3)
-        assert said[name] == [choice["text"] for choice in native["choices"]]
-        assert len(set(said[name])) == 3
-        assert native["usage"]["completion_tokens"] in said["generated"]
+@pytest.fixture
+def api(client: openai.OpenAI, server: ServerProcess, chats: bool) -> Api:
+    return Api(client, server.model, chats)
 
 
-def test_structured_outputs(report: dict[str, Any], server: ServerProcess) -> None:
-    """`parse` with a pydantic class, `response_format`, `structured_outputs`, under both prefixes."""
-    said = part(report, "structured")
-    assert set(said["parsed"]) == {"brave"}
-    assert json.loads(said["schema"]) == said["parsed"]
-    assert said["choice"] in ("red", "green")
-    assert said["regex"].isdecimal()
-    assert len(said["regex"]) == 4
-    one_of = {"choice": ["red", "green"]}
-    assert said["choice"] == completed(server, structured_outputs=one_of)["text"]
+@pytest.fixture
+def prompt(chats: bool) -> Any:
+    """What the native route is asked for the same answer."""
+    return rendered(MESSAGES) if chats else PROMPT
 
 
-def test_models(report: dict[str, Any], server: ServerProcess) -> None:
+# ---------------------------------------------------------------------- answers
+
+
+def test_json_and_stream(api: Api, server: ServerProcess, prompt: Any) -> None:
+    """Completions and chat, whole and streamed with usage, under both prefixes."""
+    expected = completed(server, prompt=prompt)
+    whole = api.create()
+    *chunks, last = api.create(stream=True, stream_options={"include_usage": True})
+    assert_same({"text": text_of(whole.choices[0]), "usage": usage_of(whole)}, expected)
+    pieces = [piece for chunk in chunks if (piece := text_of(chunk.choices[0]))]
+    assert_same({"text": "".join(pieces), "pieces": pieces, "usage": usage_of(last)}, expected)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert (last.choices, last.usage) == ([], whole.usage)
+
+
+def test_asynchronous(
+    options: dict[str, Any], server: ServerProcess, prefix: str, chats: bool, prompt: Any
+) -> None:
+    """`AsyncOpenAI`, nine requests side by side, one of them refused, under both prefixes."""
+
+    async def streamed(api: Api) -> str:
+        return "".join([text_of(chunk.choices[0]) async for chunk in await api.create(stream=True)])
+
+    async def whole(api: Api) -> str:
+        return text_of((await api.create()).choices[0])
+
+    async def refused(api: Api) -> int:
+        with pytest.raises(openai.APIStatusError) as refusal:
+            await api.create(top_p=2)
+        return refusal.value.status_code
+
+    async def run() -> list[Any]:
+        async with openai.AsyncOpenAI(**options) as client:
+            api = Api(client, server.model, chats)
+            return await asyncio.gather(*(ask(api) for ask in (refused, *(whole, streamed) * 4)))
+
+    status = 422 if prefix == "/v1" else 400
+    assert asyncio.run(run()) == [status, *[completed(server, prompt=prompt)["text"]] * 8]
+
+
+def test_choices(api: Api, server: ServerProcess, prompt: Any) -> None:
+    """`n` of 4 with a seed, completions and chat, under both prefixes."""
+    sampled = {"n": 4, "seed": 4, "temperature": 1.5, "max_tokens": 40}
+    answer = api.create(**sampled)
+    native = server.complete(prompt=prompt, **sampled)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert list(map(text_of, answer.choices)) == [choice["text"] for choice in native["choices"]]
+    assert len(set(map(text_of, answer.choices))) == 4
+    assert answer.usage.completion_tokens == native["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("chats", [False], indirect=True)
+def test_equal_prompts_agree(api: Api) -> None:
+    """Two equal prompts in one request, under both prefixes."""
+    first, second = api.create(prompt=[PROMPT, PROMPT]).choices
+    assert first.text == second.text
+
+
+@pytest.mark.parametrize("chats", [False], indirect=True)
+def test_fields_of_openai_and_of_others(api: Api) -> None:
+    """Fields of OpenAI and, by `extra_body`, of vLLM, under both prefixes."""
+    fields = {"n": 2, "best_of": 2, "stop": ["\u2603"], "seed": 4, "top_p": 0.9, "user": "someone"}
+    fields |= {"logprobs": 2, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2}
+    answer = api.create(**fields, extra_body=more)
+    assert len(answer.choices) == 2
+    assert answer.choices[1].logprobs.tokens
+
+
+def test_the_end_of_a_stop_string(api: Api) -> None:
+    """`stop`, completions and chat, under both prefixes."""
+    whole = text_of(api.create(max_tokens=30).choices[0])
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 5]
+    (choice,) = api.create(max_tokens=30, stop=[stop]).choices
+    assert (text_of(choice), choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_models(client: openai.OpenAI, server: ServerProcess) -> None:
     """The list of models, and one of them, under both prefixes."""
-    assert part(report, "models") == {"listed": [server.model], "one": server.model}
+    assert [model.id for model in client.models.list()] == [server.model]
+    assert client.models.retrieve(server.model).id == server.model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
 
 
-def test_refusals(report: dict[str, Any], server: ServerProcess, prefix: str) -> None:
-    """Refusals as the library's exceptions, a stream left early, and the next request, under both prefixes."""
-    said = part(report, "refusals")
-    strict = prefix == "/openai/v1"
-    value, model = "BadRequestError" if strict else "UnprocessableEntityError", "NotFoundError"
-    for name, kind, field in (
-        ("key", "AuthenticationError", "key"),
-        ("value", value, "top_p"),
-        ("model", model, "another"),
-        ("prompt", "BadRequestError", "prompt"),
-        ("in a stream", value, "top_p"),
-    ):
-        assert said[name]["types"][0] == kind, said[name]
-        assert field in said[name]["message"]
-    assert_same(said["next"], completed(server))
-    assert_same(part(report, "left_early"), completed(server))
+def test_logprobs(api: Api, server: ServerProcess, prompt: Any) -> None:
+    """`logprobs` of completions and of chat, under both prefixes."""
+    answer = server.complete(prompt=prompt, max_tokens=MAX_TOKENS, logprobs=2)
+    native = answer["choices"][0]["logprobs"]
+    if api.chats:
+        content = api.create(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert [each.token for each in content] == native["tokens"]
+        assert [each.logprob for each in content] == native["token_logprobs"]
+    else:
+        assert api.create(logprobs=2).choices[0].logprobs.model_dump() == native
 
 
-def test_asynchronous(report: dict[str, Any], server: ServerProcess, prefix: str) -> None:
-    """`AsyncOpenAI`, ten requests side by side, one of them refused, under both prefixes."""
-    said = part(report, "asynchronous")
-    assert said["chat"] == [chatted(server)["text"]] * 6
-    assert said["text"] == [completed(server)["text"]] * 3
-    assert said["refused"]["status"] == (400 if prefix == "/openai/v1" else 422)
+@pytest.mark.parametrize("count", [None, 0, 5])
+@pytest.mark.parametrize("chats", [True], indirect=True)
+def test_logprobs_of_chat(api: Api, count: int | None) -> None:
+    """`top_logprobs` of chat, whole and streamed, under both prefixes."""
+    fields = {"logprobs": True, "top_logprobs": count, "seed": 2, "temperature": 1}
+    fields |= {"extra_body": {"ignore_eos": True}}
+    choice = api.create(**fields).choices[0]
+    content = choice.logprobs.content
+    assert "".join(each.token for each in content) == choice.message.content
+    for each in content:
+        assert each.logprob <= 0
+        assert each.bytes == list(each.token.encode())
+        top = [likely.logprob for likely in each.top_logprobs]
+        assert (top, len(top)) == (sorted(top, reverse=True), count or 0)
+    streamed = [chunk.choices[0].logprobs for chunk in api.create(**fields, stream=True)]
+    parts = [part.content[0] for part in streamed if part is not None and part.content]
+    assert [(part.token, part.logprob) for part in parts] == [(each.token, each.logprob) for each in content]
+
+
+def test_an_answer_can_be_sent_back(client: openai.OpenAI, server: ServerProcess) -> None:
+    """A conversation whose answers go along with the next question, under both prefixes."""
+    messages = list(MESSAGES)
+    for question in ("And then?", "Who was it?"):
+        answer = client.chat.completions.create(model=server.model, messages=messages, max_tokens=12)
+        messages += [answer.choices[0].message, {"role": "user", "content": question}]
+    messages[2] = messages[2].model_dump()  # with its nulls
+    assert client.chat.completions.create(model=server.model, messages=messages, max_tokens=2).choices
+
+
+class Fox(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    brave: bool
+
+
+def test_the_clients_helpers(client: openai.OpenAI, server: ServerProcess) -> None:
+    """`chat.completions.stream`, and `parse` with a pydantic class, under both prefixes."""
+    fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0}
+    with client.chat.completions.stream(**fields) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == final.choices[0].message.content
+    assert final.choices[0].finish_reason == "stop"
+    parsed = client.chat.completions.parse(**fields, response_format=Fox).choices[0].message
+    assert isinstance(parsed.parsed, Fox)
+    schema = {"name": "fox", "schema": Fox.model_json_schema(), "strict": True}
+    written = client.chat.completions.create(
+        **fields, response_format={"type": "json_schema", "json_schema": schema}
+    )
+    assert written.choices[0].message.content == parsed.content
+    assert json.loads(parsed.content) == parsed.parsed.model_dump()
+
+
+def test_structured_outputs(api: Api, server: ServerProcess, prompt: Any) -> None:
+    """`structured_outputs` in `extra_body`, completions and chat, under both prefixes."""
+    for form in ({"choice": ["red", "green"]}, {"regex": "[0-9]{4}"}):
+        answer = api.create(extra_body={"structured_outputs": form})
+        expected = completed(server, prompt=prompt, structured_outputs=form)["text"]
+        assert text_of(answer.choices[0]) == expected
+        assert expected in ("red", "green") or (expected.isdecimal() and len(expected) == 4)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_refusals(api: Api, prefix: str) -> None:
+    """Refusals as the library's exceptions, and the next request, under both prefixes."""
+    refusal = openai.UnprocessableEntityError if prefix == "/v1" else openai.BadRequestError
+    for fields in ({"max_tokens": 100_000}, {"temperature": -1}, {"top_p": 2}, {"top_p": 2, "stream": True}):
+        with pytest.raises(refusal, match=next(iter(fields))):
+            api.create(**fields)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        api.create(model="another")
+    assert unknown.value.code == "model_not_found"
+    if not api.chats:
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            api.create(prompt="")
+    stranger = api.client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError, match="key"):
+        Api(stranger, api.model, api.chats).create()
+
+
+def test_a_stream_left_early(api: Api) -> None:
+    """A stream that is left after its first piece, and the next request, under both prefixes."""
+    with api.create(max_tokens=500, stream=True) as stream:
+        next(iter(stream))

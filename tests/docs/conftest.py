@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import tab
 from tests.docs.support import ROOT, Page, read_page
+
+__all__ = ["tab"]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import PHONE, Tab, new_tab
+from tests.browser import PHONE, Tab
 
 pytestmark = pytest.mark.browser
 
@@ -39,12 +39,6 @@ def home(site: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with new_tab(tmp_path_factory.mktemp("profile")) as tab:
-        yield tab
 
 
 @pytest.mark.timeout(900)  # dozens of pages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from common.phases import find_phase
 from common.step_trace import StepTrace
 from docs.building import stepper
 from simulator import Arrival, Timelines, run, simulate_engine
-from tests.browser import DESKTOP, PHONE, Tab, new_tab
+from tests.browser import DESKTOP, PHONE, Tab
 
 browser = pytest.mark.browser
 
@@ -61,12 +60,6 @@ def test_the_stories_show_what_their_page_says() -> None:
 
 
 # ---------------------------------------------------------------------- in a browser
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with new_tab(tmp_path_factory.mktemp("profile")) as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

@@ -58,9 +58,12 @@ def test_names_in_code_font_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_tests_that_pages_name_exist(path: Path) -> None:
-    for module, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", path.read_text(encoding="utf-8")):
+    """As `tests/test_file.py::test_one`, or as `tests/test_file.py`: `test_one`, `test_other`."""
+    named = r"`(tests/[\w/]+\.py)(?:::(\w+))?`((?:[:,] `test_\w+`)*)"
+    for module, name, names in re.findall(named, path.read_text(encoding="utf-8")):
         defined = (ROOT / module).read_text(encoding="utf-8")
-        assert not name or re.search(rf"^(def|class) {name}\b", defined, re.MULTILINE), f"{module}::{name}"
+        for each in [name, *re.findall(r"\w+", names)]:
+            assert not each or re.search(rf"^(async def|def|class) {each}\b", defined, re.MULTILINE), each
 
 
 def exists(name: str) -> bool:

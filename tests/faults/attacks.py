@@ -1,14 +1,7 @@
-"""Ordinary clients beside attacks: how much of their service is left, and whether the server is well afterwards.
-
-`python -m tests.faults.attacks --phase 9 --seconds 120 [--attacks slow_mask tokenize] [--cluster 2] [-- OPTIONS]`
-
-Three times as many seconds: the ordinary clients alone, beside the attacks, and alone again. `OPTIONS` go to the
-server.
-"""
+"""Ordinary clients beside attacks: whether each is served, and whether the server is well afterwards."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import time
@@ -18,10 +11,10 @@ import psutil
 
 from common.server import logs
 from tests.cluster.conftest import running
-from tests.faults.attackers import ATTACKS, Attackers
-from tests.faults.ordinary import HealthWatch, OrdinaryClients, Service
+from tests.faults.attackers import Attackers
+from tests.faults.ordinary import OrdinaryClients
 from tests.faults.raw_http import Target
-from tests.server.support import PHASES, ServerProcess
+from tests.server.support import ServerProcess, asking_for_health
 
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
@@ -54,9 +47,6 @@ def memory_bytes(server: ServerProcess) -> int:
     return total
 
 
-# ---------------------------------------------------------------------- a test's question
-
-
 def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[str]) -> None:
     """Attack a server twice, each time until every ordinary client has its right answers.
 
@@ -70,13 +60,12 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
     for _ in range(2):
         attackers = Attackers(target, names)
         try:
-            with HealthWatch(target) as health:
+            with asking_for_health(server.url) as health:
                 service = asyncio.run(clients.ask_until_each_has(ANSWERS_EACH, at_least_s=ATTACKED_S))
         finally:
             outcomes = attackers.stop()
         assert service.mistakes == []
-        assert health.seconds
-        assert health.statuses == set()
+        assert {answer.status_code for answer in health} == {200}
         for name, counted in outcomes.items():
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)
@@ -92,61 +81,6 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
     assert server.process.poll() is None
 
 
-# ---------------------------------------------------------------------- a program's numbers
-
-
-def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None:
-    target = target_of(server)
-    clients = OrdinaryClients(target)
-    asyncio.run(clients.learn())
-    rates = []
-    for moment in ("alone", "beside", "alone again"):
-        attackers = Attackers(target, names, seconds + 60) if moment == "beside" else None
-        memory = [memory_bytes(server)]
-        with HealthWatch(target) as health:
-            service = asyncio.run(watching_memory(server, memory, clients, seconds))
-        rates.append(service.tokens / seconds)
-        print_moment(moment, rates, service, health, memory)
-        if attackers is not None:
-            for name, counted in attackers.stop().items():
-                said = ", ".join(f"{count} x {outcome}" for outcome, count in counted.items())
-                print(f"  {name}: {said or 'nothing was answered'}")
-    server.begin_test()
-    print(f"idle: {memory_bytes(server) / 2**20:.0f} MiB")
-
-
-async def watching_memory(
-    server: ServerProcess, memory: list[int], clients: OrdinaryClients, seconds: float
-) -> Service:
-    async def watch() -> None:
-        while True:
-            memory.append(await asyncio.to_thread(memory_bytes, server))
-            await asyncio.sleep(0.5)
-
-    watching = asyncio.create_task(watch())
-    try:
-        return await clients.ask_for(seconds)
-    finally:
-        watching.cancel()
-
-
-def print_moment(
-    moment: str, rates: list[float], service: Service, health: HealthWatch, memory: list[int]
-) -> None:
-    waits = sorted(health.seconds)  # a server that is held up may have answered once
-    middle, p99, most = (waits[round(share * (len(waits) - 1))] for share in (0.5, 0.99, 1.0))
-    print(
-        f"{moment}: {rates[-1]:.0f} tokens/s (x {rates[-1] / rates[0]:.2f}), {sum(service.answers)} answers, "
-        f"{service.refused} x 503, {len(service.mistakes)} mistakes; "
-        f"/health p50 {middle * 1e3:.0f}, p99 {p99 * 1e3:.0f}, max {most * 1e3:.0f} ms"
-        f"{f', not 200: {sorted(health.statuses)}' if health.statuses else ''}; "
-        f"memory {memory[0] / 2**20:.0f} MiB, at most {max(memory) / 2**20:.0f}",
-        flush=True,
-    )
-    for mistake in service.mistakes[:5]:
-        print(f"  {mistake}")
-
-
 @contextlib.contextmanager
 def serving(phase: str, options: Sequence[str] = (), replicas: int = 0) -> Iterator[ServerProcess]:
     """One server, or a cluster of so many replicas."""
@@ -159,22 +93,3 @@ def serving(phase: str, options: Sequence[str] = (), replicas: int = 0) -> Itera
             yield server
         finally:
             server.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--phase", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each of the three times")
-    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
-    parser.add_argument(
-        "--cluster", type=int, default=0, metavar="REPLICAS", help="a cluster instead of a server"
-    )
-    parser.add_argument("options", nargs="*", metavar="OPTIONS", help="of the server, after --")
-    arguments = parser.parse_args()
-    (phase,) = (name for name in PHASES if name.startswith(f"phase{arguments.phase}_"))
-    with serving(phase, arguments.options, arguments.cluster) as server:
-        measure(server, arguments.attacks, arguments.seconds)
-
-
-if __name__ == "__main__":
-    main()

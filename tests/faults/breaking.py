@@ -81,7 +81,7 @@ class Gate:
         self._open.set()
 
 
-def raising(error: Exception, number: int = 3) -> Callable[[int], None]:
+def raising(error: BaseException, number: int = 3) -> Callable[[int], None]:
     """A pass that fails, from the third on: in the middle of an answer."""
 
     def before(count: int) -> None:

@@ -8,8 +8,6 @@
 | two megabytes for `/tokenize`, whose clients leave | `tokenize` |
 | the scores of a longest prompt, sixteen times | `prompt_logprobs` |
 | streams that nobody reads | `unread_bytes` |
-
-How fast the ordinary clients are served is no test's question: `python -m tests.faults.attacks` measures it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 | fault | test |
 | --- | --- |
-| SIGTERM: idle, streaming, prefilling, with a slow reader | `test_the_end_comes` |
-| SIGTERM twice | `test_a_second_signal_ends_it_now` of `tests/server/test_lifecycle.py` |
+| SIGTERM: streaming, with a slow reader | `test_the_end_comes_while_answers_are_streamed` |
+| SIGTERM: prefilling | `test_a_signal_lets_what_runs_finish` of `tests/server/test_lifecycle.py` |
+| SIGTERM: idle | `test_an_idle_server_ends_at_once_with_connections_open` of the same |
+| SIGTERM twice | `test_a_second_signal_ends_it_now` of the same |
 | SIGKILL and restart on the same port | `test_killed_and_started_again` |
 | disk full for logs | `test_a_full_disk_for_the_log` |
 | clock jump | `test_a_clock_that_jumps` |
-| port in use | `test_a_port_in_use` |
-| engine thread dies | `test_an_engines_thread_that_dies` |
+| port in use | `test_a_port_in_use_is_found_before_the_model_is_loaded` of `tests/server/test_cli.py` |
+| engine thread dies | `test_an_engine_that_dies` |
 | event loop blocked for a second | `test_an_event_loop_that_is_blocked` |
 | 1,000 idle connections | `test_a_thousand_idle_connections` |
 
@@ -23,14 +25,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+import torch
 
-from common.errors import StartupError
 from common.server.connections import ConnectionLimits
 from common.server.sockets import allow_open_files, bind
 from tests.faults import breaking
@@ -68,33 +68,16 @@ def both_decode(server: LocalServer) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["idle", "streaming", "prefilling", "with a slow reader"])
-def test_the_end_comes(mortal: LocalServer, moment: str) -> None:
-    """Whoever was served before the signal has the whole answer after it; who reads nothing holds up nobody."""
-    gate = breaking.Gate()
-    running: list[Future[Any]] = []
-    with contextlib.ExitStack() as stack:
-        if moment == "streaming":
-            running = in_background(2, lambda _: mortal.events(max_tokens=200, ignore_eos=True))
-            eventually(lambda: both_decode(mortal))
-        elif moment == "prefilling":
-            stack.enter_context(breaking.passes(mortal, before=gate))
-            running = in_background(1, lambda _: mortal.events(**MARKED))
-            gate.wait()
-        elif moment == "with a slow reader":
-            slow = stack.enter_context(mortal.raw(stream=True, max_tokens=300, ignore_eos=True))
-            eventually(lambda: mortal.counters()["decode_tokens"] > 4)
+def test_the_end_comes_while_answers_are_streamed(mortal: LocalServer) -> None:
+    """Clients that were served before the signal get their whole answers after it, if they read at once or late."""
+    running = in_background(2, lambda _: mortal.events(max_tokens=200, ignore_eos=True))
+    eventually(lambda: both_decode(mortal))
+    with mortal.raw(stream=True, max_tokens=300, ignore_eos=True) as slow, slow.makefile("rb") as answer:
+        eventually(lambda: mortal.counters()["requests_added"] == 3)
         mortal.signal()
-        if moment == "prefilling":
-            eventually(lambda: mortal.client.get("/ready").status_code == 503)
-            assert_error(mortal.post(), 503, None, "shutting_down")
-            gate.open()
         for each in running:
             assert each.result(HANG_S)[-1][0] == "done"
-        if moment == "with a slow reader":  # which reads, in the end
-            slow.settimeout(HANG_S)
-            with slow.makefile("rb") as answer:
-                assert b"event: done" in answer.read()
+        assert b"event: done" in answer.read()
         eventually(lambda: mortal.ended)
     assert not mortal.worker.running
 
@@ -161,12 +144,6 @@ def test_a_clock_that_jumps(
 
 
 @pytest.mark.slow
-def test_a_port_in_use(server: LocalServer, neighbours: Neighbours) -> None:
-    with pytest.raises(StartupError, match=f"port {server.port} of 127.0.0.1 is in use"):
-        bind("127.0.0.1", server.port)
-
-
-@pytest.mark.slow
 def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbours) -> None:
     loop = server.http._loop
     assert loop is not None
@@ -192,19 +169,30 @@ def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours
 # ---------------------------------------------------------------------- the engine's thread
 
 
-def test_an_engines_thread_that_dies(mortal: LocalServer) -> None:
-    """Everybody is told so, at once and later; the server can be asked how it is, and ends when it is told to."""
-    with breaking.passes(mortal, before=breaking.raising(SystemExit("out of here"))):  # type: ignore[arg-type]
-        streams = in_background(2, lambda _: mortal.events(max_tokens=900, ignore_eos=True))
-        eventually(lambda: both_decode(mortal))
-        assert_error(post(mortal, **MARKED), 503, None, "engine_dead")
+@pytest.mark.parametrize("error", [SystemExit("out of here"), torch.AcceleratorError("gone")], ids=repr)
+def test_an_engine_that_dies(mortal: LocalServer, error: BaseException) -> None:
+    """Its thread or its device ends. All clients get an error, at once and later, and the server can be stopped."""
+    gate, die = breaking.Gate(20), breaking.raising(error, 20)
+
+    def before(count: int) -> None:
+        gate(count)
+        die(count)
+
+    with breaking.passes(mortal, before=before):
+        streams = in_background(2, lambda _: mortal.events(**MARKED | {"max_tokens": 900}))
+        gate.wait()
+        waiting = in_background(2, lambda _: post(mortal))
+        eventually(lambda: mortal.worker.num_waiting() >= len(waiting))
+        gate.open()
+        for each in waiting:
+            assert_error(each.result(HANG_S), 503, None, "engine_dead")
     for each in streams:
         name, data = each.result(HANG_S)[-1]
         assert (name, data["error"]["code"]) == ("error", "engine_dead")
     assert_error(mortal.client.get("/health"), 503, None, "engine_dead")
     assert_error(mortal.client.get("/ready"), 503, None, "engine_dead")
     assert_error(mortal.post(), 503, None, "engine_dead")
-    assert mortal.client.get("/version").status_code == 200
-    assert mortal.client.get("/metrics").status_code == 200
+    for path in ("/v1/models", "/version", "/metrics"):
+        assert mortal.client.get(path).status_code == 200
     mortal.signal()
     eventually(lambda: mortal.ended)

@@ -12,13 +12,17 @@
 | client gone: waiting | `test_a_client_leaves_while_it_waits` |
 | client gone: prefilling, decoding, between chunks; streaming or not | `test_a_client_leaves_while_it_is_served` |
 | slow reader | `test_a_slow_reader` |
-| half body | `test_half_a_body` |
-| body too large | `test_a_body_too_large` |
-| queue full | `test_a_full_queue` |
-| pool full with preemption | `test_a_full_pool` |
 | cancel storm | `test_a_storm_of_cancellations` |
-| duplicate request ids | `test_one_id_many_times` |
-| an id that is 1 MB long | `test_an_id_of_a_megabyte` |
+
+Tests of `tests/server` hold the others, and ask for the next request, too:
+
+| fault | test |
+| --- | --- |
+| half body; an id that is 1 MB long | `test_limits.py`: `test_a_request_that_does_not_come_whole_or_is_none` |
+| body too large | `test_errors.py`: `test_a_body_over_the_limit` |
+| queue full | `test_traffic.py`: `test_sixteen_at_once_all_complete_and_one_more_is_refused` |
+| pool full with preemption | `test_traffic.py`: `test_everyone_completes_where_blocks_run_out` |
+| duplicate request ids | `test_access.py`: `test_requests_of_one_id_do_not_meet` |
 
 The faults of the process are in `test_processes.py`.
 """
@@ -26,10 +30,10 @@ The faults of the process are in `test_processes.py`.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,15 +44,13 @@ import torch
 from common.request import Request
 from tests.faults import breaking
 from tests.faults.breaking import MARKED, SALT
-from tests.faults.conftest import BATCH, QUEUE, options_of
+from tests.faults.conftest import BATCH
 from tests.server.support import (
     HANG_S,
-    HEAD,
+    LEAVE,
     LocalServer,
     assert_error,
-    assert_told,
     eventually,
-    everything,
     in_background,
     post,
     with_option,
@@ -125,10 +127,13 @@ def test_a_tokenizer_that_raises(server: LocalServer, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------- clients that leave
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("leave", LEAVE, ids=lambda leave: leave.__name__)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_leaves_while_it_waits(
-    server: LocalServer, stream: bool, caplog: pytest.LogCaptureFixture
+    server: LocalServer,
+    stream: bool,
+    leave: Callable[[socket.socket], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = breaking.Gate()
     before = server.counters()
@@ -138,7 +143,7 @@ def test_a_client_leaves_while_it_waits(
         waiting = [server.raw(stream=stream, max_tokens=900, ignore_eos=True) for _ in range(2)]
         eventually(lambda: server.worker.num_waiting() >= len(waiting))
         for connection in waiting:
-            connection.close()
+            leave(connection)
         time.sleep(0.1)  # for the event loop to hear of it, which is not held
         gate.open()
         assert batch.result(HANG_S).status_code == 200
@@ -148,6 +153,8 @@ def test_a_client_leaves_while_it_waits(
         eventually(lambda: server.counters()["requests_cancelled"] + caplog.text.count(dropped) == left)
     decoded = server.counters()["decode_tokens"] - before["decode_tokens"]
     assert decoded < 900, "what nobody waits for was computed"
+    for connection in waiting:
+        connection.close()
 
 
 @pytest.mark.slow
@@ -206,94 +213,3 @@ def test_a_storm_of_cancellations(server: LocalServer) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(60)))
-
-
-# ---------------------------------------------------------------------- bodies
-
-
-def test_half_a_body(server: LocalServer) -> None:
-    with server.connect() as late, server.connect() as gone:
-        late.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
-        gone.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"model": ')
-        gone.close()
-        assert_told(everything(late), 408, "body_timeout")
-
-
-@pytest.mark.slow
-def test_a_body_too_large(server: LocalServer) -> None:
-    body = b'{"prompt": "' + b"x" * 2**21 + b'"}'
-    response = server.client.post(
-        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
-    )
-    assert_error(response, 413, None, "body_too_large")
-
-
-# ---------------------------------------------------------------------- more than there is room for
-
-
-@pytest.mark.slow
-def test_a_full_queue(server: LocalServer) -> None:
-    gate = breaking.Gate()
-    with breaking.passes(server, before=gate):
-        (batch,) = in_background(1, lambda _: post(server, **MARKED | {"n": BATCH, "max_tokens": 2}))
-        gate.wait()
-        crowd = in_background(QUEUE + 5, lambda _: post(server, max_tokens=3))
-        eventually(lambda: sum(each.done() for each in crowd) >= 3)
-        for each in crowd:
-            if each.done():
-                assert_error(each.result(), 503, None, "queue_full")
-        gate.open()
-        statuses = [each.result(HANG_S).status_code for each in (batch, *crowd)]
-    assert set(statuses) == {200, 503}
-    assert statuses.count(200) >= 1 + QUEUE - 2, "the neighbours may have had two of the places"
-
-
-@pytest.mark.slow
-def test_a_full_pool(phase: str) -> None:
-    """More is wanted than there are blocks: the latest begin anew, and all get what they would have got alone."""
-    if phase not in with_option("num_blocks"):
-        pytest.skip("memory is a slot for each sequence: nobody is preempted")
-    server = LocalServer(phase, **options_of(phase) | {"max_seq_len": 256, "num_blocks": 20})
-    try:
-        wanted = [
-            {"prompt": f"Once upon a time {i}", "max_tokens": 150, "ignore_eos": True} for i in range(4)
-        ]
-        alone = [server.complete(**each)["choices"][0]["text"] for each in wanted]
-        together = in_background(4, lambda number: post(server, **wanted[number]))
-        assert [each.result(HANG_S).json()["choices"][0]["text"] for each in together] == alone
-        assert server.counters()["preemptions"] > 0
-    finally:
-        server.close()
-
-
-# ---------------------------------------------------------------------- names
-
-
-@pytest.mark.slow
-def test_one_id_many_times(server: LocalServer) -> None:
-    def ask(_: int) -> Any:
-        body = server.body(stream=False, max_tokens=20, cache_salt="same", user="same")
-        return httpx.post(
-            f"{server.url}/v1/completions", json=body, headers={"X-Request-ID": "same"}, timeout=HANG_S
-        )
-
-    answers = [each.result(HANG_S).json() for each in in_background(4, ask)]
-    assert len({answer["id"] for answer in answers}) == 4
-    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
-
-
-@pytest.mark.slow
-def test_an_id_of_a_megabyte(server: LocalServer) -> None:
-    long = "x" * 2**20
-    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as connection:
-        with contextlib.suppress(OSError):  # refused before all of it has gone out
-            connection.sendall(
-                b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-ID: " + long.encode() + b"\r\n\r\n"
-            )
-        answer = everything(connection)
-    if answer:  # else the refusal was lost with what was not read
-        assert_told(answer, 400, "invalid_http")
-    for field in ("user", "cache_salt"):
-        response = server.post(**{field: long})
-        assert_error(response, 422, field)
-        assert len(json.dumps(response.json())) < 4096

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.browser import tab
 from tests.server.support import BATCH, PHASES, QUEUE, ServerProcess, called_from_python, slow_but_on
+
+__all__ = ["tab"]
 
 
 @pytest.fixture(scope="session", params=slow_but_on(PHASES[0]))

@@ -1,7 +1,7 @@
 """A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
 
 It is the ordinary server (`common.server.serve`), with hooks on the model. Lines on stdin are orders: `hold`
-and `open` the gate before every pass; `fail`, `die`, `nan` break every pass until `heal`, and `stick` makes the
+and `open` the gate before every pass; `fail` and `nan` break every pass until `heal`, and `stick` makes the
 tokenizer hang. On stdout it says `held` when a pass waits, `hangs` when the tokenizer does, and echoes each order
 once it is in force; then, to `collect`, whether the garbage collector has `few` objects to look through or `many`.
 """
@@ -54,8 +54,6 @@ def before_pass(*_: object) -> None:
         gate.wait()
     if broken == "fail":
         raise RuntimeError(SECRET)
-    if broken == "die":
-        raise torch.AcceleratorError(SECRET)
 
 
 def after_pass(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:

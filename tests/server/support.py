@@ -12,6 +12,7 @@ import re
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -564,6 +565,26 @@ def post(server: Served, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
 
 
+@contextmanager
+def asking_for_health(url: str) -> Iterator[list[httpx.Response]]:
+    """Ask a server for `/health` every 20 ms, in a thread of its own. Yields the answers so far."""
+    answers: list[httpx.Response] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url, timeout=HANG_S) as client:
+            while not over.wait(0.02):
+                answers.append(client.get("/health"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
+
+
 def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Response]:
     """Submit as many sequences as are computed together, and hold their first pass."""
     server.order("hold")
@@ -589,6 +610,21 @@ def everything(connection: socket.socket) -> bytes:
         while more := connection.recv(65536):
             received += more
     return received
+
+
+def _reset(connection: socket.socket) -> None:
+    """Leave as a killed process does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _half_close(connection: socket.socket) -> None:
+    """Stop sending, which over HTTP/1.1 is leaving."""
+    connection.shutdown(socket.SHUT_WR)
+
+
+#: Ways in which a client leaves.
+LEAVE: list[Callable[[socket.socket], None]] = [socket.socket.close, _reset, _half_close]
 
 
 def assert_told(answer: bytes, status: int, code: str) -> None:
@@ -640,8 +676,10 @@ def eventually(condition: Callable[[], bool]) -> None:
 def assert_error(
     response: httpx.Response, status: int, param: str | None = None, code: str | None = None, says: str = ""
 ) -> None:
-    """An answer in the one shape that errors have."""
+    """An answer in the one shape that errors have, which shows nothing of the machine."""
     assert response.status_code == status, response.text
+    for word in ("Traceback", "/common/", ".py", "pydantic", "site-packages", "0x"):
+        assert word not in response.text
     assert response.headers["content-type"] == "application/json"
     assert len(response.content) < 4096
     body = response.json()
@@ -653,3 +691,5 @@ def assert_error(
     if code is not None:
         assert body["error"]["code"] == code
     assert ("retry-after" in response.headers) == (status == 503)
+    # OpenAI's library would send a failed request again. After these statuses a retry is of no use.
+    assert (response.headers.get("x-should-retry") == "false") == (status in (500, 504))

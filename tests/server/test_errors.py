@@ -348,15 +348,3 @@ def test_two_megabytes_of_nonsense_cost_one_error_each(server: ServerProcess) ->
             assert len(response.content) < 4096, name
     assert time.monotonic() - started < HANG_S, "30 bodies; an error for each item would take far longer"
     assert server.memory_mb() - before < 100, "memory is not flat"
-
-
-def test_errors_show_nothing_of_the_machine(server: ServerProcess) -> None:
-    responses = [
-        server.post(prompt=[]),
-        server.post(x=1),
-        server.client.get("/nowhere"),
-        post_raw(server, b"{"),
-    ]
-    for response in responses:
-        for word in ("Traceback", "/common/", ".py", "pydantic", "site-packages", "0x"):
-            assert word not in response.text

@@ -1,21 +1,15 @@
-"""Load, clients that leave, failures, and the end: on servers whose forward passes the test holds."""
+"""Load, clients that leave, and the end: on servers whose forward passes the test holds."""
 
 from __future__ import annotations
 
 import signal
-import socket
-import struct
 import time
-from collections.abc import Callable
-from typing import Any
 
-import psutil
 import pytest
 
-from tests.server.gated_server import SECRET
 from tests.server.support import (
-    BATCH,
     HANG_S,
+    LEAVE,
     QUEUE,
     ServerProcess,
     assert_error,
@@ -93,20 +87,6 @@ def test_a_refusal_gives_its_place_back(gated: ServerProcess) -> None:
 # ---------------------------------------------------------------------- clients that leave
 
 
-def reset(connection: socket.socket) -> None:
-    """Leave as a killed process does."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
-
-
-def half_close(connection: socket.socket) -> None:
-    """Stop sending, which over HTTP/1.1 is leaving."""
-    connection.shutdown(socket.SHUT_WR)
-
-
-LEAVE = [socket.socket.close, reset, half_close]
-
-
 def test_half_the_clients_vanish_and_the_others_complete(gated: ServerProcess) -> None:
     connections = [gated.raw(stream=True, max_tokens=1500, ignore_eos=True) for _ in range(4)]
     staying = in_background(
@@ -126,88 +106,6 @@ def test_half_the_clients_vanish_and_the_others_complete(gated: ServerProcess) -
     assert gated.counters()["requests_finished"] == 8
     for connection in connections:
         connection.close()
-
-
-@pytest.mark.parametrize("leave", LEAVE, ids=lambda leave: leave.__name__)
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_leaves_while_waiting(
-    gated: ServerProcess, stream: bool, leave: Callable[[Any], Any]
-) -> None:
-    batch = hold_a_full_batch(gated)
-    connections = [gated.raw(stream=stream, max_tokens=1000, ignore_eos=True) for _ in range(QUEUE)]
-    eventually(lambda: gated.queue_room() == 0)
-    for connection in connections:
-        leave(connection)
-    gated.order("open")
-    assert batch.result(HANG_S).status_code == 200
-    # A place is held before its request is tokenized: one that was left in between never came to the engine.
-    dropped = "dropped: the client left"
-    eventually(lambda: gated.counters()["requests_cancelled"] + gated.log_text.count(dropped) == QUEUE)
-    counters = gated.counters()
-    assert counters["requests_finished"] == BATCH
-    assert counters["decode_tokens"] < 1000, "what nobody waits for was computed"
-    for connection in connections:
-        connection.close()
-
-
-@pytest.mark.slow
-def test_readers_that_stall_are_dropped_and_cost_no_memory(gated: ServerProcess) -> None:
-    """Two seconds without reading anything is a stall, to this server. Buffers are small (see `gated_server`)."""
-    process = psutil.Process(gated.process.pid)
-    files, memory = process.num_fds(), []
-    for _ in range(3):
-        stalled = [gated.raw(stream=True, max_tokens=1500, ignore_eos=True) for _ in range(BATCH)]
-        with gated.streaming(max_tokens=100, ignore_eos=True, temperature=1) as events:
-            assert [name for name, _ in events][-1] == "done", "the others do not wait for them"
-        eventually(lambda: process.num_fds() <= files)
-        memory.append(gated.memory_mb())
-        for connection in stalled:
-            connection.close()
-    assert memory[-1] - memory[0] < 30, memory
-    assert "Traceback" not in gated.log_text
-
-
-# ---------------------------------------------------------------------- failures
-
-
-def test_a_pass_that_raises_fails_its_requests_and_no_others(gated: ServerProcess) -> None:
-    gated.order("fail")
-    response = gated.post()
-    assert_error(response, 500, None, "internal_error")
-    gated.order("heal")
-    with gated.streaming(max_tokens=2000, ignore_eos=True, n=2) as events:
-        first = [next(events) for _ in range(4)]
-        gated.order("fail")
-        rest = list(events)
-    assert {name for name, _ in first} == {"token"}
-    assert [name for name, _ in rest if name != "token"] == ["error"] * 2
-    errors = [data for name, data in rest if name == "error"]
-    assert sorted(data["choices"][0]["index"] for data in errors) == [0, 1]
-    for data in errors:
-        assert set(data["error"]) == {"message", "type", "param", "code"}
-        assert SECRET not in str(data)
-    assert SECRET not in response.text
-    assert SECRET in gated.log_text, "the log says what the client is not told"
-
-
-def test_a_dead_device_answers_everyone_and_health_says_so(mortal: ServerProcess) -> None:
-    batch = hold_a_full_batch(mortal)
-    waiting = in_background(3, lambda _: post(mortal))
-    streaming = in_background(2, lambda _: mortal.events())
-    eventually(lambda: mortal.queue_room() == QUEUE - 5)
-    mortal.order("die")
-    mortal.order("open")
-    for each in (batch, *waiting):
-        assert_error(each.result(HANG_S), 503, None, "engine_dead")
-    for stream in streaming:
-        ((name, data),) = stream.result(HANG_S)
-        assert (name, data["error"]["code"]) == ("error", "engine_dead")
-    for path in ("/health", "/ready"):
-        assert_error(mortal.client.get(path), 503, None, "engine_dead")
-    assert_error(mortal.post(), 503, None, "engine_dead")
-    assert mortal.client.get("/v1/models").status_code == 200
-    mortal.signal()
-    assert mortal.wait() == 0
 
 
 # ---------------------------------------------------------------------- the end

@@ -87,9 +87,9 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["zoo:qwen3-tiny", "zoo:gemma3-tiny"])
-def test_each_architecture_over_http(phase: str, model: str) -> None:
+def test_each_architecture_over_http(model: str) -> None:
     """Other tests serve the Llama."""
-    with ServerProcess(phase, "--model", model, "--max-seq-len", "512") as server:
+    with ServerProcess(PHASE, "--model", model, "--max-seq-len", "512") as server:
         assert server.model == model
         prompts = ["Once upon a time, " * 20, "The"]
         alone = [server.text(prompt=prompt, max_tokens=24) for prompt in prompts]

@@ -75,6 +75,7 @@ def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnP
     prompt = own_prompt(40)
     server.complete(prompt=prompt, max_tokens=5, ignore_eos=True)
     server.complete(prompt=prompt, max_tokens=3, n=2, ignore_eos=True)
+    assert_error(server.post(top_p=2), 422, "top_p")  # which counts for nothing
     found = 32 if phase in CACHING else 0
     added = grown(before, scrape(server))
     assert added["vllm:prompt_tokens_total"] == 120
@@ -229,7 +230,12 @@ def test_who_runs_and_who_waits(gated: ServerProcess) -> None:
 @pytest.mark.parametrize(
     "accept",
     [
-        "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        # Prometheus 2 and 3
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+        "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+        "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
         "text/plain",
         "*/*",
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from common.phases import find_phase
 from common.server.page import render_page
-from tests.browser import DESKTOP, PHONE, Tab, new_tab
+from tests.browser import DESKTOP, PHONE, Tab
 from tests.server.support import ServerProcess, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +60,6 @@ def test_a_models_name_cannot_be_markup() -> None:
 
 
 # ---------------------------------------------------------------------- in a browser
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with new_tab(tmp_path_factory.mktemp("profile")) as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

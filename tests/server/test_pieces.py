@@ -14,16 +14,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 import common.errors
-from common.errors import (
-    EngineDeadError,
-    InvalidPromptError,
-    InvalidRequestError,
-    NaNLogitsError,
-    QueueFullError,
-    RequestTimeoutError,
-    ShuttingDownError,
-    StartupError,
-)
+from common.errors import StartupError
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.backlogs import Backlogs
@@ -33,31 +24,6 @@ from common.server.service import served_model_name
 from common.server.stream import EventStream
 
 # ---------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (InvalidPromptError("m", param="prompt"), 400, "invalid_prompt"),
-        (InvalidRequestError("m", param="prompt"), 422, "invalid_value"),
-        (QueueFullError("m"), 503, "queue_full"),
-        (ShuttingDownError("m"), 503, "shutting_down"),
-        (EngineDeadError("m"), 503, "engine_dead"),
-        (NaNLogitsError("m"), 500, "nan_logits"),
-        (RequestTimeoutError("m"), 504, "request_timeout"),
-        (RuntimeError("m"), 500, "internal_error"),
-        (MemoryError("m"), 500, "internal_error"),
-        (ApiError(413, "m", code="c"), 413, "c"),
-    ],
-)
-def test_errors_and_their_statuses(error: Exception, status: int, code: str) -> None:
-    api_error = from_exception(error)
-    assert (api_error.status, api_error.code) == (status, code)
-    assert ("Retry-After" in api_error.headers) == (status == 503)
-    # OpenAI's library would send a request again that failed; for these that is no use.
-    assert (api_error.headers.get("x-should-retry") == "false") == (status in (500, 504))
-    # Only errors made for clients show their text.
-    assert (api_error.message == "m") == (code != "internal_error")
 
 
 @pytest.mark.parametrize(
@@ -150,18 +116,6 @@ def test_a_reader_that_stalls_is_given_up() -> None:
         assert serve(connection, quiet(0), backlogs, **options) == ["the client took too little for 0.05 s"]
         assert connection.sent == []
         assert backlogs.bytes == 0
-
-
-def test_a_client_that_leaves_ends_the_stream() -> None:
-    connection = Connection()
-
-    async def leave() -> AsyncIterator[bytes]:
-        yield b"first"
-        connection.left.set()
-        await asyncio.Event().wait()
-
-    assert serve(connection, leave()) == ["the client left"]
-    assert connection.sent == [b"first"]
 
 
 def test_a_stream_that_raises_is_closed_and_raises() -> None:

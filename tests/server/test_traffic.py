@@ -112,13 +112,3 @@ def test_everyone_completes_where_blocks_run_out(busy: ServerProcess, phase: str
     assert (counters["requests_finished"], counters["requests_failed"]) == (8, 0)
     assert texts == [text_of(busy.post(**order)) for order in orders], "the same as each alone"
     eventually(lambda: busy.client.get("/telemetry").json()["steps"][-1]["kv_reserved_tokens"] == 0)
-
-
-def test_one_that_could_never_fit_is_refused_among_those_that_do(busy: ServerProcess) -> None:
-    batch = hold_a_full_batch(busy)
-    assert_error(busy.post(prompt=[5] * 256), 422, "prompt")
-    assert_error(busy.post(prompt=[5] * 200, max_tokens=57), 422, "max_tokens")
-    (waiting,) = in_background(1, lambda _: post(busy, prompt=[5] * 200, max_tokens=56, ignore_eos=True))
-    busy.order("open")
-    assert batch.result(HANG_S).status_code == 200
-    assert waiting.result(HANG_S).json()["usage"]["completion_tokens"] == 56

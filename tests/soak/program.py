@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import random
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from benchmarks.results import LOCAL
 from benchmarks.servers import RunningServer, Target, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.phases import phase_names
+from tests.server.support import asking_for_health
 
 MODEL = "zoo:llama-tiny"
 OPTIONS = {
@@ -268,27 +268,6 @@ class Clients:
         self.tally.ends["answered"] += 1
 
 
-@contextlib.contextmanager
-def asking_for_health(url: str, tally: Tally) -> Iterator[None]:
-    """From a thread of its own, every 20 ms."""
-    over = threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(base_url=url, timeout=60.0) as client:
-            while not over.wait(0.02):
-                began = time.perf_counter()
-                client.get("/health").raise_for_status()
-                tally.health_s.append(time.perf_counter() - began)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 # ---------------------------------------------------------------------- the program
 
 
@@ -303,8 +282,12 @@ def soak(phase: str, requests: int, clients: int, seed: int = 0) -> tuple[Tally,
             before = state_of(client, pid)
             began = time.monotonic()
             work = Clients(server.url, clients, seed)
-            with asking_for_health(server.url, work.tally):
+            with asking_for_health(server.url) as health:
                 tally = asyncio.run(work.run(requests))
+            tally.health_s = [answer.elapsed.total_seconds() for answer in health]
+            tally.wrong += [
+                f"/health: {answer.status_code}" for answer in health if answer.status_code != 200
+            ]
             taken_s = time.monotonic() - began
             after = state_of(client, pid)
     if server.exit_code != 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from common.phases import phase_names
@@ -69,8 +67,3 @@ def test_what_is_held_for_nobody_adds_up() -> None:
     assert (row["wrong or missing"], row["files"], row["threads"]) == (1, 1, 0)
     assert row["memory, %"] == pytest.approx(1)
     assert (row["/health p50, ms"], row["p99, ms"]) == (pytest.approx(50), pytest.approx(99))
-
-
-def test_every_kind_of_malformed_request_is_drawn() -> None:
-    drawn = {repr(soak.malformed(random.Random(i))) for i in range(200)}
-    assert len(drawn) == 9
