@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
 MODULES = (
-    *("charts", "cluster", "code", "learning", "ledger", "options", "overrides", "peers", "pictures"),
-    *("results", "samples", "simulation", "stepper", "stories"),
+    *("arithmetic", "charts", "cluster", "code", "learning", "ledger", "options", "overrides"),
+    *("peers", "pictures", "results", "samples", "simulation", "stepper", "stories"),
 )
 
 
