@@ -190,7 +190,7 @@ def test_steps_are_committed_oldest_first() -> None:
 
 def test_nobody_is_in_a_step_twice() -> None:
     state, member = State(), Member()
-    with pytest.raises(PipelineError, match="twice"):
+    with pytest.raises(PipelineError):
         state.on_launch(Step([member, member]))
     assert (situation_of(state), member.inflight_refs) == ("", 0)
     state.on_launch(Step([member]))
