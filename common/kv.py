@@ -98,7 +98,7 @@ class KVPool(ABC):
     The stores are written by the pass that uses a view, and by nothing else. (A pool that shares blocks reads
     them between two steps.) Keys and values of a sequence that has left stay until the next owner of its columns
     writes over them. A mask would not protect that owner from a NaN among them, since 0 × NaN is NaN. So
-    attention reads no column past a sequence's end, masked or not.
+    attention reads no column past the last one that the pass computes of a sequence, masked or not.
 
     Attributes:
         k, v: the stores, [blocks, block_size, kv_heads, head_dim] for each layer.
@@ -313,10 +313,11 @@ class KVView:
         return attention(q, k, v, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
-        """Set the sequences' new lengths. Called once the whole pass has succeeded.
+        """Set the sequences' new lengths. Called once the whole pass has succeeded; by phase 9 when it is launched.
 
         Until then the pass has written only beyond the lengths, so a failed pass leaves the pool as it was. (Phase
-        4's idle rows write over their own last column, and their results are dropped.)
+        4's idle rows write over their own last column, and their results are dropped.) After a failed pass of phase
+        9, `Runner.rewind` sets the lengths back.
         """
         self._pool.advance(self._spans)
 

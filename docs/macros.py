@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
 MODULES = (
-    *("charts", "code", "ledger", "options", "overrides", "peers", "pictures"),
+    *("arithmetic", "charts", "code", "ledger", "options", "overrides", "peers", "pictures"),
     *("results", "simulation", "stepper", "stories"),
 )
 

@@ -7,8 +7,9 @@
 | `native_attention` | CPU, float32 and bfloat16 | copies a tile of keys at a time, in C++ |
 | `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
 
-Only `gathered_attention` pads. It fills queries and gathered columns up to whole tiles of 64, because a CPU's
-bfloat16 products are compiled anew for every size. A chunk of 65 queries is computed as 128. Padding columns are
+On a CPU both implementations pad, because bfloat16 products are compiled anew for every size. `gathered_attention`
+fills queries and gathered columns up to whole tiles of 64: a chunk of 65 queries is computed as 128. The C++ kernel
+fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. Padding columns are
 hidden from every query, and results of padding queries are dropped.
 
 `kernels.attention_layout` computes which columns a query sees, and their addresses.

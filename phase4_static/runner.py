@@ -9,8 +9,6 @@ from common.request import Request
 from common.runner import ForwardPass, PassShare, Runner
 from common.scheduling import PrefillChunk, StepPlan
 
-PAD_TOKEN = 0  # any id: no real query sees the pad columns, and decode overwrites them
-
 
 class StaticRunner(Runner):
     """Runs one pass a step: either all prompts, or one token of every row.
@@ -25,13 +23,17 @@ class StaticRunner(Runner):
             yield self.prefill_pass(plan.prefill)
 
     def prefill_pass(self, chunks: Sequence[PrefillChunk]) -> ForwardPass:
-        """Return the pass of all prompts, each padded on the right to the longest: T = B × longest tokens."""
+        """Return the pass of all prompts, each padded on the right to the longest: T = B × longest tokens.
+
+        The padding repeats the prompt's own last token. No real query sees the pad columns, but attention
+        multiplies them by the weight 0, and 0 × NaN is NaN: another token's embedding must not be read.
+        """
         longest = max(chunk.end for chunk in chunks)
         shares = tuple(
             PassShare(
                 request=chunk.request,
                 span=Span(slot=self.slot(chunk.request), start=0, end=longest, length=chunk.end),
-                token_ids=[*chunk.token_ids, *[PAD_TOKEN] * (longest - chunk.end)],
+                token_ids=[*chunk.token_ids, *chunk.token_ids[-1:] * (longest - chunk.end)],
                 sample_at=range(0) if chunk.request.is_terminal else range(chunk.end - 1, chunk.end),
             )
             for chunk in chunks
@@ -45,8 +47,9 @@ class StaticRunner(Runner):
         return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
     def idle_share(self, request: Request) -> PassShare:
-        """Return an idle row's share. In each step it writes a dummy token into the row's own last column."""
+        """Return an idle row's share. In each step it computes the row's last column again, for no use."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)
-        return PassShare(request, Span(slot, column, column + 1, length), [PAD_TOKEN], range(0))
+        span = Span(slot, column, column + 1, length)
+        return PassShare(request, span, request.token_ids[column : column + 1], range(0))

@@ -1,7 +1,8 @@
 """Our own loop for one request behind HTTP: generation without any scheduler.
 
 The server has the routes that the load generator needs. It sends token ids and does not turn them into text, so
-only generation is measured.
+only generation is measured. On a CPU it computes with the native kernels, as the phases do, so that a comparison
+shows the gain of a batch and not that of the kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from common.generate import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
+from kernels.native import load_native_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,8 @@ def main() -> None:
     dtype = resolve_dtype(options.dtype, checkpoint.config.dtype, device)
     limit = min(options.max_seq_len, checkpoint.config.max_position_embeddings)
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=limit)
+    if device.type == "cpu" and load_native_kernels():
+        model.pack()
     # uvicorn shuts down, then raises the signal once more. With this handler, the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     app = create_app(loop_of(model), options.model)

@@ -35,9 +35,10 @@ def line_chart(
     y_title: str,
     only: str = "",
     by: str = "",
+    linear: bool = False,
     results: Path = RESULTS,
 ) -> str:
-    """Draw columns of a measured table over another column, on logarithmic axes; nothing without a table.
+    """Draw columns of a measured table over another column; nothing without a table.
 
     Args:
         name: the table's.
@@ -45,6 +46,7 @@ def line_chart(
         columns: headings of the columns that are drawn as curves.
         only: draw only rows whose first cell is this; all rows if empty.
         by: heading of a column; each of its values gets a curve of its own.
+        linear: draw linear axes from 0; else both axes are logarithmic.
     """
     table = newest(name, results)
     if table is None:
@@ -56,7 +58,7 @@ def line_chart(
             curve = str(row[place[by]]).replace("_", " ") if by else column
             found[curve].append((_number(row[place[x]]), _number(row[place[column]])))
     curves = [Curve(name, points) for name, points in found.items()]
-    return draw(curves, title=title, x_title=x, y_title=y_title)
+    return draw(curves, title=title, x_title=x, y_title=y_title, linear=linear)
 
 
 def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
@@ -74,24 +76,30 @@ def measured_cell(name: str, column: str, row: str | float, results: Path = RESU
     return next(show(cells[place]) for cells in table.rows if cells[0] == row)
 
 
-def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> str:
-    """Draw curves on two logarithmic axes."""
+def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, linear: bool = False) -> str:
+    """Draw curves on two logarithmic axes, or on two linear axes that begin at 0."""
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
-    low = max(tick for tick in TICKS if tick <= min(ys))
-    high = min(tick for tick in TICKS if tick >= max(ys) and tick > low)
-    x_range, y_range = (min(xs), max(xs)), (low, high)
+    ticks = _linear_ticks(max(ys)) if linear else _logarithmic_ticks(min(ys), max(ys))
+    x_range, y_range = (0 if linear else min(xs), max(xs)), (ticks[0], ticks[-1])
+
+    def share(value: float, low: float, high: float) -> float:
+        if linear:
+            return (value - low) / (high - low)
+        return math.log(value / low) / (math.log(high / low) or 1)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across = math.log(x / x_range[0]) / (math.log(x_range[1] / x_range[0]) or 1)
-        up = math.log(y / y_range[0]) / (math.log(y_range[1] / y_range[0]) or 1)
+        across, up = share(x, *x_range), share(y, *y_range)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     shapes = []
-    for x in dict.fromkeys(xs):
+    free_below = math.inf
+    for x in sorted(dict.fromkeys(xs), reverse=linear):  # where labels would overlap, the larger number stays
         left, bottom = at(x, y_range[0])
-        shapes.append(text(left, bottom + 14, f"{x:g}", "step"))
-    for y in (tick for tick in TICKS if low <= tick <= high):
+        if not linear or left < free_below:
+            shapes.append(text(left, bottom + 14, f"{x:g}", "step"))
+            free_below = left - 20
+    for y in ticks:
         left, height = at(x_range[0], y)
         shapes.append(f'<path class="grid" d="M{left:.1f} {height:.1f}H{WIDTH - RIGHT}"/>')
         shapes.append(text(left - 18, height + 4, f"{y:g}", "step"))
@@ -107,6 +115,17 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str) -> 
         ends.append(label)
         shapes.append(text(points[-1][0] + 10, label, curve.name.partition(",")[0], "label"))
     return figure(WIDTH, HEIGHT, shapes, title, "")
+
+
+def _logarithmic_ticks(least: float, most: float) -> list[float]:
+    low = max(tick for tick in TICKS if tick <= least)
+    high = min(tick for tick in TICKS if tick >= most and tick > low)
+    return [tick for tick in TICKS if low <= tick <= high]
+
+
+def _linear_ticks(most: float) -> list[float]:
+    unit = 10.0 ** math.floor(math.log10(most))
+    return [unit * count for count in range(math.ceil(most / unit) + 1)]
 
 
 def _mark(x: float, y: float, kind: str) -> str:

@@ -119,12 +119,15 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 
 
 def peers_tables(results: Path = RESULTS) -> str:
-    """Return the newest comparison with other servers for each workload, model and machine, or a sentence."""
+    """Return the newest comparison with other servers for each workload, model and machine, or a sentence.
+
+    Our own loop without a server, `generate()`, does not count as another server.
+    """
     found: dict[tuple[str, str, str], Together] = {}
     for group in full_comparisons(results):
         run = group.first
-        phases = [label.startswith("phase ") for label in group.labels]
-        if any(phases) and not all(phases):
+        ours = [label.startswith(("phase ", "generate()")) for label in group.labels]
+        if any(ours) and not all(ours):
             found.setdefault((run.workload.name, group.folder, run.server.model), group)
     if not found:
         return "No comparison with another server has been measured yet.\n"

@@ -83,17 +83,22 @@ def model_ratios(
 ) -> Iterator[tuple[str, float]]:
     """Yield each model and the ratio in its newest comparison of two servers with enough repeats."""
     asked = next(each for each in LINES if each.title == line)
+    for model, group in newest_groups(workload, before, after, results).items():
+        columns = {runs[0].server.label: runs for runs in columns_of(group.runs)}
+        old, new = median_of(columns[before], asked), median_of(columns[after], asked)
+        if old and new is not None:
+            yield model, new / old
+
+
+def newest_groups(workload: str, before: str, after: str, results: Path = RESULTS) -> dict[str, Together]:
+    """Return each model's newest published comparison of two servers with enough repeats."""
     newest: dict[str, Together] = {}
     for group in complete_groups(results):
         run = group.first
         fits = run.workload.name == workload and {before, after} <= set(group.labels)
         if fits and not run.workload.quick and not group.local and group.repeats >= REPEATS:
             newest.setdefault(run.server.model, group)
-    for model, group in newest.items():
-        columns = {runs[0].server.label: runs for runs in columns_of(group.runs)}
-        old, new = median_of(columns[before], asked), median_of(columns[after], asked)
-        if old and new is not None:
-            yield model, new / old
+    return newest
 
 
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from benchmarks.results import Lineup, Metrics, Percentiles, Run
 from docs.building import charts, ledger, peers, results, stories
 
@@ -215,6 +217,20 @@ def test_a_chart_keeps_its_marks_within_its_frame() -> None:
     marks = re.findall(r'c?x="([\d.]+)" c?y="([\d.]+)"', shapes)
     assert len(marks) == 4
     assert all(0 <= float(x) <= charts.WIDTH and 0 <= float(y) <= charts.HEIGHT for x, y in marks)
+
+
+def test_linear_axes_begin_at_0_and_have_equal_steps() -> None:
+    curve = charts.Curve("one", [(1, 10), (2, 20), (4, 40), (64, 54)])
+    drawn = charts.draw([curve], title="", x_title="rows", y_title="ms", linear=True)
+    (first, y10), (second, y20), (third, y40), _ = (
+        (float(x), float(y)) for x, y in re.findall(r'<circle[^>]+cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    )
+    assert third - second == pytest.approx(2 * (second - first), abs=0.2)
+    assert y20 - y40 == pytest.approx(2 * (y10 - y20), abs=0.2)
+    assert ">0<" in drawn
+    assert [label for label in ("1", "2", "4", "64") if f">{label}<" in drawn] == ["4", "64"], (
+        "1 and 2 overlap 4"
+    )
 
 
 def test_bars_beside_vllm_are_the_newest_of_each_workload_on_one_machine(tmp_path: Path) -> None:

@@ -265,12 +265,25 @@ def test_more_seats_in_the_same_bytes_take_the_options_that_the_page_names() -> 
 
 def test_chunks_on_their_page_are_arithmetic() -> None:
     default = phase7_chunked.Config().prefill_chunk_size
-    for row in table("phases/chunked.md", "chunk"):
-        chunk, steps, keys = (int(cell.split()[0]) for cell in row[:3])
+    source = (ROOT / "kernels" / "attention.cpp").read_text(encoding="utf-8")
+    found = re.search(r"constexpr int64_t kRows = (\d+);", source)
+    assert found is not None
+    config = open_checkpoint("dummy:llama-60m").config
+    tile = int(found[1]) // (config.num_heads // config.num_kv_heads)  # queries that read keys together
+
+    def read(chunk: int) -> int:
+        """Columns that the native kernel's tiles see: a tile takes `tile` queries of a chunk, or all of them."""
+        return sum(range(min(tile, chunk), 2048 + 1, min(tile, chunk)))
+
+    *chunks, whole = table("phases/chunked.md", "chunk")
+    assert whole == ["2048 (one pass)", "1", "2048", f"{read(2048)}"]
+    for row in chunks:
+        chunk, steps = int(row[0].split()[0]), int(row[1])
         assert ("(default)" in row[0]) == (chunk == default)
         assert steps == 2048 // chunk
-        assert keys == sum(chunk * (i + 1) for i in range(steps))
-        assert row[3] == f"{keys / 2048:.1f} ×"
+        gathered = sum(chunk * (i + 1) for i in range(steps))
+        assert row[2] == f"{gathered} ({gathered / 2048:.1f} ×)"
+        assert row[3] == f"{read(chunk)} ({read(chunk) / read(2048):.1f} ×)"
 
 
 def test_workloads_name_only_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

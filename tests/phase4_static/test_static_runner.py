@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from common.models.layers import CausalLM
 from common.request import SamplingParams
 from phase4_static.cache import StaticKVCache
-from phase4_static.runner import PAD_TOKEN
 from tests.engine_helpers import (
     EOS,
     RememberingModel,
@@ -19,6 +20,7 @@ from tests.engine_helpers import (
     end_of,
     greedy,
     run,
+    tiny_model,
     tokens_of,
 )
 
@@ -34,6 +36,18 @@ def test_one_pass_over_the_rectangle_then_one_column_a_step() -> None:
     assert prefill.logit_rows == [2, 7 + 6, 14 + 4], "only each row's last real token has logits"
     assert [call.query_lengths for call in decode] == [(1, 1, 1)] * 2
     assert [call.kv_lengths for call in decode] == [(4, 8, 6), (5, 9, 7)], "rows count their own columns"
+
+
+def test_a_nan_in_the_embedding_of_a_token_reaches_no_prompt_without_that_token() -> None:
+    """Hidden columns are multiplied by 0, and 0 × NaN is NaN: padding may not read what a prompt does not name."""
+    model = tiny_model()
+    for token in range(250):
+        if token not in (*b"abcdefg", *b"xyz"):
+            model.embed_tokens.weight.data[token] = math.nan
+    engine = build("static", model)
+    requests = [add(engine, prompt, greedy(1)) for prompt in (b"xyz", b"abcdefg")]
+    outputs = run(engine)
+    assert_answered(outputs, requests, model)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,7 @@ def test_idle_rows_never_overflow(kind: str, llama: CausalLM) -> None:
     assert_answered(outputs + run(engine), requests, model)
 
 
-def test_an_idle_row_is_fed_a_dummy_token() -> None:
+def test_an_idle_row_computes_its_last_column_again() -> None:
     model = RememberingModel()
     engine = build("static", model)
     done, runs = add(engine, b"ab", greedy(2)), add(engine, b"cd", greedy(4))
@@ -104,7 +118,7 @@ def test_an_idle_row_is_fed_a_dummy_token() -> None:
     assert done.is_terminal
     assert not runs.is_terminal
     assert model.calls[-1].logit_rows == [1], "an idle row is not sampled"
-    assert pool.k[0].view(2, -1)[0, :3].tolist() == [ord("a") + 1, ord("b") + 1, PAD_TOKEN + 1]
+    assert pool.k[0].view(2, -1)[0, :3].tolist() == [token + 1 for token in (*b"ab", *continuation(b"ab", 1))]
 
 
 @pytest.mark.parametrize("failing_step", [0, 2])

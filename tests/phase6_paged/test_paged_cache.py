@@ -204,7 +204,7 @@ class PoolMachine(RuleBasedStateMachine):
     def free_wrongly(self) -> None:
         type(self).operations += 1
         allocator = self.pool.allocator
-        with pytest.raises(ValueError, match="not allocated"):
+        with pytest.raises(ValueError):  # noqa: PT011 - the message is free, for learners
             allocator.free([*allocator.allocated_block_ids(), allocator.num_blocks])
 
     @invariant()
