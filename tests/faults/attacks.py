@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -52,6 +53,32 @@ def memory_bytes(server: ServerProcess) -> int:
             held = each.memory_info()
             total += held.rss - getattr(held, "shared", 0)
     return total
+
+
+def processor_s() -> dict[str, float]:
+    """Return the processor time in seconds of this process, which has the ordinary clients, and of the processes
+    that it has started, by what they do. The processes that try grammars end often; their parents count them."""
+    here, spent = psutil.Process(), Counter[str]()
+    for each in (here, *here.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used, role = each.cpu_times(), "clients" if each == here else role_of(each.cmdline())
+            spent[role] += used.user + used.system
+            if role in ("server", "replica"):
+                spent["grammar trials"] += used.children_user + used.children_system
+    return spent
+
+
+def role_of(command: Sequence[str]) -> str:
+    """Return what a process of the server, the cluster or the attacks does."""
+    line = " ".join(command)
+    for name in ("front", "replica"):  # the name of the method that runs follows
+        if line.startswith(f"ray::ServeReplica:infer:{name}"):
+            return name
+    if "tests.faults.attackers" in line:
+        return "attackers"
+    if "/ray/" in line or line.startswith("ray::"):
+        return "Ray"
+    return "grammar trials" if "grammar" in line else "server"
 
 
 # ---------------------------------------------------------------------- a test's question
@@ -102,11 +129,20 @@ def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None
     rates = []
     for moment in ("alone", "beside", "alone again"):
         attackers = Attackers(target, names, seconds + 60) if moment == "beside" else None
-        memory = [memory_bytes(server)]
+        memory, before, counted = [memory_bytes(server)], processor_s(), server.counters()
         with HealthWatch(target) as health:
             service = asyncio.run(watching_memory(server, memory, clients, seconds))
         rates.append(service.tokens / seconds)
         print_moment(moment, rates, service, health, memory)
+        spent = {name: taken - before.get(name, 0.0) for name, taken in processor_s().items()}
+        shares = [f"{name} {taken / seconds:.2f}" for name, taken in sorted(spent.items())]
+        print(f"  cores: {', '.join(shares)}")
+        made = {name: (now - counted[name]) / seconds for name, now in server.counters().items()}
+        print(
+            f"  engines: {made['steps']:.0f} steps/s, {made['decode_tokens']:.0f} tokens/s for all clients, "
+            f"{made['busy_s']:.2f} s of steps a second",
+            flush=True,
+        )
         if attackers is not None:
             for name, counted in attackers.stop().items():
                 said = ", ".join(f"{count} x {outcome}" for outcome, count in counted.items())
