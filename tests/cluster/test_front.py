@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -91,6 +92,18 @@ class Fronted:
             listen_at=None,
         )
 
+    @asynccontextmanager
+    async def answering(self, *headers: tuple[bytes, bytes]) -> AsyncIterator[None]:
+        """Meanwhile a stream that does not end is being answered."""
+        begun = asyncio.Event()
+        stream = asyncio.create_task(self.ask("long", *headers, begun=begun))
+        try:
+            await begun.wait()
+            yield
+        finally:
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+
     async def ask(
         self, prompt: str, *headers: tuple[bytes, bytes], begun: asyncio.Event | None = None
     ) -> int:
@@ -124,9 +137,11 @@ class Fronted:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds for which a refusal has waited. None of them pass."""
     seconds: list[float] = []
+    real_sleep = asyncio.sleep
 
     async def sleep(delay: float) -> None:
         seconds.append(delay)
+        await real_sleep(0)
 
     monkeypatch.setattr("common.server.middleware.asyncio.sleep", sleep)
     return seconds
@@ -139,38 +154,32 @@ async def test_refusals_are_paced_while_another_request_is_answered(key: bytes, 
     for _ in range(PaceRefusals.BURST + EXTRA):
         assert await front.ask("no", right) == 422
     assert slept == [], "nothing is computed"
-    begun = asyncio.Event()
-    long = asyncio.create_task(front.ask("long", right, begun=begun))
-    await begun.wait()
-    for _ in range(EXTRA):
-        assert await front.ask("no", (b"authorization", b"Bearer " + key)) == (
-            422 if key == b"right" else 401
-        )
-    assert len(slept) == EXTRA
-    assert await front.ask("Once", right) == 200
-    assert len(slept) == EXTRA, "an answer does not wait"
-    long.cancel()
+    async with front.answering(right):
+        for _ in range(EXTRA):
+            status = await front.ask("no", (b"authorization", b"Bearer " + key))
+            assert status == (422 if key == b"right" else 401)
+        assert len(slept) == EXTRA
+        assert await front.ask("Once", right) == 200
+        assert len(slept) == EXTRA, "an answer does not wait"
 
 
 async def test_a_full_replicas_refusal_does_not_wait_since_another_is_asked(slept: list[float]) -> None:
     replicas = Replicas()
-    replicas.full.add("a")
-    front, begun = Fronted(replicas), asyncio.Event()
+    front = Fronted(replicas)
     await front.start()
-    long = asyncio.create_task(front.ask("long", begun=begun))
-    await begun.wait()
-    replicas.asked.clear()
-    for _ in range(PaceRefusals.BURST + EXTRA):
+    async with front.answering():
+        replicas.full.add("a")
+        replicas.asked.clear()
+        for _ in range(PaceRefusals.BURST + EXTRA):
+            assert await front.ask("Once") == 200
+        assert replicas.asked == ["a", "b"] * (PaceRefusals.BURST + EXTRA)
+        assert slept == []
+        replicas.full.add("b")
+        for _ in range(PaceRefusals.BURST + EXTRA):
+            assert await front.ask("Once") == 503
+        assert len(slept) == EXTRA
+        replicas.full.clear()
         assert await front.ask("Once") == 200
-    assert replicas.asked == ["a", "b"] * (PaceRefusals.BURST + EXTRA)
-    assert slept == []
-    replicas.full.add("b")
-    for _ in range(PaceRefusals.BURST + EXTRA):
-        assert await front.ask("Once") == 503
-    assert len(slept) == EXTRA
-    replicas.full.clear()
-    assert await front.ask("Once") == 200
-    long.cancel()
 
 
 async def test_hosts_and_sites_are_checked_by_the_front() -> None:
