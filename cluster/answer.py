@@ -9,7 +9,7 @@ from cluster.forwarding import Ended, Head, Part
 from common.server.errors import ApiError, status_at
 from common.server.replies.shapes import json_response
 
-UNAVAILABLE = 503
+ERROR, UNAVAILABLE = 400, 503
 
 
 class Answer:
@@ -47,6 +47,11 @@ class Answer:
             return
         await self._begin()
         await self._send_body(part, ends=self._left is not None and len(part) >= self._left)
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the answer is an error, as far as is known: another replica may accept what one refused."""
+        return self._head is not None and self._head.status >= ERROR
 
     @property
     def refusal(self) -> str | None:

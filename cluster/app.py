@@ -102,15 +102,7 @@ def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Applica
     engines = replicas.bind(
         plan.package.PHASE.slug, plan.config.model_dump(), server_options, created=int(time.time())
     )
-    return front.bind(
-        engines,
-        wanted=options.replicas,
-        wait_s=WAIT_S,
-        body_timeout_s=options.body_timeout,
-        api_keys=options.api_key,
-        cors_origins=options.cors_origin,
-        listen_at=listen_at,
-    )
+    return front.bind(engines, server_options, wanted=options.replicas, wait_s=WAIT_S, listen_at=listen_at)
 
 
 def _number(plan: Plan) -> dict[str, Any]:

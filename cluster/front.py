@@ -20,7 +20,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import uvicorn
 from ray import serve
@@ -39,7 +40,17 @@ from common.errors import ShuttingDownError
 from common.server.bodies import Bodies, says_json
 from common.server.connections import Config, ConnectionLimits
 from common.server.errors import ApiError, from_exception, unavailable
-from common.server.middleware import REQUEST_ID, ApiKeys, RequestIds, client_of, cors_settings
+from common.server.middleware import (
+    REQUEST_ID,
+    AllowedHosts,
+    ApiKeys,
+    OwnPages,
+    PaceRefusals,
+    RequestIds,
+    client_of,
+    cors_settings,
+)
+from common.server.options import CommonOptions
 from common.server.sockets import allow_open_files, bind, find_lost_peers
 from common.server.stream import while_connected
 
@@ -56,6 +67,9 @@ REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
 
 #: Most connections of clients. Requests that are too many for an engine are refused by the engine itself.
 MAX_CONNECTIONS = 8192
+
+#: Rate of large bodies, in bytes a second: half of a single server's, since each is copied by two processes.
+BODY_BYTES_PER_S = 4 * 2**20
 
 #: The longest that `/health` waits for the replicas, in seconds.
 HEALTH_WAIT_S = 5.0
@@ -88,46 +102,40 @@ class Front:
 
     Args:
         replicas: handle of the deployment of replicas.
+        options: the server's options (`CommonOptions`).
         wanted: the smallest number of replicas that the cluster should have.
         wait_s: how long a request waits for a replica, in seconds.
-        body_timeout_s: seconds from the head of a request to the end of its body.
-        api_keys, cors_origins: as for `create_app`. Keys are checked here, too, before a body is read.
         listen_at: host and port to listen on. None: Serve's proxy listens, and hands requests over.
 
     Attributes:
-        guarded: the ASGI app with the checks of keys and origins in front of it.
+        guarded: the ASGI app behind the checks that need no body, which replicas do not repeat.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         replicas: DeploymentHandle,
+        options: dict[str, Any],
         *,
         wanted: int,
         wait_s: float,
-        body_timeout_s: float,
-        api_keys: Sequence[str],
-        cors_origins: Sequence[str],
         listen_at: tuple[str, int] | None,
     ) -> None:
         self._replicas = replicas
         self._streams = replicas.options(stream=True, method_name="stream")
         self._wanted = wanted
         self._wait_s = wait_s
-        self._bodies = Bodies(body_timeout_s)
+        server_options = CommonOptions(**options)
+        self._bodies = Bodies(server_options.body_timeout, BODY_BYTES_PER_S)
         self._known: set[str] = set()  # names of replicas that answered once; a missing one is lost
         # When the replicas were asked for their `/health`, and their answers.
         self._probed: tuple[float, dict[str, Whole]] = (-HEALTH_AGE_S, {})
         self._probing: asyncio.Task[None] | None = None
         self._draining = False
-        self._running = 0
-        self.guarded: ASGIApp = self._answer
-        if api_keys:
-            self.guarded = ApiKeys(self.guarded, api_keys)
-        if cors_origins:
-            self.guarded = CORSMiddleware(self.guarded, **cors_settings(cors_origins))
+        self._answers: set[Answer] = set()  # those that are not complete
+        self.guarded = guarded(self._answer, server_options, is_computing=self._is_computing)
         if listen_at is not None:
             self._serving = await serve_http(
-                RequestIds(self.guarded), *listen_at, body_timeout_s=body_timeout_s
+                RequestIds(self.guarded), *listen_at, body_timeout_s=server_options.body_timeout
             )
 
     # ------------------------------------------------------------------ the end (asked by the command)
@@ -139,7 +147,11 @@ class Front:
 
     def num_running(self) -> int:
         """Return the number of requests whose answer is not complete."""
-        return self._running
+        return len(self._answers)
+
+    def _is_computing(self) -> bool:
+        """Return whether a request is being answered and has not been refused."""
+        return not all(answer.is_refusal for answer in self._answers)
 
     # ------------------------------------------------------------------ requests
 
@@ -147,7 +159,7 @@ class Front:
         """Answer one request, to its end."""
         request = Request(scope, receive)
         answer = Answer(send, request.url.path)
-        self._running += 1
+        self._answers.add(answer)
         try:
             if self._draining and request.url.path in REFUSED_WHILE_DRAINING:
                 raise from_exception(ShuttingDownError("the cluster is shutting down"))
@@ -160,7 +172,7 @@ class Front:
         except ClientDisconnect:
             pass  # closing the replica's stream has told the replica
         finally:
-            self._running -= 1
+            self._answers.discard(answer)
 
     async def _read(self, request: Request) -> Forwarded:
         """Read a request. A body that is not JSON is left unread: the replica refuses or ignores it.
@@ -281,6 +293,25 @@ class Front:
             self._known.clear()  # replicas that are not among these were replaced, or scaled away
         self._known.update(answers)
         return answers
+
+
+def guarded(app: ASGIApp, options: CommonOptions, *, is_computing: Callable[[], bool]) -> ASGIApp:
+    """Return an app behind the checks of keys, hosts and origins, in the order of `create_app`.
+
+    Refusals are paced here, those of all replicas together.
+
+    Args:
+        app: the app.
+        options: the server's options.
+        is_computing: whether answers are being computed. If not, refusals leave at once.
+    """
+    if options.api_key:
+        app = ApiKeys(app, options.api_key)
+    else:
+        app = OwnPages(app, AllowedHosts(options.host, options.allowed_host), options.cors_origin)
+    if options.cors_origin:
+        app = CORSMiddleware(app, **cors_settings(options.cors_origin))
+    return PaceRefusals(app, is_computing)
 
 
 def _headers_of(request: Request) -> tuple[tuple[bytes, bytes], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncIterator
@@ -16,7 +17,6 @@ from cluster.policy import Load
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.logs import configure_logging
-from common.server.middleware import AllowedHosts
 from common.server.options import CommonOptions
 from common.server.serve import freeze_objects
 from common.server.service import Service
@@ -58,12 +58,9 @@ class Replica:
             worker=self._worker,
             model_name=names[0] if names else None,
             other_names=names[1:],
-            api_keys=server_options.api_key,
-            cors_origins=server_options.cors_origin,
-            hosts=AllowedHosts(server_options.host, server_options.allowed_host),
-            body_timeout_s=server_options.body_timeout,
             step_timeout_s=server_options.step_timeout,
             live_view=False,  # it would show the steps of any one replica
+            pace_refusals=False,  # the front does, and asks another replica if this one is full
         )
         self._service: Service = self._app.state.server
         self._service.created = created
@@ -118,14 +115,7 @@ class Replica:
         load = self.load()
         for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))
-        return {
-            "seats": load.seats,
-            "active": load.active,
-            "waiting": load.waiting,
-            "queue_room": load.queue_room,
-            "kv_use": load.kv_use,
-            "number": next(self._numbers),
-        }
+        return {**dataclasses.asdict(load), "number": next(self._numbers)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"load": self.load().value}

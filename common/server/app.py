@@ -51,6 +51,7 @@ def create_app(
     backlogs: Backlogs | None = None,
     ping_s: float = 15.0,
     live_view: bool = True,
+    pace_refusals: bool = True,
     admin: bool = False,
 ) -> FastAPI:
     """Return the app around an engine. The app owns the engine from start-up to shutdown.
@@ -70,6 +71,7 @@ def create_app(
         backlogs: bounds the bytes that clients leave unread; by default as the options' defaults do.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: whether the engine's steps can be watched.
+        pace_refusals: whether the rate of refusals is limited. False: the process that passes the answers on does.
         admin: whether clients may pause the engine.
     """
     service = Service(
@@ -123,7 +125,8 @@ def create_app(
         )
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
-    app.add_middleware(PaceRefusals, is_computing=lambda: engine.telemetry.latest.active > 0)
+    if pace_refusals:
+        app.add_middleware(PaceRefusals, is_computing=lambda: engine.telemetry.latest.active > 0)
     app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

@@ -163,16 +163,17 @@ class Bodies:
 
     Args:
         timeout_s: from the end of a request's head to that of its body.
+        bytes_per_s: the rate.
     """
 
     #: Bytes at the start of each body that do not count towards the rate.
     FREE_BYTES = 64 * 1024
-    BYTES_PER_S = 8 * 2**20
     #: How far the rate may be exceeded for a moment.
     BURST_BYTES = 4 * 2**20
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
         self._timeout_s = timeout_s
+        self._bytes_per_s = bytes_per_s
         self._paid_until_s = (
             0.0  # time by which the bytes read so far would have come at the rate, on the loop's clock
         )
@@ -219,8 +220,8 @@ class Bodies:
     async def _pay_for(self, count: int) -> None:
         """Count `count` more bytes of a large body, and wait until the shared rate allows them."""
         now_s = asyncio.get_running_loop().time()
-        earliest_s = now_s - self.BURST_BYTES / self.BYTES_PER_S
-        self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self.BYTES_PER_S
+        earliest_s = now_s - self.BURST_BYTES / self._bytes_per_s
+        self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self._bytes_per_s
         if self._paid_until_s > now_s:
             await asyncio.sleep(self._paid_until_s - now_s)
 

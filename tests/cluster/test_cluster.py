@@ -130,12 +130,12 @@ def test_busy_is_said_only_when_all_are_and_who_leaves_makes_room(small: ServerP
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
-def half_a_request(server: ServerProcess, *headers: str) -> socket.socket:
+def half_a_request(server: ServerProcess, *headers: str, host: str = "localhost") -> socket.socket:
     """A connection on which the head of a completion was sent, and none of its body."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     lines = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        f"Host: {host}",
         "Content-Type: application/json",
         "Content-Length: 99",
     ]
@@ -182,6 +182,14 @@ def test_keys_are_looked_at_before_a_body(small: ServerProcess) -> None:
     assert b"www-authenticate: bearer" in said.lower()
     assert httpx.get(f"{small.url}/health").status_code == 200  # needs no key
     assert small.complete()["usage"]["completion_tokens"] == 8
+
+
+def test_hosts_are_looked_at_before_a_body(server: ServerProcess) -> None:
+    with half_a_request(server, host="elsewhere.example") as connection:
+        said = first_answer(connection)
+    assert said.startswith(b"HTTP/1.1 403 ")
+    assert b"host_not_allowed" in said
+    assert server.complete()["usage"]["completion_tokens"] == 8
 
 
 class Watcher(threading.Thread):

@@ -1,20 +1,28 @@
-"""Ordinary clients beside attacks: whether each is served, and whether the server is well afterwards."""
+"""Ordinary clients beside attacks: how much of their service is left, and whether the server is well afterwards.
+
+`python -m tests.faults.attacks --phase 9 --seconds 120 [--attacks slow_mask tokenize] [--cluster 2] [-- OPTIONS]`
+
+Three times as many seconds: the ordinary clients alone, beside the attacks, and alone again. `OPTIONS` go to the
+server.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import psutil
 
 from common.server import logs
 from tests.cluster.conftest import running
-from tests.faults.attackers import Attackers
-from tests.faults.ordinary import OrdinaryClients
+from tests.faults.attackers import ATTACKS, Attackers
+from tests.faults.ordinary import HealthWatch, OrdinaryClients, Service
 from tests.faults.raw_http import Target
-from tests.server.support import ServerProcess, asking_for_health
+from tests.server.support import PHASES, ServerProcess
 
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
@@ -47,6 +55,35 @@ def memory_bytes(server: ServerProcess) -> int:
     return total
 
 
+def processor_s() -> dict[str, float]:
+    """Return the processor time in seconds of this process, which has the ordinary clients, and of the processes
+    that it has started, by what they do. The processes that try grammars end often; their parents count them."""
+    here, spent = psutil.Process(), Counter[str]()
+    for each in (here, *here.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used, role = each.cpu_times(), "clients" if each == here else role_of(each.cmdline())
+            spent[role] += used.user + used.system
+            if role in ("server", "replica"):
+                spent["grammar trials"] += used.children_user + used.children_system
+    return spent
+
+
+def role_of(command: Sequence[str]) -> str:
+    """Return what a process of the server, the cluster or the attacks does."""
+    line = " ".join(command)
+    for name in ("front", "replica"):  # the name of the method that runs follows
+        if line.startswith(f"ray::ServeReplica:infer:{name}"):
+            return name
+    if "tests.faults.attackers" in line:
+        return "attackers"
+    if "/ray/" in line or line.startswith("ray::"):
+        return "Ray"
+    return "grammar trials" if "grammar" in line else "server"
+
+
+# ---------------------------------------------------------------------- a test's question
+
+
 def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[str]) -> None:
     """Attack a server twice, each time until every ordinary client has its right answers.
 
@@ -60,12 +97,13 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
     for _ in range(2):
         attackers = Attackers(target, names)
         try:
-            with asking_for_health(server.url) as health:
+            with HealthWatch(target) as health:
                 service = asyncio.run(clients.ask_until_each_has(ANSWERS_EACH, at_least_s=ATTACKED_S))
         finally:
             outcomes = attackers.stop()
         assert service.mistakes == []
-        assert {answer.status_code for answer in health} == {200}
+        assert health.seconds
+        assert health.statuses == set()
         for name, counted in outcomes.items():
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)
@@ -81,6 +119,70 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
     assert server.process.poll() is None
 
 
+# ---------------------------------------------------------------------- a program's numbers
+
+
+def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None:
+    target = target_of(server)
+    clients = OrdinaryClients(target)
+    asyncio.run(clients.learn())
+    rates = []
+    for moment in ("alone", "beside", "alone again"):
+        attackers = Attackers(target, names, seconds + 60) if moment == "beside" else None
+        memory, before, counted = [memory_bytes(server)], processor_s(), server.counters()
+        with HealthWatch(target) as health:
+            service = asyncio.run(watching_memory(server, memory, clients, seconds))
+        rates.append(service.tokens / seconds)
+        print_moment(moment, rates, service, health, memory)
+        spent = {name: taken - before.get(name, 0.0) for name, taken in processor_s().items()}
+        shares = [f"{name} {taken / seconds:.2f}" for name, taken in sorted(spent.items())]
+        print(f"  cores: {', '.join(shares)}")
+        made = {name: (now - counted[name]) / seconds for name, now in server.counters().items()}
+        print(
+            f"  engines: {made['steps']:.0f} steps/s, {made['decode_tokens']:.0f} tokens/s for all clients, "
+            f"{made['busy_s']:.2f} s of steps a second",
+            flush=True,
+        )
+        if attackers is not None:
+            for name, counted in attackers.stop().items():
+                said = ", ".join(f"{count} x {outcome}" for outcome, count in counted.items())
+                print(f"  {name}: {said or 'nothing was answered'}")
+    server.begin_test()
+    print(f"idle: {memory_bytes(server) / 2**20:.0f} MiB")
+
+
+async def watching_memory(
+    server: ServerProcess, memory: list[int], clients: OrdinaryClients, seconds: float
+) -> Service:
+    async def watch() -> None:
+        while True:
+            memory.append(await asyncio.to_thread(memory_bytes, server))
+            await asyncio.sleep(0.5)
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await clients.ask_for(seconds)
+    finally:
+        watching.cancel()
+
+
+def print_moment(
+    moment: str, rates: list[float], service: Service, health: HealthWatch, memory: list[int]
+) -> None:
+    waits = sorted(health.seconds)  # a server that is held up may have answered once
+    middle, p99, most = (waits[round(share * (len(waits) - 1))] for share in (0.5, 0.99, 1.0))
+    print(
+        f"{moment}: {rates[-1]:.0f} tokens/s (x {rates[-1] / rates[0]:.2f}), {sum(service.answers)} answers, "
+        f"{service.refused} x 503, {len(service.mistakes)} mistakes; "
+        f"/health p50 {middle * 1e3:.0f}, p99 {p99 * 1e3:.0f}, max {most * 1e3:.0f} ms"
+        f"{f', not 200: {sorted(health.statuses)}' if health.statuses else ''}; "
+        f"memory {memory[0] / 2**20:.0f} MiB, at most {max(memory) / 2**20:.0f}",
+        flush=True,
+    )
+    for mistake in service.mistakes[:5]:
+        print(f"  {mistake}")
+
+
 @contextlib.contextmanager
 def serving(phase: str, options: Sequence[str] = (), replicas: int = 0) -> Iterator[ServerProcess]:
     """One server, or a cluster of so many replicas."""
@@ -93,3 +195,22 @@ def serving(phase: str, options: Sequence[str] = (), replicas: int = 0) -> Itera
             yield server
         finally:
             server.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--phase", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each of the three times")
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
+    parser.add_argument(
+        "--cluster", type=int, default=0, metavar="REPLICAS", help="a cluster instead of a server"
+    )
+    parser.add_argument("options", nargs="*", metavar="OPTIONS", help="of the server, after --")
+    arguments = parser.parse_args()
+    (phase,) = (name for name in PHASES if name.startswith(f"phase{arguments.phase}_"))
+    with serving(phase, arguments.options, arguments.cluster) as server:
+        measure(server, arguments.attacks, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()

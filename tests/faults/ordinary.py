@@ -1,8 +1,11 @@
-"""Ordinary clients, and the answers that they must get."""
+"""Ordinary clients, what they are owed, and how it is for them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,18 +17,23 @@ from tests.server.support import HANG_S
 
 CLIENTS = 20
 TOKENS = 64
+HEALTH_EVERY_S = 0.02
 
 
 @dataclass
 class Service:
-    """The outcomes of a crowd of clients.
+    """What a crowd of clients had.
 
     Attributes:
-        answers: the number of complete and correct answers of each client.
-        mistakes: outcomes that must never be: another text, another status, a cut stream.
+        tokens: that came, those of unfinished answers too.
+        answers: whole and right ones, by client.
+        refused: 503 answers, after each of which its client came back when it was told to.
+        mistakes: what should never be: another text, another status, a cut stream.
     """
 
+    tokens: int = 0
     answers: list[int] = field(default_factory=lambda: [0] * CLIENTS)
+    refused: int = 0
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -51,9 +59,17 @@ class OrdinaryClients:
         """Ask each prompt alone: the answers that must come later, too."""
         self._alone = []
         for request in self._requests:
-            answer = await self._ask(request)
+            answer = await self._ask(request, Service())
             assert answer.status == 200, answer
             self._alone.append(text_of(answer))
+
+    async def ask_for(self, seconds: float) -> Service:
+        """Ask again and again, for so long."""
+        service = Service()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(self._client(i, service, lambda: False) for i in range(CLIENTS)))
+        return service
 
     async def ask_until_each_has(self, count: int, *, at_least_s: float) -> Service:
         """Ask until every client has had so many answers, or one a mistake; at least for so many seconds."""
@@ -71,22 +87,26 @@ class OrdinaryClients:
         while not enough():
             try:
                 async with asyncio.timeout(HANG_S):
-                    answer = await self._ask(self._requests[number])
+                    answer = await self._ask(self._requests[number], service)
             except (*CutError, TimeoutError) as error:
                 service.mistakes.append(f"client {number}: {error!r}")
                 await asyncio.sleep(1)
                 continue
             if answer.status == 503:
+                service.refused += 1
                 await asyncio.sleep(int(answer.headers["retry-after"]))
             elif answer.status == 200 and text_of(answer) == self._alone[number]:
                 service.answers[number] += 1
             else:
                 service.mistakes.append(f"client {number}: {answer.status} {answer.body[-300:]!r}")
 
-    async def _ask(self, request: bytes) -> Answer:
+    async def _ask(self, request: bytes, service: Service) -> Answer:
+        def count(data: bytes) -> None:
+            service.tokens += data.count(b"event: token\n")
+
         async with connect(self._target) as (reader, writer):
             writer.write(request)
-            return await read_answer(reader)
+            return await read_answer(reader, count)
 
 
 def text_of(answer: Answer) -> bytes:
@@ -98,3 +118,39 @@ def text_of(answer: Answer) -> bytes:
             if name == b"token":
                 text += orjson.loads(data)["token"].encode()
     return text + b" | " + name
+
+
+class HealthWatch:
+    """Asks for `/health` all the while, from a thread of its own.
+
+    Attributes:
+        seconds: that each answer took.
+        statuses: that were not 200.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.seconds: list[float] = []
+        self.statuses: set[int] = set()
+        self._target = target
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> HealthWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._target.port, timeout=HANG_S)
+        while not self._over.wait(HEALTH_EVERY_S):
+            began = time.perf_counter()
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            response.read()
+            self.seconds.append(time.perf_counter() - began)
+            if response.status != 200:
+                self.statuses.add(response.status)
+        connection.close()

@@ -1,0 +1,192 @@
+"""The front's checks, which replicas do not repeat, and the pace of its refusals. Its replicas are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+from starlette.types import Message
+
+from cluster.forwarding import Forwarded, Head, Part
+from common.server.errors import unavailable
+from common.server.middleware import PaceRefusals
+from common.server.options import CommonOptions
+
+pytestmark = [pytest.mark.cluster, pytest.mark.anyio]
+
+EXTRA = 8  # refusals beyond the burst
+
+
+class Replicas:
+    """Stands for Serve's handle: refuses the prompt "no", streams for ever for "long", answers all others.
+
+    Attributes:
+        full: names of the replicas that answer 503.
+        asked: the replica that each request went to.
+    """
+
+    def __init__(self) -> None:
+        self.full: set[str] = set()
+        self.asked: list[str] = []
+
+    def options(self, **_: Any) -> Replicas:
+        return self
+
+    def remote(self, request: Forwarded) -> Reply:
+        name = next((name for name in "ab" if name not in request.avoid), "a")  # as a router chooses
+        self.asked.append(name)
+        return Reply(self._answer(name, orjson.loads(request.body)["prompt"]))
+
+    async def _answer(self, name: str, prompt: str) -> AsyncIterator[str | list[Part]]:
+        yield name
+        if name in self.full:
+            yield [
+                Head(503, ()),
+                orjson.dumps(unavailable("full", code="queue_full", retry_after_s=1).body()),
+            ]
+        elif prompt == "no":
+            yield [Head(422, ((b"content-length", b"2"),)), b"{}"]
+        else:
+            yield [Head(200, ()), b"event: token\n\n"]
+            if prompt == "long":
+                await asyncio.Event().wait()
+
+
+class Reply:
+    """Stands for Serve's response: an iterator that can be cancelled."""
+
+    def __init__(self, parts: AsyncIterator[str | list[Part]]) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> Reply:
+        return self
+
+    async def __anext__(self) -> str | list[Part]:
+        return await anext(self._parts)
+
+    def cancel(self) -> None:
+        """Do nothing: the test's event loop drops the iterator."""
+
+
+class Fronted:
+    """A front before made-up replicas."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    async def start(self, **options: Any) -> None:
+        from cluster.front import Front  # here, since it imports Ray
+
+        plain = Front.__mro__[1]  # without Serve's wrapper, which needs a running cluster
+        self._front = plain.__new__(plain)
+        await plain.__init__(
+            self._front,
+            self._replicas,
+            CommonOptions(**options).model_dump(),
+            wanted=2,
+            wait_s=5.0,
+            listen_at=None,
+        )
+
+    @asynccontextmanager
+    async def answering(self, *headers: tuple[bytes, bytes]) -> AsyncIterator[None]:
+        """Meanwhile a stream that does not end is being answered."""
+        begun = asyncio.Event()
+        stream = asyncio.create_task(self.ask("long", *headers, begun=begun))
+        try:
+            await begun.wait()
+            yield
+        finally:
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+
+    async def ask(
+        self, prompt: str, *headers: tuple[bytes, bytes], begun: asyncio.Event | None = None
+    ) -> int:
+        """Return the status of a request; `begun` is set when its answer begins."""
+        statuses: list[int] = []
+        body = [{"type": "http.request", "body": orjson.dumps({"prompt": prompt}), "more_body": False}]
+
+        async def receive() -> Message:
+            if not body:
+                await asyncio.Event().wait()
+            return body.pop()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                if begun is not None:
+                    begun.set()
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), *headers],
+        }
+        await self._front.guarded(scope, receive, send)
+        return statuses[0]
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds for which a refusal has waited. None of them pass."""
+    seconds: list[float] = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(delay: float) -> None:
+        seconds.append(delay)
+        await real_sleep(0)
+
+    monkeypatch.setattr("common.server.middleware.asyncio.sleep", sleep)
+    return seconds
+
+
+@pytest.mark.parametrize("key", [b"right", b"wrong"], ids=["refused by a replica", "refused by the front"])
+async def test_refusals_are_paced_while_another_request_is_answered(key: bytes, slept: list[float]) -> None:
+    front, right = Fronted(Replicas()), (b"authorization", b"Bearer right")
+    await front.start(api_key=["right"])
+    for _ in range(PaceRefusals.BURST + EXTRA):
+        assert await front.ask("no", right) == 422
+    assert slept == [], "nothing is computed"
+    async with front.answering(right):
+        for _ in range(EXTRA):
+            status = await front.ask("no", (b"authorization", b"Bearer " + key))
+            assert status == (422 if key == b"right" else 401)
+        assert len(slept) == EXTRA
+        assert await front.ask("Once", right) == 200
+        assert len(slept) == EXTRA, "an answer does not wait"
+
+
+async def test_a_full_replicas_refusal_does_not_wait_since_another_is_asked(slept: list[float]) -> None:
+    replicas = Replicas()
+    front = Fronted(replicas)
+    await front.start()
+    async with front.answering():
+        replicas.full.add("a")
+        replicas.asked.clear()
+        for _ in range(PaceRefusals.BURST + EXTRA):
+            assert await front.ask("Once") == 200
+        assert replicas.asked == ["a", "b"] * (PaceRefusals.BURST + EXTRA)
+        assert slept == []
+        replicas.full.add("b")
+        for _ in range(PaceRefusals.BURST + EXTRA):
+            assert await front.ask("Once") == 503
+        assert len(slept) == EXTRA
+        replicas.full.clear()
+        assert await front.ask("Once") == 200
+
+
+async def test_hosts_and_sites_are_checked_by_the_front() -> None:
+    replicas = Replicas()
+    front = Fronted(replicas)
+    await front.start()
+    assert await front.ask("Once", (b"host", b"elsewhere.example")) == 403
+    assert await front.ask("Once", (b"host", b"localhost"), (b"sec-fetch-site", b"cross-site")) == 403
+    assert replicas.asked == []
+    assert await front.ask("Once", (b"host", b"localhost")) == 200
