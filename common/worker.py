@@ -504,10 +504,10 @@ class EngineWorker:
         if outputs:
             self.on_event_loop(self._deliver, outputs)
 
-    def on_event_loop(self, call: Callable[[T], None], argument: T) -> None:
-        """Run `call(argument)` on the event loop. For the engine's thread."""
+    def on_event_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run `call(*arguments)` on the event loop. For the engine's thread."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(call, argument)
+            self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:  # the loop is closed: nobody is left to read
             logger.debug("what a closed event loop was to be told was dropped")

@@ -173,11 +173,7 @@ class Intake:
     # ------------------------------------------------------------------ in a thread
 
     def _make_requests(
-        self,
-        wanted: GenerationRequest,
-        answer_id: str,
-        arrived_s: float,
-        matchers: Sequence[Matcher | None],
+        self, wanted: GenerationRequest, answer_id: str, arrived_s: float, matchers: Sequence[Matcher | None]
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
         scored = 0  # prompt tokens of all choices so far

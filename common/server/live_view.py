@@ -98,7 +98,7 @@ class Watcher:
         except Exception:  # a bug in the live view must not fail requests
             logger.exception("the live view failed")
             self._due_s = math.inf
-            self._worker.on_event_loop(self._live_view.end, None)
+            self._worker.on_event_loop(self._live_view.end)
             return
         self._left_out = None
         self._worker.on_event_loop(self._live_view.publish, frame)
@@ -209,7 +209,7 @@ class LiveView:
         if self._watcher is not None and any(viewer.needs_key for viewer in self._viewers):
             self._watcher.next_is_key()
 
-    def end(self, _: None) -> None:
+    def end(self) -> None:
         """End every viewer's stream."""
         for viewer in self._viewers:
             viewer.end()
@@ -224,7 +224,7 @@ class LiveView:
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
-                self.end(None)
+                self.end()
             elif self._watcher is not None:
                 self._ask(self._watcher.catch_up)
 
@@ -243,7 +243,7 @@ class Recordings:
     def __init__(self, worker: EngineWorker, tracer: Tracer) -> None:
         self.worker = worker
         self.tracer = tracer
-        self._open: set[Recording] = set()
+        self.running: set[Recording] = set()
 
     def open(self, seconds: float) -> Recording:
         """Return a new recording, which begins with `Recording.pieces`. Close it in the end.
@@ -253,21 +253,15 @@ class Recordings:
         """
         if self.worker.draining:
             raise from_exception(ShuttingDownError("draining: the server is shutting down"))
-        if len(self._open) >= MAX_RECORDINGS:
+        if len(self.running) >= MAX_RECORDINGS:
             raise unavailable(
                 f"{MAX_RECORDINGS} traces are being recorded, the most at a time: try again later",
                 code="too_many_traces",
                 retry_after_s=5,
             )
         recording = Recording(self, seconds)
-        self._open.add(recording)
+        self.running.add(recording)
         return recording
-
-    def close(self, recording: Recording) -> None:
-        """Stop a recording. One about to start is stopped, too: the engine's thread runs its calls in order."""
-        self._open.discard(recording)
-        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
-            self.worker.call(lambda _: self.tracer.stop(recording.buffer))
 
 
 class Recording:
@@ -291,7 +285,11 @@ class Recording:
         yield buffer.fetch()
 
     def close(self) -> None:
-        self._recordings.close(self)
+        """Stop the recording, also if it is about to start: the engine's thread runs its calls in order."""
+        recordings = self._recordings
+        recordings.running.discard(self)
+        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
+            recordings.worker.call(lambda _: recordings.tracer.stop(self.buffer))
 
 
 class TraceStream(Stream):

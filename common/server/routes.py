@@ -359,8 +359,7 @@ async def telemetry(
 # Not in the schema: the stream has a format of its own, and takes as long as its client asks.
 @router.get("/trace", include_in_schema=False)
 async def trace(
-    service: Served,
-    seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record"),
+    service: Served, seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record")
 ) -> Response:
     """Record the engine's next steps and stream the events. A client that leaves early lacks the last `]`."""
     recording = service.recordings.open(seconds)
