@@ -326,9 +326,9 @@ def refuse_too_many_values(body: bytes) -> None:
         )
 
 
-def check_model(model: str, limits: Limits) -> None:
-    """Raise ApiError (404) if `model` is no name of the served model."""
-    if model not in limits.models:
+def check_model(model: str | None, limits: Limits) -> None:
+    """Raise ApiError (404) if `model` is no name of the served model; None stands for that model."""
+    if model is not None and model not in limits.models:
         raise ApiError(
             404,
             f"model {shorten(model, 100)!r} is not served here; this server has {limits.models[0]!r}",

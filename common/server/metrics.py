@@ -6,7 +6,7 @@ A metric that vLLM has, too, has vLLM's name, so dashboards made for vLLM show i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -27,43 +27,12 @@ _VLLM_COUNTERS = {
 }
 
 
-_BETWEEN = "From one token of a request to its next, in seconds"
-
-#: Histograms: the metric's name, the name in `RequestTelemetry`, and the text.
-_HISTOGRAMS = (
-    (
-        "time_to_first_token_seconds",
-        "time_to_first_token_s",
-        "From a request's submission to its first token",
-    ),
-    ("inter_token_latency_seconds", "inter_token_latency_s", _BETWEEN),
-    # The older name of the same, which older dashboards have.
-    ("time_per_output_token_seconds", "inter_token_latency_s", _BETWEEN),
-    ("e2e_request_latency_seconds", "end_to_end_s", "From a request's submission to its end"),
-    (
-        "request_queue_time_seconds",
-        "queue_s",
-        "From a request's submission until its prefill begins, or until it leaves the queue otherwise",
-    ),
-    ("request_prefill_time_seconds", "prefill_s", "From there to a request's first token"),
-    ("request_decode_time_seconds", "decode_s", "From a request's first token to its last"),
-    ("request_prompt_tokens", "prompt_lengths", "Prompt tokens of a request"),
-    ("request_generation_tokens", "answer_lengths", "New tokens of a request"),
-    (
-        "request_max_num_generation_tokens",
-        "longest_choices",
-        "New tokens of the longest of the choices that continue a prompt",
-    ),
-)
-
-
 class Metrics(Collector):
     """The metrics of one server, read anew for each scrape."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._labels = ["model_name", "phase"]
-        self._values = [service.model_name, service.engine.phase.slug]
+        self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics and the name of their format, which every scraper reads.
@@ -89,55 +58,90 @@ class Metrics(Collector):
             ("vllm:num_requests_waiting", "Requests that queue", worker.num_waiting()),
             ("vllm:kv_cache_usage_perc", "Share of the KV memory that is held; 1 is all of it", used),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=self._labels)
-            gauge.add_metric(self._values, value)
+            gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), value)
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
         counters, requests = self._service.engine.telemetry.counters, self._service.worker.requests
-        answers = self._service.answers
-        looked_for = "Prompt tokens that were looked for in the prefix cache"
         yield self._counter(
             "vllm:generation_tokens", "Tokens that were handed to clients", requests.generation_tokens
         )
-        yield self._counter("vllm:prefix_cache_queries", looked_for, counters.prompt_tokens)
+        yield self._counter(
+            "vllm:prefix_cache_queries",
+            "Prompt tokens that were looked for in the prefix cache",
+            counters.prompt_tokens,
+        )
         yield self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens that were found there", counters.cached_tokens
         )
-        yield self._counters_by(
-            ["finished_reason"],
-            "vllm:request_success",
-            "Requests that ended",
-            {(reason,): count for reason, count in requests.ended.items()},
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended", labels=[*self._labels, "finished_reason"]
         )
-        yield self._counters_by(
-            ["status", "reason"],
+        for reason, count in requests.ended.items():
+            ended.add_metric([*self._labels.values(), reason], count)
+        yield ended
+        answers = CounterMetricFamily(
             "infer:http_answers",
             "HTTP answers, by the code of their error",
-            {(str(status), reason): count for (status, reason), count in answers.items()},
+            labels=[*self._labels, "status", "reason"],
         )
+        for (status, reason), count in self._service.answers.items():
+            answers.add_metric([*self._labels.values(), str(status), reason], count)
+        yield answers
         for field in dataclasses.fields(Counters):
-            other = f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry"
-            name, text = _VLLM_COUNTERS.get(field.name, other)
+            name, text = _VLLM_COUNTERS.get(
+                field.name, (f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry")
+            )
             yield self._counter(name, text, getattr(counters, field.name))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._counters_by([], name, text, {(): value})
-
-    def _counters_by(
-        self, labels: list[str], name: str, text: str, counts: Mapping[tuple[str, ...], float]
-    ) -> Metric:
-        """Return a metric with a counter for each combination of the values of `labels`."""
-        counter = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
-        for values, count in counts.items():
-            counter.add_metric([*self._values, *values], count)
+        counter = CounterMetricFamily(name, text, labels=list(self._labels))
+        counter.add_metric(list(self._labels.values()), value)
         return counter
 
     def _histograms(self) -> Iterator[Metric]:
-        for name, attribute, text in _HISTOGRAMS:
-            histogram: Histogram = getattr(self._service.worker.requests, attribute)
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=self._labels)
-            family.add_metric(self._values, _buckets(histogram), histogram.total)
+        requests = self._service.worker.requests
+        between = "From one token of a request to its next, in seconds"
+        for name, text, histogram in (
+            (
+                "vllm:time_to_first_token_seconds",
+                "From a request's submission to its first token",
+                requests.time_to_first_token_s,
+            ),
+            ("vllm:inter_token_latency_seconds", between, requests.inter_token_latency_s),
+            # The older name of the same, which older dashboards have.
+            ("vllm:time_per_output_token_seconds", between, requests.inter_token_latency_s),
+            (
+                "vllm:e2e_request_latency_seconds",
+                "From a request's submission to its end",
+                requests.end_to_end_s,
+            ),
+            (
+                "vllm:request_queue_time_seconds",
+                "From a request's submission until its prefill begins, or until it leaves the queue otherwise",
+                requests.queue_s,
+            ),
+            (
+                "vllm:request_prefill_time_seconds",
+                "From there to a request's first token",
+                requests.prefill_s,
+            ),
+            (
+                "vllm:request_decode_time_seconds",
+                "From a request's first token to its last",
+                requests.decode_s,
+            ),
+            ("vllm:request_prompt_tokens", "Prompt tokens of a request", requests.prompt_lengths),
+            ("vllm:request_generation_tokens", "New tokens of a request", requests.answer_lengths),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "New tokens of the longest of the choices that continue a prompt",
+                requests.longest_choices,
+            ),
+        ):
+            family = HistogramMetricFamily(name, text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.total)
             yield family
 
 
