@@ -37,7 +37,7 @@ from typing import Any
 
 from common.engine import Engine
 from common.request import Request, RequestState, StepOutput
-from common.scheduling import PrefillChunk, StepPlan
+from common.scheduling import StepPlan
 from common.telemetry import StepRecord
 
 VERSION = 1
@@ -109,7 +109,8 @@ class FrameMaker:
             self._key_step = record.step
             self._forget()
         self._until_key -= 1
-        before, self._running = self._running, self._seated(frame)
+        before = self._running
+        self._running = [self._know(request, frame) for request in self._engine.scheduler.active]
         self._add_waiting(frame)
         self._add_memory(frame)
         self._add_work(frame, record, plan, outputs)
@@ -143,10 +144,7 @@ class FrameMaker:
             )
         return known
 
-    # ------------------------------------------------------------------ seats, queue and memory
-
-    def _seated(self, frame: Frame) -> list[_Known]:
-        return [self._know(request, frame) for request in self._engine.scheduler.active]
+    # ------------------------------------------------------------------ queue and memory
 
     def _add_waiting(self, frame: Frame) -> None:
         scheduler = self._engine.scheduler
@@ -199,7 +197,7 @@ class FrameMaker:
             row: list[Any] = [known.number, pool.seat(slot), pool.get_seq_len(slot)]
             if request in chunks:
                 chunk = chunks[request]
-                row += _prefill(chunk, longest)
+                row += ["p", chunk.start, chunk.end, max(0, longest - chunk.end)]
                 if chunk.start == request.prefill_start > 0:
                     found.append([known.number, chunk.start])
             elif request in decoding:
@@ -234,10 +232,6 @@ class FrameMaker:
         name = [number, output.request_id, output.prompt_tokens, output.completion_tokens]
         frame.setdefault("requests", []).append(name)
         return number
-
-
-def _prefill(chunk: PrefillChunk, longest: int) -> list[Any]:
-    return ["p", chunk.start, chunk.end, max(0, longest - chunk.end)]
 
 
 def _was_preempted(known: _Known) -> bool:

@@ -29,11 +29,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        vocab_size: int,
-        chat_template: ChatTemplate | None = None,
+        self, backend: tokenizers.Tokenizer, *, vocab_size: int, chat_template: ChatTemplate | None = None
     ) -> None:
         self.backend = backend
         self.chat_template = chat_template

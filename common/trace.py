@@ -300,7 +300,9 @@ class Tracer:
         """Start a recording into a sink. Live requests are included."""
         engine = self._engine
         if not self._recordings:
-            self._watch()
+            self._parts.start()
+            engine.arrival_watchers.append(self._arrived)
+            engine.watchers.append(self._stepped)
         recording = self._recordings[sink] = Recording(sink, engine.phase)
         self._write_to([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
 
@@ -312,18 +314,9 @@ class Tracer:
         now_s = self._engine.clock()
         self._write_to([recording], lambda one: one.end(now_s))
         if not self._recordings:
-            self._unwatch()
-
-    def _watch(self) -> None:
-        engine = self._engine
-        self._parts.start()
-        engine.arrival_watchers.append(self._arrived)
-        engine.watchers.append(self._stepped)
-
-    def _unwatch(self) -> None:
-        self._engine.unwatch(self._stepped)
-        self._engine.arrival_watchers.remove(self._arrived)
-        self._parts.stop()
+            self._engine.unwatch(self._stepped)
+            self._engine.arrival_watchers.remove(self._arrived)
+            self._parts.stop()
 
     def _arrived(self, request: Request) -> None:
         now_s = self._engine.clock()

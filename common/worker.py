@@ -168,8 +168,9 @@ class HeldPlaces:
         """Submit as many requests as places are held. Returns their streams, in order."""
         if len(requests) != self._count:
             raise ValueError(f"{self._count} places are held, for {len(requests)} requests")
+        streams = self._worker.submit(requests)
         self._count = 0
-        return self._worker.submit(requests)
+        return streams
 
 
 class EngineWorker:
@@ -182,6 +183,7 @@ class EngineWorker:
 
     Attributes:
         requests: telemetry of the submitted requests.
+        draining: whether new requests are refused, because the server ends.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -190,7 +192,7 @@ class EngineWorker:
         self._built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wakeup = threading.Condition()
+        self._wakeup = threading.Condition()  # its lock is reentrant
         # Guarded by the condition's lock:
         self._arrived: deque[Request] = deque()
         self._cancelled: list[str] = []
@@ -201,7 +203,7 @@ class EngineWorker:
         self._turn_began_s: float | None = None  # on the clock of `time.monotonic`; None: waits for work
         # Used by the event loop's thread only:
         self._streams: dict[str, RequestStream] = {}
-        self._draining = False
+        self.draining = False
         self._aborted: ShuttingDownError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -228,10 +230,6 @@ class EngineWorker:
         began_s = self._turn_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
     def start(self) -> None:
         """Start accepting requests. Call it on the event loop that will read the streams."""
         self._loop = asyncio.get_running_loop()
@@ -247,52 +245,42 @@ class EngineWorker:
             QueueFullError: fewer places are free.
             EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
-        self._check_accepting()
         with self._wakeup:
-            self._check_room(count)
+            self.check_room(count)
             self._held += count
         self._idle.clear()
         return HeldPlaces(self, count)
 
     def check_room(self, count: int) -> None:
-        """Raise the error that `hold_places` would raise now. Holds nothing."""
-        self._check_accepting()
-        with self._wakeup:
-            self._check_room(count)
-
-    def _check_room(self, count: int) -> None:
-        """Check that `count` requests may be queued at once. Call with the lock held.
+        """Check that `count` requests may be queued at once.
 
         If other requests are in the server, several requests at once must leave a quarter of the queue free: a
         client with 32 choices must not lock out clients with one.
 
-        Raises:
-            QueueFullError: fewer places are free.
+        Raises: as `hold_places`.
         """
-        alone = not self._streams and not self._held
-        kept = 0 if count == 1 or alone else self.engine.config.max_waiting_requests // 4
-        if count > self._queue_room() - kept:
-            raise self._queue_full(count)
+        self._check_accepting()
+        with self._wakeup:
+            alone = not self._streams and not self._held
+            kept = 0 if count == 1 or alone else self.engine.config.max_waiting_requests // 4
+            if count > self.queue_room() - kept:
+                raise self._queue_full(count)
 
     def _check_accepting(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead))
-        if self._draining:
+        if self.draining:
             raise ShuttingDownError("the server is shutting down")
 
     def queue_room(self) -> int:
-        """Return how many more requests the queue can take now."""
+        """Return how many more requests the queue can take now: places that are neither taken nor held."""
         with self._wakeup:
-            return self._queue_room()
+            return self.engine.scheduler.queue_room() - self._held
 
     def num_waiting(self) -> int:
         """Return how many requests wait to be computed, including those that are still being tokenized."""
         with self._wakeup:
             return self.engine.scheduler.num_waiting + self._held
-
-    def _queue_room(self) -> int:
-        """Return the number of places that are neither taken nor held. Call with the lock held."""
-        return self.engine.scheduler.queue_room() - self._held
 
     def _queue_full(self, count: int) -> QueueFullError:
         return QueueFullError(
@@ -313,8 +301,6 @@ class EngineWorker:
             ShuttingDownError: the time to drain is over, or the worker was stopped.
         """
         if self._aborted is not None:
-            with self._wakeup:
-                self._held -= len(requests)
             raise self._aborted
         streams = [RequestStream(self, request) for request in requests]
         self._streams |= {stream.request.request_id: stream for stream in streams}
@@ -392,7 +378,7 @@ class EngineWorker:
 
     def stop_accepting(self) -> None:
         """Let `hold_places` refuse new requests. Accepted requests go on."""
-        self._draining = True
+        self.draining = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every accepted request is answered. Fails the others after `timeout_s`, and returns False."""
@@ -518,10 +504,10 @@ class EngineWorker:
         if outputs:
             self.on_event_loop(self._deliver, outputs)
 
-    def on_event_loop(self, call: Callable[[T], None], argument: T) -> None:
-        """Run `call(argument)` on the event loop. For the engine's thread."""
+    def on_event_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run `call(*arguments)` on the event loop. For the engine's thread."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(call, argument)
+            self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:  # the loop is closed: nobody is left to read
             logger.debug("what a closed event loop was to be told was dropped")

@@ -120,8 +120,7 @@ def create_app(
     app.add_middleware(RequestIds)  # outside of these, so that their refusals have an id, too
     if cors_origins:
         app.add_middleware(  # outside of the key check: pages may read refusals, and a preflight request has no key
-            CORSMiddleware,
-            **cors_settings(cors_origins),
+            CORSMiddleware, **cors_settings(cors_origins)
         )
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)

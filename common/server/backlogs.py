@@ -44,10 +44,7 @@ class Backlogs:
     """
 
     def __init__(
-        self,
-        limit_bytes: int = 4 * 2**20,
-        total_limit_bytes: int = 64 * 2**20,
-        send_timeout_s: float = 60.0,
+        self, limit_bytes: int = 4 * 2**20, total_limit_bytes: int = 64 * 2**20, send_timeout_s: float = 60.0
     ) -> None:
         self.send_timeout_s = send_timeout_s
         self.limit_bytes = limit_bytes

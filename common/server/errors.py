@@ -200,20 +200,16 @@ async def answer_unexpected_error(request: Request, _: Exception) -> Response:
     return await answer_api_error(request, internal_error())
 
 
-#: Errors that the engine or its worker raises. Routes let them pass; the handlers translate them.
-ENGINE_ERRORS: tuple[type[Exception], ...] = (
-    InvalidRequestError,
-    QueueFullError,
-    ShuttingDownError,
-    RequestTimeoutError,
-    EngineDeadError,
-    GrammarFailedError,
-    NaNLogitsError,
-)
-
+#: Routes let errors of the engine and its worker pass; `answer_api_error` translates them.
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: answer_api_error,
-    **dict.fromkeys(ENGINE_ERRORS, answer_api_error),
+    InvalidRequestError: answer_api_error,
+    QueueFullError: answer_api_error,
+    ShuttingDownError: answer_api_error,
+    RequestTimeoutError: answer_api_error,
+    EngineDeadError: answer_api_error,
+    GrammarFailedError: answer_api_error,
+    NaNLogitsError: answer_api_error,
     HTTPException: answer_http_error,
     RequestValidationError: answer_invalid_query,
     ClientDisconnect: answer_nobody,

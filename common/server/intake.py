@@ -173,11 +173,7 @@ class Intake:
     # ------------------------------------------------------------------ in a thread
 
     def _make_requests(
-        self,
-        wanted: GenerationRequest,
-        answer_id: str,
-        arrived_s: float,
-        matchers: Sequence[Matcher | None],
+        self, wanted: GenerationRequest, answer_id: str, arrived_s: float, matchers: Sequence[Matcher | None]
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
         scored = 0  # prompt tokens of all choices so far
@@ -302,6 +298,9 @@ class Lane:
         limit: requests that may run or wait; None if another bound holds for them already.
         retry_after_s: `Retry-After` of its refusals.
         niceness: of its threads, as in `nice(1)`; on Linux only.
+
+    Attributes:
+        jobs: number of requests whose work runs or waits. Work that runs on after its client has left counts, too.
     """
 
     def __init__(
@@ -314,12 +313,7 @@ class Lane:
             threads, thread_name_prefix=name, initializer=_stand_back, initargs=(niceness,)
         )
         self._lock = threading.Lock()
-        self._jobs = 0
-
-    @property
-    def jobs(self) -> int:
-        """Number of requests whose work runs or waits. Work that runs on after its client has left counts, too."""
-        return self._jobs
+        self.jobs = 0
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in one of the lane's threads and return its result.
@@ -331,7 +325,7 @@ class Lane:
             ApiError: 503, the lane is full.
         """
         with self._lock:
-            if self._limit is not None and self._jobs >= self._limit:
+            if self._limit is not None and self.jobs >= self._limit:
                 raise unavailable(
                     f"{self._limit} requests are {self.name} or wait for it, the most this server allows; "
                     "try again shortly",
@@ -339,14 +333,14 @@ class Lane:
                     retry_after_s=self._retry_after_s,
                     type=OVERLOADED,
                 )
-            self._jobs += 1
+            self.jobs += 1
         job = self._threads.submit(work)
         job.add_done_callback(self._end_job)
         return await asyncio.wrap_future(job)
 
     def _end_job(self, _: Future[Any]) -> None:
         with self._lock:
-            self._jobs -= 1
+            self.jobs -= 1
 
 
 def _stand_back(niceness: int) -> None:

@@ -60,6 +60,8 @@ Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
 class Watcher:
     """Makes frames of the engine's steps in the engine's thread, and hands them to the event loop.
 
+    Its methods run in the engine's thread; `maker.next_is_key` in any.
+
     Args:
         worker: the engine's.
         live_view: is given each frame, on the event loop.
@@ -68,47 +70,31 @@ class Watcher:
     def __init__(self, worker: EngineWorker, live_view: LiveView) -> None:
         self._worker = worker
         self._live_view = live_view
-        self._maker = FrameMaker(worker.engine)
+        self.maker = FrameMaker(worker.engine)
         self._due_s = 0.0
         self._left_out: Step | None = None  # the latest step, if no frame tells of it
 
-    # ------------------------------------------------------------------ the engine's thread
-
-    def attach(self, engine: Engine) -> None:
-        engine.watchers.append(self)
-
-    def detach(self, engine: Engine) -> None:
-        engine.unwatch(self)
-
     def __call__(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
-        self._maker.note(outputs)
+        self.maker.note(outputs)
         self._left_out = record, plan, outputs
-        self._make_frame()
+        self.catch_up()
 
-    def catch_up(self, _: Engine) -> None:
+    def catch_up(self) -> None:
         """Make a frame of the latest step if it has none: the next step may not come for long."""
-        self._make_frame()
-
-    def _make_frame(self) -> None:
         now_s, began_s = time.monotonic(), time.thread_time()
         if self._left_out is None or now_s < self._due_s:
             return
         try:
-            frame = self._maker.frame(*self._left_out)
+            frame = self.maker.frame(*self._left_out)
         except Exception:  # a bug in the live view must not fail requests
             logger.exception("the live view failed")
             self._due_s = math.inf
-            self._worker.on_event_loop(self._live_view.end, None)
+            self._worker.on_event_loop(self._live_view.end)
             return
         self._left_out = None
         self._worker.on_event_loop(self._live_view.publish, frame)
         took_s = time.thread_time() - began_s  # processor time: does not count other processes
         self._due_s = now_s + max(took_s / ENGINE_SHARE, 1 / MAX_FRAMES_PER_S)
-
-    # ------------------------------------------------------------------ any thread
-
-    def next_is_key(self) -> None:
-        self._maker.next_is_key()
 
 
 class Viewer:
@@ -190,16 +176,17 @@ class LiveView:
         viewer = Viewer(self)
         self._viewers.append(viewer)
         if self._watcher is None:
-            self._watcher = Watcher(self._worker, self)
-            self._ask(self._watcher.attach)
-            self._ticking = asyncio.create_task(self._tick())
-        self._watcher.next_is_key()
+            self._watcher = watcher = Watcher(self._worker, self)
+            self._ask(lambda engine: engine.watchers.append(watcher))
+            self._ticking = asyncio.create_task(self._tick(watcher))
+        self._watcher.maker.next_is_key()
         return viewer
 
     def close(self, viewer: Viewer) -> None:
         self._viewers.remove(viewer)
-        if not self._viewers and self._watcher is not None and self._ticking is not None:
-            self._ask(self._watcher.detach)
+        watcher = self._watcher
+        if not self._viewers and watcher is not None and self._ticking is not None:
+            self._ask(lambda engine: engine.unwatch(watcher))
             self._ticking.cancel()
             self._watcher = self._ticking = None
 
@@ -207,9 +194,9 @@ class LiveView:
         for viewer in self._viewers:
             viewer.put(frame)
         if self._watcher is not None and any(viewer.needs_key for viewer in self._viewers):
-            self._watcher.next_is_key()
+            self._watcher.maker.next_is_key()
 
-    def end(self, _: None) -> None:
+    def end(self) -> None:
         """End every viewer's stream."""
         for viewer in self._viewers:
             viewer.end()
@@ -219,14 +206,14 @@ class LiveView:
         with contextlib.suppress(ShuttingDownError):
             self._worker.call(call)
 
-    async def _tick(self) -> None:
+    async def _tick(self, watcher: Watcher) -> None:
         """Every `TICK_S`, make a frame of the latest step if it has none; end all streams if the server ends."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
-                self.end(None)
-            elif self._watcher is not None:
-                self._ask(self._watcher.catch_up)
+                self.end()
+            else:
+                self._ask(lambda _: watcher.catch_up())
 
     def _is_over(self) -> bool:
         return self._worker.draining or self._worker.dead is not None
@@ -243,7 +230,7 @@ class Recordings:
     def __init__(self, worker: EngineWorker, tracer: Tracer) -> None:
         self.worker = worker
         self.tracer = tracer
-        self._open: set[Recording] = set()
+        self.running: set[Recording] = set()
 
     def open(self, seconds: float) -> Recording:
         """Return a new recording, which begins with `Recording.pieces`. Close it in the end.
@@ -253,21 +240,15 @@ class Recordings:
         """
         if self.worker.draining:
             raise from_exception(ShuttingDownError("draining: the server is shutting down"))
-        if len(self._open) >= MAX_RECORDINGS:
+        if len(self.running) >= MAX_RECORDINGS:
             raise unavailable(
                 f"{MAX_RECORDINGS} traces are being recorded, the most at a time: try again later",
                 code="too_many_traces",
                 retry_after_s=5,
             )
         recording = Recording(self, seconds)
-        self._open.add(recording)
+        self.running.add(recording)
         return recording
-
-    def close(self, recording: Recording) -> None:
-        """Stop a recording. One about to start is stopped, too: the engine's thread runs its calls in order."""
-        self._open.discard(recording)
-        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
-            self.worker.call(lambda _: self.tracer.stop(recording.buffer))
 
 
 class Recording:
@@ -291,7 +272,11 @@ class Recording:
         yield buffer.fetch()
 
     def close(self) -> None:
-        self._recordings.close(self)
+        """Stop the recording, also if it is about to start: the engine's thread runs its calls in order."""
+        recordings = self._recordings
+        recordings.running.discard(self)
+        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
+            recordings.worker.call(lambda _: recordings.tracer.stop(self.buffer))
 
 
 class TraceStream(Stream):

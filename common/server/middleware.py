@@ -271,9 +271,18 @@ class OwnPages(Guard):
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not self._hosts.allow(host):
-            return host_not_allowed(host)
+            name = shorten(_without_port(host), 100)
+            return _forbidden(
+                "host_not_allowed",
+                f"this server does not answer to the name {name!r}: call it by its address, or start it with "
+                f"--allowed-host {name} or with --api-key",
+            )
         if self._is_of_another_site(scope["method"], headers):
-            return cross_site(headers.get("origin"))
+            of = f" {shorten(headers['origin'], 100)}" if "origin" in headers else ""
+            return _forbidden(
+                "cross_site",
+                f"pages of other sites may not use this server: to allow one, start it with --cors-origin{of}",
+            )
         return None
 
     def _is_of_another_site(self, method: str, headers: Headers) -> bool:
@@ -313,25 +322,8 @@ class AllowedHosts:
         )
 
 
-def host_not_allowed(host: str) -> ApiError:
-    name = shorten(_without_port(host), 100)
-    return ApiError(
-        403,
-        f"this server does not answer to the name {name!r}: call it by its address, or start it with "
-        f"--allowed-host {name} or with --api-key",
-        type="permission_error",
-        code="host_not_allowed",
-    )
-
-
-def cross_site(origin: str | None) -> ApiError:
-    of = "" if origin is None else f" {shorten(origin, 100)}"
-    return ApiError(
-        403,
-        f"pages of other sites may not use this server: to allow one, start it with --cors-origin{of}",
-        type="permission_error",
-        code="cross_site",
-    )
+def _forbidden(code: str, message: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", code=code)
 
 
 def _without_port(host: str) -> str:

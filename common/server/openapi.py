@@ -141,19 +141,9 @@ _MODELS = Documented(ModelList, "The served model")
 _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
 
 ROUTES: dict[str, Documented] = {
-    "/v1/completions": Documented(
-        Completion,
-        _CHOICES,
-        _NATIVE,
-        CompletionRequest,
-        _NAMED_EVENTS,
-    ),
+    "/v1/completions": Documented(Completion, _CHOICES, _NATIVE, CompletionRequest, _NAMED_EVENTS),
     "/openai/v1/completions": Documented(
-        PlainCompletion,
-        _CHOICES,
-        _STRICT,
-        CompletionRequest,
-        _COMPLETION_CHUNKS,
+        PlainCompletion, _CHOICES, _STRICT, CompletionRequest, _COMPLETION_CHUNKS
     ),
     "/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _NATIVE, ChatRequest, _CHAT_CHUNKS),
     "/openai/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _STRICT, ChatRequest, _CHAT_CHUNKS),

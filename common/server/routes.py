@@ -103,26 +103,28 @@ CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl")
 
 
 @router.post("/v1/completions")
-async def create_completion(request: Request, service: Served) -> Response:
+async def create_completion(request: Request) -> Response:
     """Complete one prompt or several, as JSON or as an event stream."""
-    return await generate(service, request, COMPLETIONS)
+    return await generate(request, COMPLETIONS)
 
 
 @router.post("/openai/v1/completions")
-async def create_strict_completion(request: Request, service: Served) -> Response:
+async def create_strict_completion(request: Request) -> Response:
     """Complete prompts to the letter of OpenAI: JSON unless a stream is asked for, plain chunks, its statuses."""
-    return await generate(service, request, STRICT_COMPLETIONS)
+    return await generate(request, STRICT_COMPLETIONS)
 
 
 @router.post("/v1/chat/completions")
 @router.post("/openai/v1/chat/completions")
-async def create_chat_completion(request: Request, service: Served) -> Response:
+async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, as JSON or, if asked to, as an event stream of OpenAI's chunks."""
-    return await generate(service, request, CHAT)
+    return await generate(request, CHAT)
 
 
-async def generate(service: Service, request: Request, route: Route[RequestT]) -> Response:
+async def generate(request: Request, route: Route[RequestT]) -> Response:
     """Read a body, submit the request and answer with the engine's outputs."""
+    # No argument of the route: FastAPI takes 70 function calls to pass one.
+    service: Service = request.app.state.server
     client = client_of(request.scope)
     try:
         body = await service.bodies.read_json(request)
@@ -359,8 +361,7 @@ async def telemetry(
 # Not in the schema: the stream has a format of its own, and takes as long as its client asks.
 @router.get("/trace", include_in_schema=False)
 async def trace(
-    service: Served,
-    seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record"),
+    service: Served, seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record")
 ) -> Response:
     """Record the engine's next steps and stream the events. A client that leaves early lacks the last `]`."""
     recording = service.recordings.open(seconds)

@@ -74,10 +74,6 @@ class Choice:
         self.text_length += len(output.text_delta)
         self.latest = output
 
-    def leading(self, output: StepOutput) -> str:
-        """Return the text to put before an output's text: the echoed prompt before the first one, else nothing."""
-        return self.prompt.echo if is_first(output) else ""
-
     def usage(self) -> Usage:
         """Return the choice's token counts so far."""
         assert self.latest is not None, "asked for with an output of the choice"

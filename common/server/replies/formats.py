@@ -49,6 +49,7 @@ from common.server.replies.shapes import (
     OpenAIReason,
     PlainCompletion,
     ShownTokens,
+    TextHeader,
     event,
 )
 from common.server.requests.generation import StreamOptions
@@ -89,14 +90,7 @@ class NamedCompletionEvents(WireFormat):
         return {**completion(self.answer, said), "finish_reason": engine_reason(said[0])}
 
     def _chunk(self, choices: list[ChunkChoice]) -> CompletionEvent:
-        answer = self.answer
-        return {
-            "id": answer.id,
-            "object": "text_completion",
-            "created": answer.created,
-            "model": answer.model,
-            "choices": choices,
-        }
+        return {**text_header(self.answer), "choices": choices}
 
     def _token(self, choice: Choice, output: StepOutput) -> bytes:
         data = self._chunk([chunk_choice(self.answer, choice, output)])
@@ -162,14 +156,7 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
         yield chunk
 
     def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
-        answer = self.answer
-        return {
-            "id": answer.id,
-            "object": "text_completion",
-            "created": answer.created,
-            "model": answer.model,
-            "choices": choices,
-        }
+        return {**text_header(self.answer), "choices": choices}
 
     def empty_choice(self, choice: Choice) -> ChunkChoice:
         return empty_choice(choice)
@@ -257,13 +244,15 @@ def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, o
 # ---------------------------------------------------------------------- objects of a completion
 
 
+def text_header(answer: Answer) -> TextHeader:
+    """Return the fields that every object of a completion begins with."""
+    return {"id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.model}
+
+
 def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
     """Return the JSON answer."""
     return {
-        "id": answer.id,
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.model,
+        **text_header(answer),
         "choices": [
             {
                 "index": choice.index,
@@ -288,9 +277,10 @@ def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkCho
     if answer.text_only:
         return {"index": choice.index, "text": output.text_delta, "logprobs": None, "finish_reason": None}
     before = len(choice.prompt.echo) + choice.text_length - len(output.text_delta)
+    echo = choice.prompt.echo if is_first(output) else ""
     return {
         "index": choice.index,
-        "text": choice.leading(output) + output.text_delta,
+        "text": echo + output.text_delta,
         "logprobs": completion_logprobs(answer, choice, [output], before),
         "finish_reason": None,
         **shown_tokens(answer, choice, [output]),

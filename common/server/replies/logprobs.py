@@ -109,11 +109,7 @@ def _prompt_logprob_entries(
         }
         named.setdefault(token_id, (logprobs.logprob, logprobs.rank))
         entry: dict[str, PromptLogprob] = {
-            str(each): {
-                "logprob": finite(logprob),
-                "rank": rank,
-                "decoded_token": tokenizer.token_text(each),
-            }
+            str(each): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(each)}
             for each, (logprob, rank) in named.items()
         }
         entries.append(entry)

@@ -14,11 +14,7 @@ from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
-from common.server.requests.known_fields import (
-    OpenAIStreamFields,
-    VllmFields,
-    VllmStructuredFields,
-)
+from common.server.requests.known_fields import OpenAIStreamFields, VllmFields, VllmStructuredFields
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
 TokenId = Annotated[int, Field(ge=0)]
@@ -336,8 +332,7 @@ class GenerationRequest(Body, VllmFields):
         )
 
     def check(self, limits: Limits) -> None:
-        if self.model is not None:
-            check_model(self.model, limits)
+        check_model(self.model, limits)
         self._check_fields()
         self._check_form()
         if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:

@@ -49,9 +49,7 @@ class Neutral:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(
-        self,
-        schema: core_schema.CoreSchema,
-        handler: GetJsonSchemaHandler,
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         return {"enum": list(self.values), "description": f"not implemented: {self.reason}"}
 

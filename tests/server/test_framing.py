@@ -1,0 +1,47 @@
+"""Answers on the wire: a stream's chunks, which `BoundedParser` frames itself, are the bytes that h11 writes."""
+
+from __future__ import annotations
+
+import h11
+import pytest
+
+from common.server.bodies import BoundedParser
+
+HEAD = b" HTTP/%b\r\nHost: here\r\n\r\n"
+
+
+def written(
+    parser: h11.Connection, request: bytes, headers: list[tuple[str, str]], data: list[bytes]
+) -> bytes:
+    """Return the bytes of an answer to a request, with these headers and these pieces of data."""
+    parser.receive_data(request)
+    while parser.next_event() is not h11.NEED_DATA and parser.their_state is h11.SEND_BODY:
+        pass
+    answer = [h11.Response(status_code=200, headers=headers), *(h11.Data(data=piece) for piece in data)]
+    return b"".join(parser.send(event) for event in [*answer, h11.EndOfMessage()])
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("data", [[], [b""], [b"a token", b"", b"x" * 300, b"y"]])
+def test_chunks_are_framed_as_h11_frames_them(version: bytes, data: list[bytes]) -> None:
+    request = b"POST /" + HEAD % version
+    parsers = BoundedParser(1 << 16), h11.Connection(h11.SERVER)
+    streamed, expected = (written(parser, request, [("a", "b")], data) for parser in parsers)
+    assert streamed == expected
+    assert (b"chunked" in streamed) == (version == b"1.1")
+
+
+def test_an_answer_of_a_known_length_after_a_stream_is_not_framed() -> None:
+    parser = BoundedParser(1 << 16)
+    request = b"GET /" + HEAD % b"1.1"
+    assert written(parser, request, [], [b"a token"]).endswith(b"7\r\na token\r\n0\r\n\r\n")
+    parser.start_next_cycle()
+    parser.begin_turn()
+    assert written(parser, request, [("content-length", "7")], [b"a token"]).endswith(b"\r\n\r\na token")
+
+
+def test_data_after_the_end_of_a_stream_is_an_error() -> None:
+    parser = BoundedParser(1 << 16)
+    written(parser, b"GET /" + HEAD % b"1.1", [], [b"a token"])
+    with pytest.raises(h11.LocalProtocolError):
+        parser.send(h11.Data(data=b"another"))
