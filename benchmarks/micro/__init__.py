@@ -56,6 +56,7 @@ ENTRIES = {
     "prefill_profile": Entry("where a prompt's time goes, operator by operator", "prefill_profile.parts"),
     "prefix_tree": Entry("what the prefix cache costs on the host", "prefix_tree.books"),
     "server_cost": Entry("a decode step alone and through the server", "server_cost.steps"),
+    "speculative": Entry("a token of phase 10 and of phase 9, by workload", "speculative.compare"),
     "token_path": Entry("one token's way through a server, leg by leg", "token_path.legs"),
 }
 
