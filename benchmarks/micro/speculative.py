@@ -170,8 +170,7 @@ def compare(
             "median of": f"{turns} turns",
         },
         columns=[
-            "workload",
-            "clients",
+            "workload, clients",
             "phase 9, ms a token",
             "phase 10, ms a token",
             "phase 9 ÷ phase 10",
@@ -204,4 +203,12 @@ def _rows(model: str, workloads: tuple[str, ...], clients: int, turns: int) -> I
             tokens_a_step = sum(map(len, found.tokens)) / found.steps
             rate = found.accepted / found.drafted if found.drafted else None
             say(f"{workload}, {clients} clients: {ms[9]:.2f} and {ms[10]:.2f} ms a token")
-            yield [workload, clients, ms[9], ms[10], ms[9] / ms[10], tokens_a_step, found.drafted, rate]
+            yield [
+                f"{workload}, {clients}",
+                ms[9],
+                ms[10],
+                ms[9] / ms[10],
+                tokens_a_step,
+                found.drafted,
+                rate,
+            ]
