@@ -24,7 +24,7 @@ from common.errors import EngineDeadError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
-from common.request import Request, RequestState, StepOutput
+from common.request import Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import PrefillChunk, StepPlan
 from common.streams import Stream
@@ -302,21 +302,31 @@ class Runner(ABC):
                 continue
             # One copy from device to host for all rows; log-probabilities, if a request asks for them, take more.
             token_ids = done.sampled.token_ids.tolist()
-            logprobs = read_logprobs(done.sampled, done.requests)
-            wrong: Request | None = None  # its later rows follow a wrong guess
-            for request, token_id, row_logprobs in zip(done.requests, token_ids, logprobs, strict=True):
-                # Cancelled since the launch, or ended by an earlier row, or its guess was wrong there.
-                if request.is_terminal or request is wrong:
-                    continue
-                if request.drafts and not self.verify(request, token_id):
-                    wrong = request
-                try:
-                    outputs.append(commit_token(request, token_id, row_logprobs))
-                except Exception as error:
-                    logger.exception("request %s failed", request.request_id)
-                    outputs.append(fail(request, error))
+            outputs += self.commit_rows(done.requests, token_ids, read_logprobs(done.sampled, done.requests))
         outputs += [fail(request, error) for request, error in launched.failed if not request.is_terminal]
         self.register_prefixes(launched.plan)  # after tokens are read: reading keys earlier would block
+        return outputs
+
+    def commit_rows(
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+    ) -> list[StepOutput]:
+        """Commit the tokens of a pass's rows. A request's rows are in sequence. After a wrong guess, and after the
+        request's end, its later rows are dropped."""
+        outputs: list[StepOutput] = []
+        wrong: Request | None = None  # its later rows follow a wrong guess
+        for request, token_id, row_logprobs in zip(requests, token_ids, logprobs, strict=True):
+            if request.is_terminal or request is wrong:
+                continue
+            if request.drafts and not self.verify(request, token_id):
+                wrong = request
+            try:
+                outputs.append(commit_token(request, token_id, row_logprobs))
+            except Exception as error:
+                logger.exception("request %s failed", request.request_id)
+                outputs.append(fail(request, error))
         return outputs
 
     def verify(self, request: Request, token_id: int) -> bool:

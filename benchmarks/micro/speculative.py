@@ -17,6 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.chats import CHATS
 from benchmarks.micro import in_turns, say
 from benchmarks.micro.engines import build_engine
@@ -26,7 +28,7 @@ from common.grammar import Grammar
 from common.request import SamplingParams
 
 SEED = 1
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 
 PEOPLE = {
     "type": "array",
@@ -98,7 +100,14 @@ class Found(NamedTuple):
 def start(phase: int, model: str, clients: int) -> None:
     """Build this process's engine."""
     global _engine
-    _engine = build_engine(str(phase), model=model, max_batch_size=clients, max_seq_len=3072, num_blocks=3000)
+    _engine = build_engine(
+        str(phase),
+        model=model,
+        max_batch_size=clients,
+        max_seq_len=3072,
+        num_blocks=2000,
+        pass_threads=torch.get_num_threads(),
+    )
 
 
 def run(workload: str, clients: int, requests: int) -> Found:
@@ -158,17 +167,11 @@ def compare(
         model: a model that chats
         turns: runs of each phase, taken in turns; the median counts
     """
-    rows: list[list[Cell]] = []
-    for count in clients:
-        rows += _rows(model, workloads, count, turns)
-    yield MeasuredTable(
+    spawn = multiprocessing.get_context("spawn")
+    table = MeasuredTable(
         name="speculative",
         title="a token with guesses and without",
-        setup={
-            "model": model,
-            "answers": f"up to {NEW_TOKENS} tokens",
-            "median of": f"{turns} turns",
-        },
+        setup={"model": model, "answers": f"up to {NEW_TOKENS} tokens", "median of": f"{turns} turns"},
         columns=[
             "workload, clients",
             "phase 9, ms a token",
@@ -178,37 +181,27 @@ def compare(
             "guesses",
             "came true",
         ],
-        rows=rows,
+        rows=[],
     )
-
-
-def _rows(model: str, workloads: tuple[str, ...], clients: int, turns: int) -> Iterator[list[Cell]]:
-    """Measure the workloads with a number of clients, and yield a row for each."""
-    spawn = multiprocessing.get_context("spawn")
-    requests = max(4, min(16, 2 * clients))
     latest: dict[int, Found] = {}
     with ExitStack() as stack:
         processes = {n: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for n in (9, 10)}
         for phase, process in processes.items():
-            process.submit(start, phase, model, clients).result()
+            process.submit(start, phase, model, max(clients)).result()
 
-        def token_ms(phase: int, workload: str) -> float:
-            latest[phase] = processes[phase].submit(run, workload, clients, requests).result()
+        def token_ms(phase: int, workload: str, count: int) -> float:
+            latest[phase] = processes[phase].submit(run, workload, count, max(4, min(16, 2 * count))).result()
             return 1e3 * latest[phase].token_s
 
-        for workload in workloads:
-            ms = in_turns({n: functools.partial(token_ms, n, workload) for n in processes}, turns)
+        for count, workload in itertools.product(clients, workloads):
+            ms = in_turns({n: functools.partial(token_ms, n, workload, count) for n in processes}, turns)
             assert latest[9].tokens == latest[10].tokens, f"{workload}: the answers differ"
             found = latest[10]
             tokens_a_step = sum(map(len, found.tokens)) / found.steps
             rate = found.accepted / found.drafted if found.drafted else None
-            say(f"{workload}, {clients} clients: {ms[9]:.2f} and {ms[10]:.2f} ms a token")
-            yield [
-                f"{workload}, {clients}",
-                ms[9],
-                ms[10],
-                ms[9] / ms[10],
-                tokens_a_step,
-                found.drafted,
-                rate,
-            ]
+            row: list[Cell] = [f"{workload}, {count}", ms[9], ms[10], ms[9] / ms[10]]
+            table.rows.append([*row, tokens_a_step, found.drafted, rate])
+            say(
+                f"{workload}, {count}: {ms[9]:.2f} and {ms[10]:.2f} ms, {tokens_a_step:.2f} a step, rate {rate}"
+            )
+            yield table

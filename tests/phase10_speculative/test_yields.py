@@ -7,7 +7,7 @@ import pytest
 from phase10_speculative.yields import Rates, RowCost, worthwhile
 
 CHEAP = RowCost(weights=100.0, host=1.0)
-DEAR = RowCost(weights=0.5, host=0.1)
+DEAR = RowCost(weights=0.1, host=0.1)
 
 
 def yield_of(cost: RowCost, tokens: int, guesses: list[list[float]], counts: list[int]) -> float:
