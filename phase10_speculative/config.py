@@ -7,6 +7,9 @@ from pydantic import Field
 from phase9_pipelined.config import Config as PipelinedConfig
 
 
+MOST_ROWS = 128  # of a step with guesses, if `draft_rows` does not say
+
+
 class Config(PipelinedConfig):
     """Phase 9's options, and how much is guessed."""
 
@@ -24,5 +27,9 @@ class Config(PipelinedConfig):
     )
 
     def max_pass_tokens(self) -> int:
-        guessed = self.max_batch_size * (1 + self.draft_length)
-        return min(max(super().max_pass_tokens(), guessed), self.kv_tokens())
+        return min(max(super().max_pass_tokens(), self.max_sampled_rows()), self.kv_tokens())
+
+    def max_sampled_rows(self) -> int:
+        """Return the most rows that a token is sampled from: one for each sequence, and the guesses'."""
+        sequences = super().max_sampled_rows()
+        return max(sequences, min(sequences * (1 + self.draft_length), self.draft_rows or MOST_ROWS))

@@ -22,14 +22,13 @@ from common.kv import SchedulerPool
 from common.request import Request
 from common.scheduling import Clock, StepPlan
 from phase9_pipelined.scheduler import PipelinedScheduler
-from phase10_speculative.config import Config
+from phase10_speculative.config import MOST_ROWS, Config
 from phase10_speculative.drafters import Drafter, NgramDrafter, SharedTexts
 from phase10_speculative.yields import Rates, RowCost, worthwhile
 
 logger = logging.getLogger(__name__)
 
 FORCED = 0  # the "match" of tokens that a grammar forces
-MOST_ROWS = 128  # of a step with guesses
 
 
 class Guesser:
