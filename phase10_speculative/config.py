@@ -6,7 +6,6 @@ from pydantic import Field
 
 from phase9_pipelined.config import Config as PipelinedConfig
 
-
 MOST_ROWS = 128  # of a step with guesses, if `draft_rows` does not say
 
 
