@@ -82,6 +82,10 @@ class EngineConfig(BaseModel):
         assert self.max_seq_len is not None
         return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
 
+    def max_sampled_rows(self) -> int:
+        """Return the most rows of a pass that a token is sampled from: one for each sequence."""
+        return self.max_batch_size
+
     def captured_sizes(self) -> Sequence[int]:
         """Return the number of rows of each CUDA graph that is captured."""
         return ()

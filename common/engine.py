@@ -111,6 +111,7 @@ class Engine:
         group: str = "",
         arrived_s: float | None = None,
         matcher: Matcher | None = None,
+        prediction: Sequence[int] = (),
     ) -> Request:
         """Create a request after checking its prompt against this engine's limits. Any thread may call this.
 
@@ -123,6 +124,7 @@ class Engine:
             arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
                 then.
             matcher: the matcher of `params.grammar`, if it was made before.
+            prediction: tokens that the answer is expected to have; they change its speed, never its tokens.
 
         Raises:
             InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
@@ -159,6 +161,8 @@ class Engine:
             matcher=matcher,
             group=group,
             arrived_s=arrived_s,
+            # Ids beyond the model's vocabulary cannot be computed, and no answer has them.
+            prediction=tuple(itertools.takewhile(lambda token_id: token_id < vocab_size, prediction)),
         )
 
     def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
@@ -407,10 +411,13 @@ class Engine:
             scheduler.admit(pool)
             plan = scheduler.plan()
         counters.preemptions, counters.evictions = scheduler.preemptions, pool.evictions
+        counters.failed_drafters = scheduler.failed_drafters
         record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
         record.kv_reserved_tokens = pool.reserved_tokens
+        guessed = [len(request.drafts) for request in plan.decode if request.drafts]
+        record.drafts, record.draft_tokens = len(guessed), sum(guessed)
         begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
         if begun:
             now = self.clock()

@@ -120,12 +120,36 @@ class Matcher:
         """
         self.begin_mask()
         self._wait()
-        if not held_back:
-            return self._mask
-        others = self._mask.copy()
-        for token_id in held_back:
-            others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-        return others if others.any() else self._mask
+        return without(self._mask, held_back)
+
+    def allowed(self, guesses: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, may come next, one after the other."""
+        self._wait()
+        return self._backend.validate_tokens(list(guesses))
+
+    def forced(self) -> list[int]:
+        """Return tokens that spell the text that must come next. A model may spell that text with other tokens."""
+        self._wait()
+        return self._backend.compute_ff_tokens()
+
+    def guessed_masks(self, guesses: Sequence[int]) -> Sequence[npt.NDArray[np.uint32]]:
+        """Return a mask for the token after each of these `allowed` guesses: [words] each. No mask follows a
+        guess that completes the text. The state stays as it is. Blocks until the masks are computed.
+
+        Raises:
+            GrammarFailedError: as `mask`. The time of these masks is limited, but not charged to the budget: an
+                answer must not depend on guesses.
+        """
+        masks: list[npt.NDArray[np.uint32]] = []
+        if guesses:
+            self._wait()
+            filling = self._threads.start(functools.partial(self._fill_guessed, guesses, masks))
+            if not filling.wait(len(guesses) * self._budget.allowance_s):
+                self._threads.give_up(filling)
+                self._fail(OverBudgetError("the masks of guessed tokens took too long"))
+            if filling.error is not None:
+                self._fail(filling.error)
+        return masks
 
     def advance(self, token_id: int) -> None:
         """Advance the state by the next token.
@@ -144,6 +168,17 @@ class Matcher:
     def _fill(self) -> None:
         self._backend.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._backend.is_error():
+            raise self._backend_error()
+
+    def _fill_guessed(self, guesses: Sequence[int], masks: list[npt.NDArray[np.uint32]]) -> None:
+        taken = 0
+        for guess in guesses:
+            taken += self._backend.consume_token(guess)
+            if self._backend.is_stopped():
+                break
+            masks.append(np.zeros(self.words, dtype=np.uint32))
+            self._backend.unsafe_compute_mask_ptr(masks[-1].ctypes.data, masks[-1].nbytes)
+        if self._backend.is_error() or not self._backend.rollback(taken):
             raise self._backend_error()
 
     def _wait(self) -> float:
@@ -172,6 +207,16 @@ class Matcher:
     def _fail(self, reason: Exception) -> NoReturn:
         self._failure = f"the answer's grammar could not be followed any further: {reason}"
         raise GrammarFailedError(self._failure)
+
+
+def without(mask: npt.NDArray[np.uint32], held_back: Collection[int]) -> npt.NDArray[np.uint32]:
+    """Return a mask [words] without some tokens; the same mask if it allows no other token."""
+    if not held_back:
+        return mask
+    others = mask.copy()
+    for token_id in held_back:
+        others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return others if others.any() else mask
 
 
 class GrammarCompiler:

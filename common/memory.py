@@ -73,7 +73,7 @@ def estimate_memory(
         weights=weights,
         kv_cache=kv_cache,
         activations=activations + gathered + LIBRARY_BYTES,
-        sampling=config.max_batch_size * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
+        sampling=config.max_sampled_rows() * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
         graphs=graphs,
     )
 
@@ -101,7 +101,7 @@ def check_memory(
         "weights": estimate.weights,
         f"KV cache ({config.kv_formula()} tokens)": estimate.kv_cache,
         f"activations ({config.max_pass_tokens()} tokens in a pass)": estimate.activations,
-        f"logits and sampling ({config.max_batch_size} sequences)": estimate.sampling,
+        f"logits and sampling ({config.max_sampled_rows()} rows)": estimate.sampling,
         f"captured graphs ({sum(config.captured_sizes())} rows)": estimate.graphs,
     }
     account = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -129,6 +130,7 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     matcher: Matcher | None = None  # `params.grammar` after the generated tokens
     group: str = ""  # choices of one answer: one fair share of the seats together; "": its own share
+    prediction: Sequence[int] = ()  # tokens that the client expects; phase 10 guesses from them
     arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
@@ -147,6 +149,10 @@ class Request:
     preempted: bool = field(default=False, init=False)  # was preempted at least once
     inflight_refs: int = field(default=0, init=False)  # steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
+    drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
+    draft_tokens: int = field(default=0, init=False)  # guesses that were computed so far
+    accepted_tokens: int = field(default=0, init=False)  # guesses among them that came true
+    run_tokens: int = field(default=0, init=False)  # of them: guesses of the latest step with any
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     scheduled_s: float | None = field(default=None, init=False)  # its first chunk was planned, engine's clock
     _generator: torch.Generator = field(init=False)
@@ -220,10 +226,10 @@ class Request:
         """Whether any of its tokens have been computed since it was admitted."""
         return self.prefill_progress > self.prefill_start
 
-    @property
-    def held_back_token_ids(self) -> frozenset[int]:
-        """Tokens that would end the request and may not be sampled now, unless its grammar allows nothing else."""
-        if self.num_generated_tokens + self.pending_tokens < self.params.min_tokens:
+    def held_back_token_ids(self, ahead: int = 0) -> frozenset[int]:
+        """Return the tokens that would end the request and may not be sampled next, unless its grammar allows
+        nothing else. `ahead`: as for `next_uniform`."""
+        if self.num_generated_tokens + self.pending_tokens + ahead < self.params.min_tokens:
             return self.ending_token_ids
         return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
 
@@ -258,8 +264,24 @@ class Request:
     def preempt(self) -> None:
         """Return to WAITING and keep the generated tokens. The engine frees the request's memory next."""
         self._move_to(RequestState.WAITING)
+        self.drafts.clear()
         self.preempted = True
         self.prefill_progress = self.prefill_start = 0
+
+    def guess(self, token_ids: Sequence[int]) -> None:
+        """Have the next step compute and verify these guesses of the next tokens."""
+        self.drafts = list(token_ids)
+        self.draft_tokens += len(token_ids)
+        self.run_tokens = 0
+
+    def verify(self, token_id: int) -> bool:
+        """Compare a sampled token with the guess of it. If they differ, the later guesses are dropped, too."""
+        if self.drafts.pop(0) == token_id:
+            self.accepted_tokens += 1
+            self.run_tokens += 1
+            return True
+        self.drafts.clear()
+        return False
 
     def finish(self, reason: FinishReason) -> None:
         self._move_to(RequestState.FINISHED)
@@ -306,5 +328,7 @@ class StepOutput:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens that were prefix hits
+    draft_tokens: int = 0  # guesses that were computed for the request so far
+    accepted_tokens: int = 0  # guesses among them that came true
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token only, if requested

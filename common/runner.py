@@ -8,8 +8,10 @@ passes a plan becomes (`passes`).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +24,7 @@ from common.errors import EngineDeadError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
-from common.request import Request, RequestState, StepOutput
+from common.request import Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import PrefillChunk, StepPlan
 from common.streams import Stream
@@ -227,14 +229,17 @@ class Runner(ABC):
                 launched.sampled.append(SampledPass(requests, sampled))
         except Exception as error:
             raise_if_fatal(error)
-            if len(requests) == 1:
+            if len(set(requests)) == 1:
                 logger.exception("sampling failed")
                 launched.failed.append((requests[0], without_frames(error)))
                 return
         else:
             return
-        for row, request in enumerate(requests):
-            self._sample((request,), logits[row : row + 1], launched)
+        ends = itertools.accumulate(Counter(requests).values())  # a request's rows are in sequence
+        for request, (first, end) in zip(
+            dict.fromkeys(requests), itertools.pairwise([0, *ends]), strict=True
+        ):
+            self._sample((request,) * (end - first), logits[first:end], launched)
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
         """Return the masks of tokens that grammars allow next; None if no request has a grammar."""
@@ -297,18 +302,43 @@ class Runner(ABC):
                 continue
             # One copy from device to host for all rows; log-probabilities, if a request asks for them, take more.
             token_ids = done.sampled.token_ids.tolist()
-            logprobs = read_logprobs(done.sampled, done.requests)
-            for request, token_id, row_logprobs in zip(done.requests, token_ids, logprobs, strict=True):
-                if request.is_terminal:  # cancelled since the launch, or ended by an earlier row
-                    continue
-                try:
-                    outputs.append(commit_token(request, token_id, row_logprobs))
-                except Exception as error:
-                    logger.exception("request %s failed", request.request_id)
-                    outputs.append(fail(request, error))
+            outputs += self.commit_rows(done.requests, token_ids, read_logprobs(done.sampled, done.requests))
         outputs += [fail(request, error) for request, error in launched.failed if not request.is_terminal]
         self.register_prefixes(launched.plan)  # after tokens are read: reading keys earlier would block
         return outputs
+
+    def commit_rows(
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+    ) -> list[StepOutput]:
+        """Commit the tokens of a pass's rows. A request's rows are in sequence. After a wrong guess, and after the
+        request's end, its later rows are dropped."""
+        outputs: list[StepOutput] = []
+        wrong: Request | None = None  # its later rows follow a wrong guess
+        for request, token_id, row_logprobs in zip(requests, token_ids, logprobs, strict=True):
+            if request.is_terminal or request is wrong:
+                continue
+            if request.drafts and not self.verify(request, token_id):
+                wrong = request
+            try:
+                outputs.append(commit_token(request, token_id, row_logprobs))
+            except Exception as error:
+                logger.exception("request %s failed", request.request_id)
+                outputs.append(fail(request, error))
+        return outputs
+
+    def verify(self, request: Request, token_id: int) -> bool:
+        """Compare a sampled token with the request's guess. The column of a right guess counts as computed."""
+        right = request.verify(token_id)
+        if right:
+            slot = self.slot(request)
+            length = self.pool.get_seq_len(slot) + 1
+            self.pool.advance([Span(slot, 0, length, length)])
+            request.prefill_progress = length
+            self.telemetry.count_accepted(request.run_tokens)
+        return right
 
     def register_prefixes(self, plan: StepPlan) -> None:
         """Let later requests share the prefixes that this plan has computed."""

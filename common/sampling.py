@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import GrammarFailedError
+from common.grammar import without
 from common.request import Request, TokenLogprobs
 from kernels.transfer import to_device
 
@@ -104,7 +105,7 @@ class SamplingInputs(NamedTuple):
         cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
     ) -> SamplingInputs:
         """Collect the requests' parameters, row by row. A request with several rows in sequence samples one token
-        in each of them."""
+        in each of them, as if the tokens before were its `drafts`."""
         drawn: list[int] = []
         settings: list[tuple[float, ...]] = []
         places: tuple[list[int], list[int]] = ([], [])
@@ -115,14 +116,16 @@ class SamplingInputs(NamedTuple):
         biased: list[npt.NDArray[np.int32]] = []
         biases: list[npt.NDArray[np.float32]] = []
         ahead = 0  # tokens that the same request samples in earlier rows
+        before: Request | None = None
         for row, request in enumerate(requests):
             if request.takes_best:
                 continue
+            ahead = ahead + 1 if request is before else 0
+            before = request
             params, counts = request.params, request.token_counts
             if not params.greedy:
                 # A row's own parameters choose its code path, so that other rows do not change its result.
                 places[params.top_k is not None or params.top_p < 1.0].append(len(drawn))
-                ahead = ahead + 1 if drawn and requests[drawn[-1]] is request else 0
                 drawn.append(row)
                 settings.append(_settings_of(request, ahead, vocab))
             if params.logprobs is not None:
@@ -133,10 +136,10 @@ class SamplingInputs(NamedTuple):
             if counts is not None:
                 penalties = np.zeros((len(requests), 3)) if penalties is None else penalties
                 counts.catch_up(request.token_ids)
-                penalised.append(counts.at_row(row))
+                penalised.append(counts.guessed(row, request.drafts[:ahead]) if ahead else counts.at_row(row))
                 penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
             if request.matcher is None:
-                held_back += [(row, token_id) for token_id in request.held_back_token_ids]
+                held_back += [(row, token_id) for token_id in request.held_back_token_ids(ahead)]
 
         def moved(tensor: Tensor) -> Tensor:
             return to_device(tensor, device)
@@ -189,17 +192,20 @@ class TokenMasks:
         A row whose matcher fails has no mask. Its sampled token is never used: committing it raises the matcher's
         error, which fails that request alone.
         """
-        constrained = [
-            (row, request, request.matcher)
-            for row, request in enumerate(requests)
+        constrained = {
+            request: request.matcher
+            for request in requests
             if request.matcher is not None and not request.is_terminal
-        ]
-        for _, _, matcher in constrained:  # start all masks before waiting for the first
+        }
+        for matcher in constrained.values():  # start all masks before waiting for the first
             matcher.begin_mask()
         masks: dict[int, npt.NDArray[np.uint32]] = {}
-        for row, request, matcher in constrained:
+        for request, matcher in constrained.items():
+            row = requests.index(request)
             with contextlib.suppress(GrammarFailedError):
-                masks[row] = matcher.mask(request.held_back_token_ids)
+                masks[row] = matcher.mask(request.held_back_token_ids())
+                for ahead, mask in enumerate(matcher.guessed_masks(request.drafts), start=1):
+                    masks[row + ahead] = without(mask, request.held_back_token_ids(ahead))
         if not masks:
             return None
         words = np.stack(list(masks.values()))

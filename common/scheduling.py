@@ -78,6 +78,7 @@ class Scheduler(ABC):
         waiting: requests that are not admitted yet, or preempted; the first in line in front.
         active: requests that were admitted and not yet retired, in order of admission.
         preemptions: how many requests were preempted since the start.
+        failed_drafters: how many times guessing a request's tokens failed since the start (phase 10).
     """
 
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
@@ -86,6 +87,7 @@ class Scheduler(ABC):
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self.preemptions = 0
+        self.failed_drafters = 0
 
     # ------------------------------------------------------------------ the queue
 

@@ -11,20 +11,21 @@ frame   step       its number
         waiting    [number, [request, …]]: the number of waiting requests, and the first of them in order
         running    [[request, seat, columns held, kind, …], …]: requests with a seat, and their work in this step
                      "p", start, end, padding    prefill of these columns, and padding columns
-                     "d"                         decode: one column, which gives the next token
+                     "d", guesses                decode: one column, and columns of guesses if there are any
                      "i"                         an idle row of a request that is done
                      ""                          nothing in this step
         tables     [[request, unchanged entries, block, …], …]: a block table from its first changed entry on
         kept       [[block, …], [block, …]]: unused blocks that the prefix cache now keeps, and keeps no longer
         found      [[request, tokens], …]: prefix hits of requests whose prefill begins
+        verified   [[request, guesses], …]: guesses of the frame before that came true; the others were wrong
         preempted  [request, …]: requests that were preempted
         ended      [[request, reason], …]
 ```
 
 Requests and blocks are numbers. A request's id is in the first frame that names it. A block in several tables is
-shared. `memory`, `waiting`, `tables` and `kept` are written when they change, `requests`, `found`, `preempted` and
-`ended` when there are any. A request that is not `running` has no table. A reader may start at any key frame, and
-needs all frames from there to the one it shows.
+shared. `memory`, `waiting`, `tables` and `kept` are written when they change, `requests`, `found`, `verified`,
+`preempted` and `ended` when there are any. A request that is not `running` has no table. A reader may start at any
+key frame, and needs all frames from there to the one it shows.
 
 Steps may be left out. A frame has the changes since the previous frame, and the work of its own step.
 """
@@ -69,6 +70,8 @@ class _Known:
     ended: bool = False
     slot: int | None = None
     table: list[int] = field(default_factory=list)
+    guesses: int = 0  # in the latest frame
+    accepted: int = 0  # guesses that had come true by then
 
 
 class FrameMaker:
@@ -202,6 +205,7 @@ class FrameMaker:
                     found.append([known.number, chunk.start])
             elif request in decoding:
                 row.append("i" if request.is_terminal and request.request_id not in answered else "d")
+                row += [len(request.drafts)] * bool(request.drafts)
             else:
                 row.append("")
             running.append(row)
@@ -213,10 +217,18 @@ class FrameMaker:
         preempted = [self._know(known.request, frame).number for known in before if _was_preempted(known)]
         if preempted:
             frame["preempted"] = preempted
+        verified = []
         for known in before:
             known.slot = None
+            if known.guesses:
+                right = min(known.guesses, known.request.accepted_tokens - known.accepted)
+                verified.append([self._know(known.request, frame).number, right])
         for known in self._running:
             known.slot = known.request.slot
+        for known in {*before, *self._running}:
+            known.guesses, known.accepted = len(known.request.drafts), known.request.accepted_tokens
+        if verified:
+            frame["verified"] = verified
         ended = [[self._end(output, frame), output.finish_reason or "error"] for output in self._ended]
         if ended:
             frame["ended"] = ended

@@ -33,6 +33,9 @@ class StepRecord:
     kv_reserved_tokens: int = 0
     prompt_tokens: int = 0  # of requests whose prefill begins
     cached_tokens: int = 0  # of these prompt tokens: prefix hits
+    drafts: int = 0  # requests whose next tokens are guessed
+    draft_tokens: int = 0  # guesses that are computed
+    accepted_tokens: int = 0  # guesses, of this step or an earlier one, that were read and came true
 
 
 class Part(NamedTuple):
@@ -93,6 +96,10 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # divided by prompt_tokens: the prefix cache's hit rate
     evictions: int = 0  # blocks evicted from the prefix cache
+    drafts: int = 0  # requests and steps with guesses
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # divided by draft_tokens: the acceptance rate
+    failed_drafters: int = 0  # drafters that raised; their requests go on without guesses
     busy_s: float = 0.0
 
 
@@ -102,6 +109,7 @@ class Telemetry:
 
     Attributes:
         timer: times the parts of each step; None: parts are not timed.
+        accepted_at: how many guesses came true, by their position in a run of guesses.
     """
 
     capacity: int = 4096
@@ -109,6 +117,7 @@ class Telemetry:
     counters: Counters = field(default_factory=Counters)
     records: deque[StepRecord] = field(init=False)
     current: StepRecord = field(init=False)
+    accepted_at: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.records = deque(maxlen=self.capacity)
@@ -130,6 +139,12 @@ class Telemetry:
         for name in _SUMMED:
             setattr(counters, name, getattr(counters, name) + getattr(record, name))
         self.records.append(record)
+
+    def count_accepted(self, position: int) -> None:
+        """Count a guess that came true; `position` is 1 for the first of a run."""
+        self.current.accepted_tokens += 1
+        self.accepted_at += [0] * (position - len(self.accepted_at))
+        self.accepted_at[position - 1] += 1
 
     @property
     def latest(self) -> StepRecord:
@@ -258,6 +273,9 @@ _SUMMED = (
     "idle_rows",
     "prompt_tokens",
     "cached_tokens",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
 )
 _COUNTERS = tuple(each.name for each in fields(Counters))
 _COLUMNS = tuple(each.name for each in fields(StepRecord))

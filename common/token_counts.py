@@ -54,6 +54,18 @@ class TokenCounts:
             entries[0] = self._row = row
         return entries
 
+    def guessed(self, row: int, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Return the entries for row `row` as if these tokens had been generated, too: a new array, as `at_row`."""
+        known = self._entries[:, : len(self._places)]
+        new = [token_id for token_id in dict.fromkeys(token_ids) if token_id not in self._places]
+        entries = np.pad(known, ((0, 0), (0, len(new))))
+        entries[0] = row
+        entries[1, known.shape[1] :] = new
+        places = self._places | {token_id: known.shape[1] + i for i, token_id in enumerate(new)}
+        for token_id in token_ids:
+            entries[2, places[token_id]] += 1
+        return entries
+
 
 class TokenBiases:
     """The tokens whose scores a request's biases change.
@@ -72,5 +84,6 @@ class TokenBiases:
 
     def at_row(self, row: int) -> npt.NDArray[np.int32]:
         """Return the entries for a pass in which the request has row `row`: [2, b], the row and each token."""
-        self._entries[0] = row
-        return self._entries
+        entries = self._entries.copy()
+        entries[0] = row
+        return entries

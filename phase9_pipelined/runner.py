@@ -108,8 +108,10 @@ class PipelinedRunner(ChunkedRunner):
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
         shares, device = forward_pass.shares, self.latest.device
-        # Decoding sequences come first. Their tokens are in `latest`, those of prompts on the host.
-        decoding = sum(share.request.state is RequestState.DECODE for share in shares)
+        # Decoding sequences come first. Their tokens are in `latest`, those of prompts and guesses on the host.
+        decoding = sum(
+            share.request.state is RequestState.DECODE and len(share.sample_at) == 1 for share in shares
+        )
         if decoding == len(shares) and use_triton(self.latest):
             requests, view = forward_pass.sampled_rows()[0], self.pool.view([share.span for share in shares])
             key, addresses = ("forward", "decode"), self.pool.decode_addresses(view)
@@ -153,7 +155,7 @@ class PipelinedRunner(ChunkedRunner):
             if each.requests:
                 with self.stream.entered():
                     each.work = self._sample_one(each)
-            for request in each.requests:
+            for request in dict.fromkeys(each.requests):  # one token of each is certain
                 request.pending_tokens += 1
         self.state.on_pending_commit()
 
@@ -185,7 +187,7 @@ class PipelinedRunner(ChunkedRunner):
         except Exception as error:
             return self._recover(error)
         for each in step.passes:
-            for request in each.requests:
+            for request in dict.fromkeys(each.requests):
                 request.pending_tokens -= 1
         with self.telemetry.part("commit"):
             outputs = self.commit(Launched(step.plan, sampled))

@@ -84,6 +84,12 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--policy", default="least_loaded", choices=POLICIES, help="the router's (least_loaded)"
     )
+    group.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.0,
+        help="how likely a guess of phase 10 comes true (0: no guesses)",
+    )
     group = top.add_argument_group("time")
     group.add_argument(
         "--machine", help="prices of a machine whose name begins so (this one if it was measured, else any)"
@@ -166,6 +172,9 @@ class Column:
         own = {name: value for name, value in target.options.items() if name not in NO_SCHEDULE}
         self.options = options_of(self.package.Config, own)
         self.cost, self.source = self._cost(options)
+        if not 0 <= options.acceptance <= 1:
+            raise ValueError(f"--acceptance {options.acceptance}: a probability is between 0 and 1")
+        self.acceptance = options.acceptance
 
     def _cost(self, options: argparse.Namespace) -> tuple[Cost, str]:
         if options.gpu is not None:
@@ -180,7 +189,10 @@ class Column:
         return fit.cost, f"prices of {fit.group.machine}, {fit.group.revision}"
 
     def engines(self, count: int) -> list[Engine]:
-        return [simulate_engine(self.package, self.cost, **self.options) for _ in range(count)]
+        return [
+            simulate_engine(self.package, self.cost, acceptance=self.acceptance, **self.options)
+            for _ in range(count)
+        ]
 
     def serve(self, workload: Workload, calibration: Calibration, options: argparse.Namespace) -> Run:
         """Simulate a workload to its end."""

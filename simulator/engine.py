@@ -21,7 +21,7 @@ from common.telemetry import Telemetry
 from common.text import Tokenizer
 from simulator.clock import VirtualClock
 from simulator.cost import Cost
-from simulator.runner import simulated
+from simulator.runner import accept, simulated
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,12 @@ def _opened(name: str) -> tuple[Checkpoint, Tokenizer]:
 
 
 def simulate_engine(
-    phase: int | str | PhasePackage, cost: Cost, *, clock: VirtualClock | None = None, **options: Any
+    phase: int | str | PhasePackage,
+    cost: Cost,
+    *,
+    clock: VirtualClock | None = None,
+    acceptance: float = 0.0,
+    **options: Any,
 ) -> Engine:
     """Return an engine of a phase whose steps take the times of `cost`.
 
@@ -62,6 +67,7 @@ def simulate_engine(
         phase: the package, or a name that `find_phase` knows.
         cost: the times of passes and of the host's work.
         clock: the engine's; a new one if None.
+        acceptance: how likely a guess of phase 10 comes true; 0: nothing is guessed.
         options: fields of the phase's `Config`. Without `max_seq_len`, it is 4096 or the model's limit, if less.
 
     Raises:
@@ -78,11 +84,14 @@ def simulate_engine(
     builder = package.build_engine
     pool = builder.pool(config, NoStore(1, 1, 1, torch.float32), CPU)
     telemetry = Telemetry()
+    scheduler = builder.scheduler(config, clock)
+    runner = simulated(builder.runner(config, model, pool, telemetry), clock, cost)
+    accept(runner, scheduler, acceptance)
     return Engine(
         phase=package.PHASE,
         config=config,
-        scheduler=builder.scheduler(config, clock),
-        runner=simulated(builder.runner(config, model, pool, telemetry), clock, cost),
+        scheduler=scheduler,
+        runner=runner,
         tokenizer=tokenizer,
         telemetry=telemetry,
         clock=clock,

@@ -12,23 +12,28 @@ pipelined     host    [plan t][plan t+1][ wait .. ][read t][plan t+2][ wait â€¦â
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from common.commit import commit_token
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
-from common.scheduling import StepPlan
+from common.scheduling import Scheduler, StepPlan
 from common.streams import Pending
 from phase9_pipelined import Runner as PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
+from phase10_speculative import Runner as SpeculativeRunner
+from phase10_speculative import Scheduler as SpeculativeScheduler
+from phase10_speculative.build import MOST_WEIGHTS, ROWS
+from phase10_speculative.yields import RowCost
 from simulator.clock import VirtualClock
 from simulator.cost import Cost, Work
 
 TOKEN = 0  # the token id of every output
+OTHER_TOKEN = 1  # in the place of a token that was guessed wrong
 
 _NOTHING = torch.zeros(0, dtype=torch.int64)  # in the place of a pass's tokens
 
@@ -45,6 +50,10 @@ class SimulatedRunner(Runner):
     def __init__(self, planner: Runner, clock: VirtualClock, cost: Cost) -> None:
         super().__init__(planner.config, planner.model, planner.pool, planner.telemetry)
         self.planner, self.clock, self.cost = planner, clock, cost
+
+    def token(self) -> int:
+        """Return the token id of the next output."""
+        return TOKEN
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
         return self.planner.passes(plan)
@@ -63,10 +72,11 @@ class SimulatedRunner(Runner):
 
     def commit(self, launched: Launched) -> list[StepOutput]:
         outputs = [
-            commit_token(request, TOKEN)
+            output
             for done in launched.sampled
-            for request in done.requests
-            if not request.is_terminal
+            for output in self.commit_rows(
+                done.requests, [self.token() for _ in done.requests], [None] * len(done.requests)
+            )
         ]
         if launched.sampled:  # a step that only frees memory takes no time
             self.clock.advance(self.cost.host_step_s + self.cost.host_row_s * len(outputs))
@@ -108,7 +118,45 @@ class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
         function()  # nothing computes beside the host
 
 
+class SimulatedSpeculativeRunner(SimulatedPipelinedRunner, SpeculativeRunner):
+    """Phase 10's runner. A guess comes true with the probability `acceptance`."""
+
+    acceptance = 0.0
+    _draw = random.Random(0)
+
+    def token(self) -> int:
+        right = not self.acceptance or self._draw.random() < self.acceptance
+        return TOKEN if right else OTHER_TOKEN
+
+
+class Guesses:
+    """Guesses `TOKEN` each time, or never guesses."""
+
+    matched = 1
+
+    def __init__(self, *, never: bool) -> None:
+        self._never = never
+
+    def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:  # noqa: ARG002 - the text is made up
+        return [] if self._never else [TOKEN] * limit
+
+
 def simulated(runner: Runner, clock: VirtualClock, cost: Cost) -> SimulatedRunner:
     """Return a runner that makes the same passes as a phase's runner, and computes nothing."""
+    if isinstance(runner, SpeculativeRunner):
+        return SimulatedSpeculativeRunner(runner, clock, cost)
     made = SimulatedPipelinedRunner if isinstance(runner, PipelinedRunner) else SimulatedRunner
     return made(runner, clock, cost)
+
+
+def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
+    """Have a phase that guesses tokens guess right with a probability; 0: it guesses nothing."""
+    if isinstance(runner, SimulatedSpeculativeRunner) and isinstance(scheduler, SpeculativeScheduler):
+        runner.acceptance = acceptance
+        runner._draw = random.Random(0)
+        cost = runner.cost
+        one_s, many_s = (cost.pass_s(Work(0, 0, 0, rows, 0, rows)) for rows in (1, 1 + ROWS))
+        row_s = max((many_s - one_s) / ROWS, one_s / MOST_WEIGHTS)
+        scheduler.cost = RowCost(one_s / row_s - 1, cost.host_step_s / row_s)
+        drafter = Guesses(never=not acceptance)
+        scheduler.new_drafter = lambda _: drafter  # type: ignore[method-assign]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from common.phases import find_phase, phase_names
+from common.request import Request
 from phase9_pipelined import Runner
 from phase9_pipelined.state import MAX_IN_FLIGHT
 from tests.engine_helpers import Variant
 from tests.phase9_pipelined.support import ManualStream
-from tests.traffic import Traffic, assert_everything_happened, random_traffic
+from tests.phase10_speculative.support import by_rule, let_guess
+from tests.traffic import Traffic, answer, assert_everything_happened, random_traffic
 
 #: Memory for little more than one sequence of 40 tokens, as far as a phase has these options.
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3}
@@ -55,6 +58,9 @@ OTHERS = [
     tight("phase9_pipelined", prefill_mode="drained"),
     *(tight("phase9_pipelined", pipeline_depth=depth) for depth in (1, 0)),
     tight("phase9_pipelined", use_chunked_prefill=False, prefill_chunk_size=256),
+    *(tight("phase10_speculative", draft_rows=rows, draft_length=15) for rows in (3, 64)),
+    tight("phase10_speculative", block_size=1, num_blocks=44, prefill_chunk_size=1),
+    *(tight("phase10_speculative", pipeline_depth=depth) for depth in (1, 0)),
 ]
 
 
@@ -84,7 +90,24 @@ class PipelinedTraffic(Traffic):
         assert self.state.launched is None
 
 
+class SpeculativeTraffic(PipelinedTraffic):
+    """Half of the guesses are right, each third drafter raises, and steps that verify alternate with others."""
+
+    def __init__(self, phase: str, **options: Any) -> None:
+        super().__init__(phase, **({"draft_rows": 8} | options))
+        right = by_rule(answer, wrong_at=lambda place: place % 4 == 0)
+
+        def guess(request: Request, token_ids: Sequence[int], limit: int) -> list[int]:
+            if request.arrival % 3 == 0 and len(token_ids) % 2:
+                raise RuntimeError("told to fail")
+            return right(request, token_ids, limit) if len(token_ids) % 5 else []
+
+        let_guess(self.engine, guess)
+
+
 def traffic_of(variant: Variant) -> Traffic:
+    if "draft_rows" in find_phase(variant.phase).Config.model_fields:
+        return SpeculativeTraffic(variant.phase, **variant.options)
     pipelined = "pipeline_depth" in find_phase(variant.phase).Config.model_fields
     return (PipelinedTraffic if pipelined else Traffic)(variant.phase, **variant.options)
 
@@ -114,3 +137,6 @@ def test_random_operations(variant: Variant, operations: int, seed: int) -> None
         assert counters.cached_tokens > counters.prompt_tokens / 20
     if isinstance(traffic, PipelinedTraffic):
         assert traffic.most_in_flight == variant.options.get("pipeline_depth", MAX_IN_FLIGHT)
+    if isinstance(traffic, SpeculativeTraffic):
+        assert min(counters.failed_drafters, counters.accepted_tokens) > 100
+        assert counters.draft_tokens > counters.accepted_tokens + 100

@@ -50,6 +50,7 @@ ENTRIES = {
     "memory_pressure": Entry("one burst on less and less KV memory", "memory_pressure.pools"),
     "pipeline": Entry("a decode step of phase 9 at each depth", "pipeline.depths"),
     "prefill_profile": Entry("where a prompt's time goes, operator by operator", "prefill_profile.parts"),
+    "speculative": Entry("a token of phase 10 and of phase 9, by workload", "speculative.compare"),
     "token_path": Entry("one token's way through a server, leg by leg", "token_path.legs"),
 }
 

@@ -53,6 +53,9 @@ MAX_PROMPT_LOGPROBS = 2**17
 #: longest request.
 MAX_LENGTHS = 8
 
+#: Characters of a predicted text that are tokenized, for each token that a request can have.
+CHARACTERS_A_TOKEN = 8
+
 T = TypeVar("T")
 
 #: Niceness of threads that no stream waits for: a tenth of a core that the engine uses, all of an idle one.
@@ -176,6 +179,7 @@ class Intake:
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float, matchers: Sequence[Matcher | None]
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
+        prediction = self._tokenize_prediction(wanted.predicted_text)
         scored = 0  # prompt tokens of all choices so far
         try:
             for prompt in wanted.prompts(self._engine.tokenizer.chat_template):
@@ -192,6 +196,7 @@ class Intake:
                         group=answer_id,
                         arrived_s=arrived_s,
                         matcher=matchers[len(requests) + choice],
+                        prediction=prediction,
                     )
                     for choice in range(wanted.choices_per_prompt)
                 ]
@@ -203,6 +208,14 @@ class Intake:
             error.param = error.param and wanted.field_of(error.param)
             raise
         return requests
+
+    def _tokenize_prediction(self, text: str) -> Sequence[int]:
+        """Return the tokens of a predicted text, or of its beginning: an answer is never longer."""
+        if not text:
+            return ()
+        most = self._engine.max_request_tokens
+        beginning = text[: CHARACTERS_A_TOKEN * most]
+        return self._engine.tokenizer.encode(beginning, add_special_tokens=False)[:most]
 
     def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
         if not isinstance(prompt, str):

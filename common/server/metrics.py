@@ -24,6 +24,9 @@ _PROCESS = ProcessCollector(registry=None)
 _VLLM_COUNTERS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests whose computation has begun"),
     "preemptions": ("vllm:num_preemptions", "Requests that lost their memory to others and began anew"),
+    "drafts": ("vllm:spec_decode_num_drafts", "Runs of guessed tokens that were verified"),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true"),
 }
 
 
@@ -89,6 +92,14 @@ class Metrics(Collector):
         for (status, reason), count in self._service.answers.items():
             answers.add_metric([*self._labels.values(), str(status), reason], count)
         yield answers
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that came true, by their place in a run; the first is 0",
+            labels=[*self._labels, "position"],
+        )
+        for position, count in enumerate(self._service.engine.telemetry.accepted_at):
+            accepted.add_metric([*self._labels.values(), str(position)], count)
+        yield accepted
         for field in dataclasses.fields(Counters):
             name, text = _VLLM_COUNTERS.get(
                 field.name, (f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry")

@@ -115,7 +115,8 @@ _NAMED_EVENTS = Stream(
     'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
     '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
     '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
-    '"prompt_tokens_details":{"cached_tokens":0}}}\n\n',
+    '"prompt_tokens_details":{"cached_tokens":0},'
+    '"completion_tokens_details":{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}}\n\n',
     CompletionEvent,
     names=("token", "done", "error", "usage"),
 )

@@ -30,6 +30,8 @@ SEATS, BLOCKS, CHUNKS = (2, 4, 8), (24, 40, 64), (16, 64)
 #: The stepper's time: a pass costs a fixed time, and each of its tokens more. Prompt and decode tokens cost alike.
 COST = LinearCost(pass_base_s=0.010, token_s=0.0006, row_s=0.0006, host_step_s=0.003)
 
+ACCEPTANCE = 0.7  # of phase 10's guesses
+
 PHASES_WITH_BLOCKS, PHASES_WITH_CHUNKS = 6, 7
 
 
@@ -119,7 +121,7 @@ def settings() -> list[Setting]:
 
 def trace(setting: Setting) -> dict[str, Any]:
     """Run a phase over a story and return its steps."""
-    engine = simulate_engine(setting.phase, COST, **setting.options())
+    engine = simulate_engine(setting.phase, COST, acceptance=ACCEPTANCE, **setting.options())
     steps = StepTrace(engine)
     run(engine, STORIES[setting.story].arrivals(), Timelines())
     return steps.as_json()

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_part_by_part(monkeypatch: pytest.MonkeyPat
     message = refusal(EIGHT, weights=weights)
     assert message == (
         "weights 6.0 GB + KV cache (8 × 4096 tokens) 3.5 GB + activations (32768 tokens in a pass) 4.8 GB + "
-        "logits and sampling (8 sequences) 70.5 MB = 14.3 GB, but only 14.3 GB are free on cpu: "
+        "logits and sampling (8 rows) 70.5 MB = 14.3 GB, but only 14.3 GB are free on cpu: "
         "lower --max-batch-size or --max-seq-len"
     )
     set_free(monkeypatch, total)

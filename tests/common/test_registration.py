@@ -20,7 +20,7 @@ from common.engine import Phase
 from phase9_pipelined import Config, Runner, build_engine as pipelined
 from phase9_pipelined.scheduler import PipelinedScheduler
 
-PHASE = Phase(10, "phase10_copy", "A copy", "phase 9 again")
+PHASE = Phase(11, "phase11_copy", "A copy", "phase 9 again")
 
 
 class Scheduler(PipelinedScheduler):
@@ -29,20 +29,20 @@ class Scheduler(PipelinedScheduler):
 
 build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, pipelined.pool)
 '''
-MAIN = 'from common.server.serve import main\n\nif __name__ == "__main__":\n    main("phase10_copy")\n'
+MAIN = 'from common.server.serve import main\n\nif __name__ == "__main__":\n    main("phase11_copy")\n'
 
 
 @pytest.fixture(scope="module")
 def registered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the environment of a process that finds `phase10_copy`, installed outside of this project."""
+    """Return the environment of a process that finds `phase11_copy`, installed outside of this project."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    package, metadata = folder / "phase10_copy", folder / "phase10_copy-1.dist-info"
+    package, metadata = folder / "phase11_copy", folder / "phase11_copy-1.dist-info"
     package.mkdir()
     metadata.mkdir()
     (package / "__init__.py").write_text(PACKAGE)
     (package / "__main__.py").write_text(MAIN)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: phase10-copy\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[infer.phases]\nphase10_copy = phase10_copy\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: phase11-copy\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[infer.phases]\nphase11_copy = phase11_copy\n")
     path = os.pathsep.join([str(folder), str(ROOT)])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -57,8 +57,8 @@ def python(environment: dict[str, str], *words: str) -> str:
 
 def test_it_is_listed_last(registered: dict[str, str]) -> None:
     lines = python(registered, "-m", "infer", "phases").splitlines()
-    assert [line.split()[0] for line in lines] == ["4", "5", "6", "7", "8", "9", "10"]
-    assert lines[-1].split(maxsplit=2)[1:] == ["phase10_copy", "phase 9 again"]
+    assert [line.split()[0] for line in lines] == ["4", "5", "6", "7", "8", "9", "10", "11"]
+    assert lines[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]
 
 
 def test_compare_and_the_sites_tables_know_it(registered: dict[str, str]) -> None:
@@ -72,21 +72,21 @@ def test_compare_and_the_sites_tables_know_it(registered: dict[str, str]) -> Non
         "print(overrides_table('scheduler').splitlines()[2])\n",
     )
     target, head = said.splitlines()
-    assert target.split()[:3] == ["phase", "10", "phase10_copy"]
-    assert head.count("phase ") == 7
-    assert head.endswith("| phase 10 |")
+    assert target.split()[:3] == ["phase", "11", "phase11_copy"]
+    assert head.count("phase ") == 8
+    assert head.endswith("| phase 11 |")
 
 
 def test_the_identity_suite_runs_it(registered: dict[str, str]) -> None:
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/identity/test_token_identity.py")
-    said = python(registered, *words, "-m", "slow or not slow", "-k", "phase10_copy and zoo:gemma3-tiny")
+    said = python(registered, *words, "-m", "slow or not slow", "-k", "phase11_copy and zoo:gemma3-tiny")
     assert " passed" in said
     assert "failed" not in said
 
 
 @pytest.fixture
 def served(registered: dict[str, str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "infer", "serve", "10", "--model", "zoo:llama-tiny", "--port", "0"]
+    command = [sys.executable, "-m", "infer", "serve", "11", "--model", "zoo:llama-tiny", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, env=registered, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         ready = next(line for line in process.stderr if "http://" in line)

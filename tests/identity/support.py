@@ -72,6 +72,14 @@ VARIANTS = [
     Variant("phase9_pipelined", {"pipeline_depth": 0, "mixed_batches": False, "prefill_chunk_size": 7}),
     Variant("phase9_pipelined", {"prefill_mode": "drained", "captured_steps": False}),
     Variant("phase9_pipelined", {"use_chunked_prefill": False, "enable_prefix_caching": False}),
+    Variant("phase10_speculative", {"draft_rows": 64, "draft_length": 15, "block_size": 4}),
+    Variant("phase10_speculative", {"draft_rows": 12, "draft_length": 1, "prefill_chunk_size": 16}),
+    Variant(
+        "phase10_speculative", {"draft_rows": 40, "draft_length": 3, "pipeline_depth": 1, "num_blocks": 30}
+    ),
+    Variant("phase10_speculative", {"draft_rows": 64, "pipeline_depth": 0, "mixed_batches": False}),
+    Variant("phase10_speculative", {"draft_rows": 64, "draft_from_finished": True, "captured_steps": False}),
+    Variant("phase10_speculative"),
 ]
 VARIANTS += [Variant(name) for name in phase_names() if name not in {variant.phase for variant in VARIANTS}]
 
@@ -188,21 +196,28 @@ class recorded_logits:
         seen: dict[str, list[Tensor]] = defaultdict(list)
         original = common.runner.sample
 
+        def see(row: int, requests: Sequence[Request], logits: Tensor) -> int:
+            """Record a row at the index of its token, in the place of what followed wrong guesses there."""
+            request = requests[row]
+            index = request.num_generated_tokens + request.pending_tokens + requests[:row].count(request)
+            seen[request.request_id][index:] = [logits[row].clone()]
+            return index
+
         def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None) -> Sampled:
             rows = list(logits)
             for row, request in enumerate(requests):
-                seen[request.request_id].append(logits[row].clone())
+                index = see(row, requests, logits)
                 others = self._replaced.get(request.request_id, ())
-                if len(others) >= len(seen[request.request_id]):
-                    rows[row] = others[len(seen[request.request_id]) - 1]
+                if len(others) > index:
+                    rows[row] = others[index]
             return original(torch.stack(rows), requests, masks)
 
         handed_in = PipelinedRunner._sample_one
 
         def sample_one(runner: PipelinedRunner, launched: LaunchedPass) -> Pending:
             outputs = launched.work.wait()
-            for row, request in enumerate(launched.requests):
-                seen[request.request_id].append(outputs[0][row].clone())
+            for row in range(len(launched.requests)):
+                see(row, launched.requests, outputs[0])
             launched.work = Done(outputs)
             return handed_in(runner, launched)
 
@@ -323,7 +338,7 @@ def check(subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **opt
     engine = subject.engine(variant, **options)
     with recorded_logits() as logits:
         tokens = serve(engine, arrivals)
-    if variant.phase == "phase9_pipelined":
+    if isinstance(engine.runner, PipelinedRunner):
         # To record logits is to wait for each forward pass before its tokens are sampled. Nobody else waits.
         assert serve(subject.engine(variant, **options), arrivals) == tokens
     for name, got in tokens.items():

@@ -29,6 +29,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phase9_pipelined", {"prefill_chunk_size": 33, "block_size": 4, "num_blocks": 85}),
     ("phase9_pipelined", {"prefill_mode": "drained", "prefill_chunk_size": 7}),
     *(("phase9_pipelined", {"pipeline_depth": depth}) for depth in (0, 1)),
+    *(("phase10_speculative", {"draft_rows": 64, "draft_length": k}) for k in (1, 3, 7, 15)),
+    ("phase10_speculative", {"draft_rows": 30, "prefill_chunk_size": 33, "block_size": 4, "num_blocks": 95}),
+    ("phase10_speculative", {"draft_rows": 64, "pipeline_depth": 0}),
+    ("phase10_speculative", {"draft_rows": 64, "draft_from_finished": True, "captured_steps": False}),
 ]
 
 

@@ -221,3 +221,18 @@ def test_a_summary_has_the_numbers_of_the_timelines(name: str) -> None:
     counters = dataclasses.asdict(engines[0].telemetry.counters)
     expected = summarize_server({}, counters, [dataclasses.asdict(step) for step in steps])
     assert summary.server_metrics().model_dump() == pytest.approx(expected.model_dump())
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_guesses_that_come_true_save_passes(acceptance: float) -> None:
+    cost = LinearCost(pass_base_s=1.0, token_s=0.001, row_s=0.001)
+    engine = simulate_engine(10, cost, max_batch_size=1, acceptance=acceptance)
+    plain = simulate_engine(9, cost, max_batch_size=1)
+    arrivals = [Arrival(0, 0.0, (5,) * 20, 200)]
+    seconds, usual = run(engine, arrivals, Timelines()), run(plain, arrivals, Timelines())
+    counters = engine.telemetry.counters
+    if acceptance == 0.0:
+        assert (seconds, counters.draft_tokens) == (usual, 0)
+    else:
+        assert seconds < (0.75 if acceptance < 1 else 0.25) * usual
+        assert counters.accepted_tokens >= (0.1 if acceptance < 1 else 0.95) * counters.draft_tokens

@@ -77,7 +77,15 @@ class Choice:
     def usage(self) -> Usage:
         """Return the choice's token counts so far."""
         assert self.latest is not None, "asked for with an output of the choice"
-        return _usage(self.latest.prompt_tokens, self.latest.completion_tokens, self.latest.cached_tokens)
+        latest = self.latest
+        wrong = latest.draft_tokens - latest.accepted_tokens
+        return _usage(
+            latest.prompt_tokens,
+            latest.completion_tokens,
+            latest.cached_tokens,
+            latest.accepted_tokens,
+            wrong,
+        )
 
 
 @dataclass(slots=True)
@@ -167,6 +175,8 @@ class Answer:
             sum(usage["prompt_tokens"] for usage in first),
             sum(usage["completion_tokens"] for usage in usages),
             sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in first),
+            sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages),
+            sum(usage["completion_tokens_details"]["rejected_prediction_tokens"] for usage in usages),
         )
 
     def cancel(self) -> None:
@@ -175,12 +185,18 @@ class Answer:
             stream.cancel()
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def _usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, accepted_tokens: int, rejected_tokens: int
+) -> Usage:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted_tokens,
+            "rejected_prediction_tokens": rejected_tokens,
+        },
     }
 
 

@@ -65,11 +65,21 @@ class PromptTokensDetails(TypedDict):
     ]
 
 
+class CompletionTokensDetails(TypedDict):
+    accepted_prediction_tokens: Annotated[
+        int, Field(description="guessed right (phase 10), from `prediction` or from the text so far")
+    ]
+    rejected_prediction_tokens: Annotated[
+        int, Field(description="guessed wrong: computed, and no part of the answer")
+    ]
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Logprobs(TypedDict):

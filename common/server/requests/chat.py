@@ -59,6 +59,23 @@ Content = Annotated[
 ]
 
 
+def _joined(content: Any) -> str:
+    """Return a checked content's text; parts stand on lines of their own."""
+    return (
+        content or "" if content is None or isinstance(content, str) else "\n".join(p.text for p in content)
+    )
+
+
+def _check_parts(name: str, content: Any) -> None:
+    """Refuse parts that are not text. `name` is the content's place in the body. Raises ApiError."""
+    for number, part in enumerate(content or ()):
+        if isinstance(part, OtherPart):
+            kind = shorten(part.type, 40)
+            raise refused(
+                f"{name}[{number}].type", f"{kind!r} is refused: only parts of type 'text' are read"
+            )
+
+
 class ChatMessage(OpenAIMessageFields):
     """A message of a conversation. An answer's `message` can be sent back as it is."""
 
@@ -88,9 +105,9 @@ class ChatMessage(OpenAIMessageFields):
 
     def for_template(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
-        content: Any = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+        return {"role": self.role, "content": _joined(self.content)} | (
+            {} if self.name is None else {"name": self.name}
+        )
 
     def check(self, name: str) -> None:
         """Refuse tool calls, and parts that are not text. `name` is the message's place in the body.
@@ -104,10 +121,7 @@ class ChatMessage(OpenAIMessageFields):
             raise refused(f"{name}.tool_calls", TOOLS)
         if self.tool_call_id is not None:
             raise refused(f"{name}.tool_call_id", TOOLS)
-        for number, part in enumerate(self.content or ()):
-            if isinstance(part, OtherPart):
-                place, kind = f"{name}.content[{number}].type", shorten(part.type, 40)
-                raise refused(place, f"{kind!r} is refused: only parts of type 'text' are read")
+        _check_parts(f"{name}.content", self.content)
 
 
 # Bounded, as are the parts of each: two megabytes of empty messages would block the event loop for half a second.
@@ -170,6 +184,15 @@ class TemplateOptions(TemplateFields):
             )
 
 
+class Prediction(BaseModel):
+    """A text that the client expects the answer to resemble, such as the file that it asks to change."""
+
+    model_config = BODY
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChatFields):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
@@ -187,9 +210,19 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
         default=None, ge=0, le=20, description="and of so many that were likeliest; with `logprobs`"
     )
 
+    prediction: Prediction | None = Field(
+        default=None,
+        description="text that the answer will probably have; phase 10 answers quicker where it has it, and no "
+        "phase answers otherwise for it",
+    )
+
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def predicted_text(self) -> str:
+        return "" if self.prediction is None else _joined(self.prediction.content)
 
     def prompts(self, template: ChatTemplate | None) -> list[str]:
         return [self.render(self.messages, template)]
@@ -213,6 +246,8 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)
+        if self.prediction is not None:
+            _check_parts("prediction.content", self.prediction.content)
 
 
 class TokenizeRequest(Body, TemplateOptions):

@@ -255,6 +255,11 @@ class GenerationRequest(Body, VllmFields):
         prompt, token ids)."""
         return Shown()
 
+    @property
+    def predicted_text(self) -> str:
+        """The text that the client expects the answer to have; empty if it expects none."""
+        return ""
+
     def field_of(self, param: str) -> str:
         """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
         return param

@@ -84,7 +84,6 @@ class OpenAIChatFields(Table):
     modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
     moderation: Annotated[Any, Neutral(reason="neither prompts nor answers are moderated")] = None
     parallel_tool_calls: Annotated[Any, Neutral(True, False, reason=TOOLS)] = None
-    prediction: Annotated[Any, Neutral(reason="predicted text does not make answers quicker here")] = None
     prompt_cache_options: Annotated[Any, Neutral({}, reason="the prefix cache has no options")] = None
     prompt_cache_retention: Annotated[
         Any, Neutral("in_memory", "in-memory", reason="prefixes are cached in memory, until room is needed")

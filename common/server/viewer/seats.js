@@ -122,10 +122,12 @@ class SeatsPicture {
   drawCell(layer, row, frame, x, width, y, marked) {
     const [number, , , kind, start = 0, end = 0, padding = 0] = row;
     const inner = Math.max(width - EDGE, 1), height = ROW - 2 * EDGE;
-    const own = kind === "p" ? (inner * (end - start)) / (end - start + padding) : inner;
+    const token = kind === "d" ? inner / (1 + start) : inner; /* then come its guesses: those that came true, others */
+    const own = kind === "p" ? (inner * (end - start)) / (end - start + padding) : kind === "d" ? token * (1 + end) : inner;
     const look = { p: "sv-full sv-prompt", d: "sv-full", i: "sv-idle" }[kind] ?? "sv-held";
     layer.box(look, number, x, y + EDGE, own, height, 3);
-    if (padding) layer.box("sv-idle", number, x + own, y + EDGE, inner - own, height, 3);
+    if (own > token) layer.box("sv-guess", number, x + token, y + EDGE, own - token, height, 3);
+    if (own < inner - .5) layer.box("sv-idle", number, x + own, y + EDGE, inner - own, height, 3);
     const on = kind === "p" || kind === "d" ? "sv-on" : "sv-off", letter = letterOf(number), middle = x + own / 2;
     if (kind === "p" && own > 66) {
       const words = `${letter} ${start}–${end}`;

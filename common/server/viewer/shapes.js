@@ -24,7 +24,10 @@ const text = (kind, x, y, words, more = "") =>
 function workOf(row, name) {
   const [, , columns, kind, start, end] = row;
   if (kind === "p") return `prompt ${start} to ${end}`;
-  if (kind === "d") return `token ${Math.max(columns + 1 - name.prompt, 1)}`;
+  if (kind === "d") {
+    const token = `token ${Math.max(columns + 1 - name.prompt, 1)}`;
+    return start ? `${token}, guesses: ${end ?? 0} of ${start} right` : token;
+  }
   return kind === "i" ? "done, goes along" : "holds its seat";
 }
 

@@ -18,7 +18,7 @@
  * @typedef {{format: string, version: number, phase: [number, string], seats: number, max_seq_len: number}} Header
  * @typedef {{step: number, start: number, took: number, key?: boolean, memory: [number, number],
  *   requests?: [number, string, number, number][], waiting: [number, number[]], running: Row[],
- *   tables?: number[][], kept?: [number[], number[]], found?: [number, number][], preempted?: number[],
+ *   tables?: number[][], kept?: [number[], number[]], found?: [number, number][], verified?: [number, number][], preempted?: number[],
  *   ended?: [number, string][], done: number}} Frame
  * @typedef {{id: string, prompt: number, fresh: number, found: number, seen: number}} Named
  * @typedef {{index: number, tables: Map<number, number[]>, kept: Set<number>}} State
@@ -54,6 +54,10 @@ class StepTrace {
       if (!this.names.has(number)) this.names.set(number, { id, prompt, fresh, found: 0, seen: index });
     for (const [number, tokens] of frame.found ?? []) this.name(number).found = tokens;
     for (const number of [...frame.running.map(row => row[0]), ...frame.waiting[1]]) this.name(number).seen = index;
+    for (const [number, right] of frame.verified ?? []) {
+      const row = last?.running.find(each => each[0] === number);
+      if (row) row[5] = right;
+    }
     this.look(frame, last);
     this.frames.push(frame);
     if (this.frames.length > this.most) this.forget();
@@ -61,7 +65,8 @@ class StepTrace {
 
   /** Note the looks that a frame brings. @param {Frame} frame @param {Frame | undefined} last the frame before */
   look(frame, last) {
-    for (const [, , , kind, , , padding] of frame.running) {
+    for (const [, , , kind, guesses, , padding] of frame.running) {
+      if (kind === "d" && guesses) this.looks.add("guess").add("idle");
       this.looks.add({ p: "prompt", d: "token", i: "idle" }[kind] ?? "held");
       if (padding) this.looks.add("idle");
     }

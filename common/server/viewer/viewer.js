@@ -13,8 +13,9 @@ const ICONS = {
 const LEGEND = {
   prompt: "prompt tokens",
   token: "one new token",
+  guess: "a token that was guessed",
   held: "has memory, but no work in this step",
-  idle: "computed for nobody: padding, or a request that has ended",
+  idle: "computed for nobody: padding, a wrong guess, or a request that has ended",
   end: "the request ends",
   found: "prompt found in memory, so not computed again",
   kept: "kept: no request has this block, a later prompt may begin with its tokens",

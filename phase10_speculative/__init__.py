@@ -1,0 +1,18 @@
+"""Phase 10, speculative decoding: guess the next tokens from the text so far, and verify them in one pass."""
+
+from __future__ import annotations
+
+from common.engine import Phase
+from phase8_prefix.cache import open_pool
+from phase10_speculative.build import SpeculativeBuilder
+from phase10_speculative.config import Config
+from phase10_speculative.runner import SpeculativeRunner as Runner
+from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
+
+__all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
+
+PHASE = Phase(
+    10, "phase10_speculative", "Speculative decoding", "guess the next tokens, and verify them in one pass"
+)
+
+build_engine = SpeculativeBuilder(PHASE, Config, Scheduler, Runner, open_pool)

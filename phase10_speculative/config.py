@@ -1,0 +1,34 @@
+"""Options of speculative decoding."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from phase9_pipelined.config import Config as PipelinedConfig
+
+MOST_ROWS = 128  # of a step with guesses, if `draft_rows` does not say
+
+
+class Config(PipelinedConfig):
+    """Phase 9's options, and how much is guessed."""
+
+    draft_length: int = Field(
+        default=8, ge=0, le=63, description="most guesses of one request in a step; 0: this phase is phase 9"
+    )
+    draft_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows of a step up to which guesses are computed, whether or not they pay; default: guesses "
+        "are computed where they pay, by the time of a row and by how many came true so far",
+    )
+    draft_from_finished: bool = Field(
+        default=False, description="also guess from the texts of finished requests with the same cache salt"
+    )
+
+    def max_pass_tokens(self) -> int:
+        return min(max(super().max_pass_tokens(), self.max_sampled_rows()), self.kv_tokens())
+
+    def max_sampled_rows(self) -> int:
+        """Return the most rows that a token is sampled from: one for each sequence, and the guesses'."""
+        sequences = super().max_sampled_rows()
+        return max(sequences, min(sequences * (1 + self.draft_length), self.draft_rows or MOST_ROWS))

@@ -1,0 +1,95 @@
+"""Prompt lookup: which tokens are guessed from which text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.request import Request, SamplingParams
+from phase10_speculative.drafters import SHARED_SALTS, SHARED_TOKENS, Dictionary, NgramDrafter, SharedTexts
+
+
+def test_it_goes_on_as_the_text_went_on_before() -> None:
+    drafter = NgramDrafter([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert drafter.propose([1, 2, 3, 4, 5, 6, 7, 8, 9, 3], 4) == []
+    assert drafter.propose([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4], 4) == [5, 6, 7, 8]
+    assert drafter.matched == 2
+
+
+def test_the_match_grows_while_the_text_goes_on_as_guessed_and_ends_with_the_first_other_token() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4]
+    drafter = NgramDrafter(text)
+    for matched, token in enumerate([5, 6, 7], start=3):
+        text.append(token)
+        assert drafter.propose(text, 1) == [token + 1]
+        assert drafter.matched == matched
+    assert drafter.propose([*text, 90], 3) == []
+    assert drafter.matched == 0
+
+
+def test_the_longest_run_is_looked_up_first_and_of_equal_ones_the_latest() -> None:
+    assert NgramDrafter([1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4]).propose(
+        [1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4], 1
+    ) == [50]
+    assert NgramDrafter([3, 4, 50, 3, 4, 60, 9, 3, 4]).propose([3, 4, 50, 3, 4, 60, 9, 3, 4], 1) == [60]
+
+
+def test_a_text_that_repeats_itself_up_to_its_end_is_repeated() -> None:
+    text = [7, 8, 9, 7, 8, 9]
+    assert NgramDrafter(text).propose(text, 7) == [7, 8, 9, 7, 8, 9, 7]
+
+
+def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
+    prompt, prediction = [1, 2, 3], [10, 11, 12, 13, 14, 15, 16]
+    drafter = NgramDrafter(prompt, prediction)
+    assert drafter.propose(prompt, 3) == [10, 11, 12]
+    assert drafter.propose([*prompt, 10, 99], 3) == []
+    assert drafter.propose([*prompt, 10, 99, 12, 13], 3) == [14, 15, 16]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
+    """Only where no longer match goes on: that one keeps its place."""
+    draw = random.Random(seed)
+    text = [draw.randrange(3) for _ in range(60)]
+    dictionary = Dictionary()
+    for end in range(1, len(text)):
+        dictionary.append(text[end - 1])
+        last = text[:end]
+        found = dictionary.find([*last, text[end]])
+        runs = [([*last, text[end]])[-n:] for n in (4, 3, 2) if n <= end + 1]
+        expected = next(
+            (
+                (at, len(run))
+                for run in runs
+                for at in range(end, len(run) - 1, -1)
+                if text[at - len(run) : at] == run
+            ),
+            None,
+        )
+        assert found == expected
+
+
+def finished(text: list[int], salt: str = "") -> Request:
+    return Request("finished", text, SamplingParams(), cache_salt=salt)
+
+
+def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> None:
+    texts = SharedTexts()
+    texts.add(finished([1, 2, 3, 4, 5], "a"))
+    asking = [Request("next", [9, 2, 3], SamplingParams(), cache_salt=salt) for salt in ("a", "b", "")]
+    found = [NgramDrafter(r.prompt_token_ids, shared=texts.of(r)).propose([9, 2, 3], 2) for r in asking]
+    assert found == [[4, 5], [], []]
+
+
+def test_shared_texts_are_bounded() -> None:
+    texts = SharedTexts()
+    texts.add(finished(list(range(SHARED_TOKENS + 1))))
+    assert texts.of(finished([1])).text == [], "it begins anew"
+    for salt in range(SHARED_SALTS):
+        texts.add(finished([1, 2, 3], f"tenant {salt}"))
+    texts.of(finished([1], "tenant 0"))
+    texts.of(finished([1], "one more"))
+    assert texts.of(finished([1], "tenant 0")).text == [1, 2, 3]
+    assert texts.of(finished([1], "tenant 1")).text == [], "the longest unused is dropped"
