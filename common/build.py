@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.engine import Engine, Phase
+from common.errors import StartupError
 from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.memory import check_memory
@@ -114,11 +115,22 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
     native = config.native_kernels and device.type == "cpu" and load_native_kernels()
-    weights = weight_bytes(checkpoint.config, dtype, packed=native)
-    check_memory(config, checkpoint.config, dtype, device, weights=weights)
+    quantized = config.quantize == "int8"
+    if device.type == "cuda" and (quantized or checkpoint.is_int8):
+        raise StartupError(
+            "int8 weights are for a CPU so far: use --device cpu, or a model without --quantize"
+        )
+    int8: Literal["none", "layers", "all"] = (
+        "all" if quantized else "layers" if checkpoint.is_int8 else "none"
+    )
+    weights = weight_bytes(checkpoint.config, dtype, packed=native, int8=int8)
+    read = weight_bytes(checkpoint.config, dtype, int8="layers" if checkpoint.is_int8 else "none")
+    check_memory(config, checkpoint.config, dtype, device, weights=weights, read=read)
     tokenizer = checkpoint.tokenizer(config.chat_template)
     started = time.perf_counter()
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
+    if quantized:
+        model.quantize()
     if native:
         model.pack()
         model.measure_batch_invariance()
@@ -127,6 +139,8 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     held = str(dtype)
     if checkpoint.quantization is not None:
         held = f"{checkpoint.quantization}, dequantized to {held.removeprefix('torch.')}"
+    if model.is_quantized:
+        held += ", int8 weights"
     invariant = "" if model.batch_invariant else "not "
     logger.info(
         "loaded %s (%s, %s, %s kernels, %sbatch invariant) in %.1f s",

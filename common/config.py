@@ -37,6 +37,10 @@ class EngineConfig(BaseModel):
         default="auto",
         description="auto is the checkpoint's own where the device computes in it natively, else float32",
     )
+    quantize: Literal["none", "int8"] = Field(
+        default="none",
+        description="int8 halves the bytes of the weights, on a CPU: one factor for each output channel",
+    )
     native_kernels: bool = Field(
         default=True,
         description="on a CPU, C++ kernels, built at the first start; without them torch computes, more slowly",

@@ -92,9 +92,23 @@ def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: 
 
 
 def check_memory(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    weights: int,
+    read: int = 0,
 ) -> None:
-    """Log the memory estimate of an engine; arguments as in `estimate_memory`. StartupError: more than is free."""
+    """Log the memory estimate of an engine, and compare it with the memory that is free.
+
+    Args:
+        config, model, dtype, device, weights: as for `estimate_memory`.
+        read: bytes of the weights as they are read; more than `weights` if they are quantized afterwards.
+
+    Raises:
+        StartupError: less is free.
+    """
     estimate = estimate_memory(config, model, dtype, device, weights=weights)
     free = free_memory(device)
     parts = {
@@ -108,6 +122,11 @@ def check_memory(
     account += f" = {format_bytes(estimate.total)}"
     available = f"{format_bytes(free)} are free on {device}"
     logger.info("memory at the most: %s; %s", account, available)
+    if read > free:
+        raise StartupError(
+            f"the weights take {format_bytes(read)} until they are quantized, but only {available}: take a "
+            "checkpoint whose weights are int8, or a smaller model"
+        )
     if estimate.weights > free:
         raise StartupError(
             f"{account}, but only {available}: the weights alone do not fit; take a smaller model, "

@@ -33,9 +33,14 @@ def use_native(tensor: torch.Tensor) -> bool:
     return native.is_loaded() and tensor.device.type == "cpu"
 
 
-def has_native_products(tensor: torch.Tensor) -> bool:
-    """Return whether an operation on `tensor` (any shape) should call a C++ kernel that uses matrix products."""
-    return use_native(tensor) and native.has_products(tensor.dtype)
+def has_native_products(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether an operation on `tensor` (any shape) should call a C++ kernel that uses matrix products.
+
+    Args:
+        tensor: weights or activations.
+        dtype: the type of the activations; default: that of `tensor`.
+    """
+    return use_native(tensor) and native.has_products(dtype or tensor.dtype)
 
 
 def kernels_on(device: torch.device) -> Literal["triton", "native", "torch"]:

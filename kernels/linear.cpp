@@ -4,6 +4,8 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 namespace infer {
 namespace {
@@ -18,74 +20,237 @@ constexpr int64_t kTileRows = 32;
 constexpr int64_t kBlockBytes = 768 * 1024;
 constexpr int64_t kFewTiles = 4;
 
-// Neighbouring inputs that lie side by side in a panel: the two that a bfloat16 dot-product instruction adds at once.
-int64_t group_of(at::ScalarType type) { return type == at::kFloat ? 1 : 2; }
-
-// weight [N, K] -> [ceil(N / 64), K / group, 64, group], missing outputs zero.
-at::Tensor pack_linear(const at::Tensor& weight) {
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), group = group_of(weight.scalar_type());
-  TORCH_CHECK(inputs % group == 0, "an odd number of inputs cannot be packed: ", inputs);
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  auto packed = at::empty({panels, inputs / group, kPanel, group}, weight.options());
-  with_type(weight, [&](auto element) {
-    using T = decltype(element);
-    const T* from = weight.const_data_ptr<T>();
-    T* to = packed.mutable_data_ptr<T>();
-    at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin; panel < end; ++panel)
-        for (int64_t output = 0; output < kPanel; ++output) {
-          const int64_t row = panel * kPanel + output;
-          for (int64_t input = 0; input < inputs; ++input)
-            to[(panel * inputs + input / group * group) * kPanel + output * group + input % group] =
-                row < outputs ? from[row * weight.stride(0) + input] : T(0);
-        }
-    });
+// weight [N, K] -> [ceil(N / 64), K / group, 64, group], missing outputs zero. Only bytes are moved, so the type is a
+// matter of its size.
+template <typename Bits>
+void pack_into(const at::Tensor& weight, at::Tensor& packed) {
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = packed.size(0), group = packed.size(3);
+  const auto* from = static_cast<const Bits*>(weight.const_data_ptr());
+  auto* to = static_cast<Bits*>(packed.mutable_data_ptr());
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t output = 0; output < kPanel; ++output) {
+        const int64_t row = panel * kPanel + output;
+        for (int64_t input = 0; input < inputs; ++input)
+          to[(panel * inputs + input / group * group) * kPanel + output * group + input % group] =
+              row < outputs ? from[row * weight.stride(0) + input] : Bits(0);
+      }
   });
+}
+
+// `group` neighbouring inputs lie side by side in a panel: the two that a bfloat16 dot-product instruction adds at
+// once, or one where x is float32.
+at::Tensor pack_linear(const at::Tensor& weight, int64_t group) {
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  TORCH_CHECK(inputs % group == 0, "an odd number of inputs cannot be packed: ", inputs);
+  auto packed = at::empty({(outputs + kPanel - 1) / kPanel, inputs / group, kPanel, group}, weight.options());
+  switch (weight.element_size()) {
+    case 1: pack_into<uint8_t>(weight, packed); break;
+    case 2: pack_into<uint16_t>(weight, packed); break;
+    default: pack_into<uint32_t>(weight, packed);
+  }
   return packed;
 }
 
+// ---------------------------------------------------------------------- int8 weights
+
+// to[i] = from[i], exactly: an int8 has at most eight significant bits, as many as a bfloat16 holds.
+template <typename T>
+void widen(const int8_t* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(float(from[i]));
+}
+
+#ifdef __AVX512BF16__
+inline __m512 widened(const int8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
+// The loop above, 32 at a time: a panel has a multiple of them.
+template <>
+void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += 32) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(widened(from + i + 16), widened(from + i));
+    std::memcpy(to + i, &both, sizeof(both));
+  }
+}
+#endif
+
+// ---------------------------------------------------------------------- few rows
+
+// Few rows are bound by memory. The library's product has a start and an end in every panel, in which nothing is read,
+// and it takes int8 weights only widened: written to the cache and read again. Written out, the sums stay in registers,
+// and weights are widened on their way from memory. Order and instruction are the library's, so the bits are, too.
+// Where they are not (see `has_librarys_bits`), the library computes few rows as it does many.
+#ifdef __AVX512BF16__
+
+constexpr int64_t kSums = 24;  // of the 32 registers; weights and x take others
+
+inline __m512bh load(const c10::BFloat16* weights) {
+  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights));
+}
+inline __m512bh load(const int8_t* weights) { return _mm512_cvtne2ps_pbh(widened(weights + 16), widened(weights)); }
+
+// x [rows, K] times a panel -> sums [rows, 64]. So many outputs are computed together as registers hold sums of: all 64
+// for up to six rows, then 32, then 16. Two neighbouring inputs of x are one 32-bit number, which goes to all lanes.
+template <int64_t rows, typename W>
+void multiply_rows(const c10::BFloat16* x, int64_t stride, const W* panel, int64_t inputs, float* sums) {
+  constexpr int64_t kParts = kPanel / kLanes, kAtOnce = rows * 4 <= kSums ? 4 : rows * 2 <= kSums ? 2 : 1;
+  for (int64_t first = 0; first < kParts; first += kAtOnce) {
+    __m512 held[rows][kAtOnce] = {};
+    for (int64_t input = 0; input < inputs; input += 2) {
+      __m512bh weights[kAtOnce];
+      for (int64_t i = 0; i < kAtOnce; ++i) weights[i] = load(panel + input * kPanel + (first + i) * 2 * kLanes);
+      for (int64_t row = 0; row < rows; ++row) {
+        int32_t pair;
+        std::memcpy(&pair, x + row * stride + input, sizeof(pair));
+        const auto pairs = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+        for (int64_t i = 0; i < kAtOnce; ++i) held[row][i] = _mm512_dpbf16_ps(held[row][i], pairs, weights[i]);
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) std::memcpy(sums + row * kPanel + first * kLanes, held[row], sizeof(held[row]));
+  }
+}
+
+constexpr int64_t kMostAtOnce = 16;  // rows of one call
+
+// The function for 1 to 16 rows.
+template <typename W, size_t... rows>
+auto function_for(int64_t count, std::index_sequence<rows...>) {
+  static constexpr decltype(&multiply_rows<1, W>) functions[] = {&multiply_rows<rows + 1, W>...};
+  return functions[count - 1];
+}
+
+template <typename W>
+void multiply_few(const c10::BFloat16* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums) {
+  for (int64_t row = 0; row < rows; row += kMostAtOnce) {
+    const int64_t count = std::min(kMostAtOnce, rows - row);
+    const auto function = function_for<W>(count, std::make_index_sequence<kMostAtOnce>());
+    function(x + row * stride, stride, panel, inputs, sums + row * kPanel);
+  }
+}
+
+// Returns whether `multiply_few` has the bits of the library's product, tried once, on sums of a thousand products. On
+// a processor with matrix tiles (AMX) the library uses those, and adds in an order of their own.
+bool has_librarys_bits() {
+  static const bool same = [] {
+    constexpr int64_t kInputs = 1024;
+    std::vector<c10::BFloat16> x(kTileRows * kInputs), panel(kInputs * kPanel);
+    uint32_t state = 1;
+    for (auto* values : {&x, &panel})
+      for (auto& value : *values)
+        value = from_float<c10::BFloat16>(float(int32_t(state = state * 1664525 + 1013904223)) * 0x1p-31f);
+    alignas(64) float theirs[kTileRows * kPanel], ours[kTileRows * kPanel];
+    at::native::cpublas::brgemm(
+        kTileRows, kPanel, kInputs, kInputs, kPanel, kPanel, false, x.data(), panel.data(), theirs, true);
+    at::native::cpublas::brgemm_release(true);
+    multiply_few(x.data(), kInputs, kTileRows, panel.data(), kInputs, ours);
+    return std::memcmp(ours, theirs, sizeof(ours)) == 0;
+  }();
+  return same;
+}
+
+// How many rows are few: where it takes less time to widen weights again than to have the library read them widened,
+// or, in bfloat16, where the library's start and end weigh.
+template <typename T, typename W>
+constexpr int64_t kFewRows = sizeof(T) > 2 ? 0 : sizeof(W) == 1 ? kTileRows : 6;
+
+#else
+
+template <typename T, typename W>
+constexpr int64_t kFewRows = 0;
+
+bool has_librarys_bits() { return false; }
+
+#endif
+
+// ---------------------------------------------------------------------- the product
+
 // Computes x [T, K] times all panels, tile by tile, and hands each tile's float32 sums to
-// finish(sums [rows, 64], first row, rows, panel).
+// finish(sums [rows, 64], first row, rows, panel). Panels of int8 are widened one at a time, in the core's cache.
 //
-// An output is one sum over its inputs, in order, by one call: neither the tile nor the block that a row is in, nor the
-// thread that computes it, makes a difference to its bits.
-template <typename T, typename Finish>
-void multiply(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
+// An output is one sum over its inputs, in order: neither the number of rows, nor the tile or block that a row
+// is in, nor the thread that computes it, makes a difference to its bits.
+template <typename T, typename W, typename Finish>
+void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   const int64_t tokens = x.size(0), inputs = x.size(1), stride = x.stride(0), panels = packed.size(0);
   const int64_t tiles = (tokens + kTileRows - 1) / kTileRows;
   const int64_t fitting = kBlockBytes / (kTileRows * inputs * int64_t(sizeof(T)));
   const int64_t block = fitting < kFewTiles ? tiles : fitting;  // tiles of rows that all panels meet in turn
-  const T *from = x.const_data_ptr<T>(), *weights = packed.const_data_ptr<T>();
-  constexpr bool paired = sizeof(T) == 2;
+  const T* from = x.const_data_ptr<T>();
+  const W* weights = packed.const_data_ptr<W>();
+  constexpr bool paired = sizeof(T) == 2, narrow = sizeof(W) < sizeof(T);
+  const bool few = tokens <= kFewRows<T, W> && has_librarys_bits();
   // Tasks are numbered block by block, within a block panel by panel, within a panel tile by tile.
   at::parallel_for(0, panels * tiles, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[kTileRows * kPanel];
+    thread_local std::vector<T> wide;  // kept: a new one for each product would be memory the system must clear
+    int64_t in_wide = -1;              // the panel that it holds
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task / (block * panels) * block, in_block = std::min(block, tiles - first);
       const int64_t place = task - first * panels, panel = place / in_block;
       const int64_t row = (first + place % in_block) * kTileRows, rows = std::min(kTileRows, tokens - row);
+      const W* own = weights + panel * inputs * kPanel;
+      if constexpr (kFewRows<T, W> > 0) {
+        if (few) {
+          multiply_few(from, stride, rows, own, inputs, sums);
+          finish(sums, row, rows, panel);
+          continue;
+        }
+      }
+      const T* factors;
+      if constexpr (narrow) {
+        if (in_wide != panel) {
+          wide.resize(inputs * kPanel);
+          widen(own, wide.data(), inputs * kPanel);
+          in_wide = panel;
+        }
+        factors = wide.data();
+      } else {
+        factors = own;
+      }
       at::native::cpublas::brgemm(
-          rows, kPanel, inputs, stride, kPanel, kPanel, /*add_C=*/false, from + row * stride,
-          weights + panel * inputs * kPanel, sums, paired);
+          rows, kPanel, inputs, stride, kPanel, kPanel, /*add_C=*/false, from + row * stride, factors, sums, paired);
       finish(sums, row, rows, panel);
     }
     at::native::cpublas::brgemm_release(paired);
   });
 }
 
-// x [T, K] any row stride, packed as above, bias [N] or none -> [T, N].
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
+template <typename T, typename Finish>
+void multiply(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
+  if (packed.scalar_type() == at::kChar)
+    multiply_by<T, int8_t>(x, packed, finish);
+  else
+    multiply_by<T, T>(x, packed, finish);
+}
+
+// sums[i] = sums[i] * scales[i] + biases[i], where there are such.
+template <typename T>
+void scale_and_add(float* sums, const float* scales, const T* biases, int64_t count) {
+  if (scales)
+    for (int64_t i = 0; i < count; ++i) sums[i] *= scales[i];
+  if (biases)
+    for (int64_t i = 0; i < count; ++i) sums[i] += to_float(biases[i]);
+}
+
+template <typename T>
+const T* data_or_none(const std::optional<at::Tensor>& tensor, int64_t offset = 0) {
+  return tensor ? tensor->const_data_ptr<T>() + offset : nullptr;
+}
+
+// x [T, K] any row stride, packed as above, bias [N] or none, scales of int8 weights, N or none -> [T, N].
+at::Tensor linear(
+    const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scales) {
   auto out = at::empty({x.size(0), outputs}, x.options());
   with_product_type(x, [&](auto element) {
     using T = decltype(element);
-    const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
     T* to = out.mutable_data_ptr<T>();
-    multiply<T>(x, packed, [=](float* sums, int64_t first, int64_t rows, int64_t panel) {
+    multiply<T>(x, packed, [&, to](float* sums, int64_t first, int64_t rows, int64_t panel) {
       const int64_t begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
       for (int64_t row = 0; row < rows; ++row) {
         float* sum = sums + row * kPanel;
-        if (biases)
-          for (int64_t i = 0; i < width; ++i) sum[i] += to_float(biases[begin + i]);
+        scale_and_add(sum, data_or_none<float>(scales, begin), data_or_none<T>(bias, begin), width);
         round_all(sum, to + (first + row) * outputs + begin, width);
       }
     });
@@ -93,24 +258,22 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
   return out;
 }
 
-// x [T, K], packed with 32 gates and then their 32 ups in a panel, bias [2 size], gates first, or none -> [T, size].
+// x [T, K], packed with 32 gates and then their 32 ups in a panel, bias and scales [2 size], gates first, or none
+// -> [T, size].
 // A tile has all that an activation takes, so the product, twice as wide as what is left of it, is never in memory.
 template <typename T, bool silu>
 void multiply_and_activate(
-    const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& out) {
+    const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scales, at::Tensor& out) {
   constexpr int64_t half = kPanel / 2;
   const int64_t size = out.size(1);
-  const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
   T* to = out.mutable_data_ptr<T>();
-  multiply<T>(x, packed, [=](float* sums, int64_t first, int64_t rows, int64_t panel) {
+  multiply<T>(x, packed, [&, to, size](float* sums, int64_t first, int64_t rows, int64_t panel) {
     const int64_t begin = panel * half, width = std::min(half, size - begin);
     for (int64_t row = 0; row < rows; ++row) {
       float *gates = sums + row * kPanel, *ups = gates + half;
-      if (biases)
-        for (int64_t i = 0; i < width; ++i) {
-          gates[i] += to_float(biases[begin + i]);
-          ups[i] += to_float(biases[size + begin + i]);
-        }
+      scale_and_add(gates, data_or_none<float>(scales, begin), data_or_none<T>(bias, begin), width);
+      scale_and_add(ups, data_or_none<float>(scales, size + begin), data_or_none<T>(bias, size + begin), width);
       // A loop of constant length, over what nothing else points to: a few vector instructions without a test.
       float values[half];
       for (int64_t i = 0; i < half; ++i) values[i] = activated<silu>(gates[i]) * ups[i];
@@ -120,11 +283,13 @@ void multiply_and_activate(
 }
 
 at::Tensor gated_linear(
-    const at::Tensor& x, const at::Tensor& packed, int64_t size, const std::optional<at::Tensor>& bias, bool silu) {
+    const at::Tensor& x, const at::Tensor& packed, int64_t size, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scales, bool silu) {
   auto out = at::empty({x.size(0), size}, x.options());
   with_product_type(x, [&](auto element) {
     using T = decltype(element);
-    silu ? multiply_and_activate<T, true>(x, packed, bias, out) : multiply_and_activate<T, false>(x, packed, bias, out);
+    silu ? multiply_and_activate<T, true>(x, packed, bias, scales, out)
+         : multiply_and_activate<T, false>(x, packed, bias, scales, out);
   });
   return out;
 }
@@ -132,9 +297,9 @@ at::Tensor gated_linear(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(infer, library) {
-  library.def("pack_linear(Tensor weight) -> Tensor");
-  library.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias) -> Tensor");
-  library.def("gated_linear(Tensor x, Tensor packed, int size, Tensor? bias, bool silu) -> Tensor");
+  library.def("pack_linear(Tensor weight, int group) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? scales) -> Tensor");
+  library.def("gated_linear(Tensor x, Tensor packed, int size, Tensor? bias, Tensor? scales, bool silu) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(infer, CPU, library) {

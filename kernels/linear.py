@@ -22,6 +22,11 @@ the number of inputs. oneDNN's own products have that property for two or more r
 32, each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would
 cost more: a decode step's time grows with every row, in every step.
 
+**int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see `kernels.int8`). A
+core widens a panel to the type of x in its cache, which is exact: an int8 has at most eight significant bits, as
+many as a bfloat16. It multiplies the widened panel like any other, and each float32 sum by its output's factor. So
+a row of x still has the same bits in any batch.
+
 A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in one panel. So the kernel has
 both at hand, and writes `activation(gate) * up` instead of the product.
 """
@@ -37,68 +42,81 @@ from kernels.dispatch import has_native_products
 GATES_IN_PANEL = 32  # and as many ups; kernels/linear.cpp relies on it
 
 
-def pack_linear(weight: Tensor) -> Tensor | None:
+def pack_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return `weight` in panels, for `packed_linear`. None if the native kernels cannot use it.
 
     Args:
-        weight: [N, K] float32 or bfloat16, contiguous.
+        weight: [N, K] float32, bfloat16 or int8, contiguous.
+        dtype: the type of x; default: the type of `weight`, which may only differ from it if it is int8.
 
     Returns:
-        [ceil(N / 64), K / 2, 64, 2], in float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero.
+        [ceil(N / 64), K / 2, 64, 2], for float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero.
     """
-    if not has_native_products(weight) or weight.shape[1] % 2:
+    dtype = dtype or weight.dtype
+    if not has_native_products(weight, dtype) or weight.shape[1] % 2:
         return None
-    packed: Tensor = torch.ops.infer.pack_linear(weight)
+    packed: Tensor = torch.ops.infer.pack_linear(weight, 1 if dtype == torch.float32 else 2)
     return packed
 
 
-def packed_linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
     """Compute `y = x W^T (+ b)` with a packed W.
 
     Args:
-        x: [T, K], the type of the weights.
+        x: [T, K], the type of the weights, or the one for which int8 weights were packed.
         packed: from `pack_linear`.
         outputs: N.
         bias: [N].
+        scales: float32, N in all: the factors of int8 weights.
 
     Returns:
-        [T, N]. Sums are float32 and rounded once.
+        [T, N], the type of x. Sums are float32 and rounded once.
     """
-    out: Tensor = torch.ops.infer.linear(x if x.stride(-1) == 1 else x.contiguous(), packed, outputs, bias)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out: Tensor = torch.ops.infer.linear(x, packed, outputs, bias, scales)
     return out
 
 
-def pack_gated_linear(weight: Tensor) -> Tensor | None:
+def pack_gated_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return `weight` in panels, for `packed_gated_linear`; None as for `pack_linear`.
 
     Args:
-        weight: [2F, K] float32 or bfloat16, contiguous: the rows of the F gates, then those of the F ups.
+        weight: [2F, K] float32, bfloat16 or int8, contiguous: the rows of the F gates, then those of the F ups.
+        dtype: as for `pack_linear`.
 
     Returns:
-        [ceil(F / 32), K / 2, 64, 2], in float32 [ceil(F / 32), K, 64, 1]; missing outputs are zero.
+        [ceil(F / 32), K / 2, 64, 2], for float32 [ceil(F / 32), K, 64, 1]; missing outputs are zero.
     """
     inputs = weight.shape[1]
     halves = weight.view(2, -1, inputs)
     halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % GATES_IN_PANEL))
     by_panel = halves.view(2, -1, GATES_IN_PANEL, inputs).transpose(0, 1)
-    return pack_linear(by_panel.reshape(-1, inputs))
+    return pack_linear(by_panel.reshape(-1, inputs), dtype)
 
 
 def packed_gated_linear(
-    x: Tensor, packed: Tensor, size: int, activation: str, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    size: int,
+    activation: str,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Compute `activation(x G^T) * (x U^T)` with packed gates G and ups U.
 
     Args:
-        x: [T, K], the type of the weights.
+        x: [T, K], as for `packed_linear`.
         packed: from `pack_gated_linear`.
         size: F.
         activation: one of `kernels.gated_act.ACTIVATIONS`.
         bias: [2F], the gates' first.
+        scales: float32, 2F in all, the gates' first: the factors of int8 weights.
 
     Returns:
         [T, F]. Everything up to the result is float32; it is rounded once.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out: Tensor = torch.ops.infer.gated_linear(x, packed, size, bias, activation == "silu")
+    out: Tensor = torch.ops.infer.gated_linear(x, packed, size, bias, scales, activation == "silu")
     return out

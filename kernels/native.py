@@ -68,7 +68,8 @@ def has_products(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (80, 3))
     try:
-        y = torch.ops.infer.linear(x, torch.ops.infer.pack_linear(weight), 80, None)
+        packed = torch.ops.infer.pack_linear(weight, 1 if dtype == torch.float32 else 2)
+        y = torch.ops.infer.linear(x, packed, 80, None, None)
     except RuntimeError:
         return False
     return torch.allclose(y.double(), x.double() @ weight.double().T, rtol=1e-2, atol=1e-2)
@@ -101,7 +102,7 @@ def _register_shapes() -> None:
     fake("infer::fused_add_rms_norm")(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
     fake("infer::rope")(lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)))
     fake("infer::gated_act")(lambda x, _: x.new_empty(x.shape[0], x.shape[1] // 2))
-    fake("infer::linear")(lambda x, _, outputs, __: x.new_empty(x.shape[0], outputs))
+    fake("infer::linear")(lambda x, _, outputs, *__: x.new_empty(x.shape[0], outputs))
     fake("infer::gated_linear")(lambda x, _, size, *__: x.new_empty(x.shape[0], size))
     fake("infer::attention")(lambda q, *_: q.new_empty(q.shape))
 

@@ -177,9 +177,14 @@ class Column:
         self.acceptance = options.acceptance
 
     def _cost(self, options: argparse.Namespace) -> tuple[Cost, str]:
+        config = self.package.Config(**self.options)
+        int8 = config.quantize == "int8"
         if options.gpu is not None:
-            return RooflineCost(open_checkpoint(options.model).config, parse_gpu(options.gpu)), options.gpu
-        mode = mode_of_config(self.package.Config(**self.options))
+            shape = open_checkpoint(options.model).config
+            return RooflineCost(shape, parse_gpu(options.gpu), int8=int8), options.gpu
+        if int8:
+            raise ValueError("quantize=int8: no prices of it were measured; name a device with --gpu")
+        mode = mode_of_config(config)
         fits = load_fits(options.results)
         machine = options.machine
         if machine is None:

@@ -135,21 +135,24 @@ class RooflineCost(Cost):
     A pass reads every weight once, and the keys and values that its rows attend to. It writes those of its own
     tokens. Each weight is multiplied and added once for each token. Sliding windows are ignored: every layer
     attends to all columns.
+
+    Args:
+        int8: whether the weights are quantized (`--quantize int8`).
     """
 
-    def __init__(self, model: ModelConfig, device: Device) -> None:
+    def __init__(self, model: ModelConfig, device: Device, *, int8: bool = False) -> None:
         super().__init__(
             host_step_s=2e-4, host_row_s=1e-5
         )  # about as `benchmarks micro host_cost` finds them
-        itemsize = model.dtype.itemsize
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency
         self._flops = device.flops * device.efficiency
-        self._weight_bytes = weight_bytes(model, model.dtype)
+        self._weight_bytes = weight_bytes(model, model.dtype, int8="all" if int8 else "none")
+        weights = weight_bytes(model, model.dtype) // model.dtype.itemsize
         self._bytes_a_column = KVShape.of(model, model.dtype).bytes_per_token
         self._head = model.vocab_size * model.hidden_size  # for rows whose logits are wanted
         embedding = 0 if model.tie_word_embeddings else self._head  # looked up, not multiplied
-        self._layers = self._weight_bytes // itemsize - self._head - embedding
+        self._layers = weights - self._head - embedding
         self._flops_a_pair = 4 * model.num_layers * model.num_heads * model.head_dim
 
     def pass_s(self, work: Work) -> float:

@@ -6,15 +6,19 @@ A checkpoint has one of three forms: a Hugging Face folder, a dummy without file
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
 
+from common.models.compressed import Scheme
 from common.models.config import ModelConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly, load_weights
 from common.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
 
@@ -26,11 +30,14 @@ class Checkpoint(ABC):
         name: the name that the user gave.
         config: the model's shape.
         folder: the model's Hugging Face folder; None if it has none.
-        quantization: the types in which its quantized weights are stored, for the log; None if none is quantized.
+        quantization: the types in which weights are stored that are dequantized when they are read, for the log;
+            None if none is.
+        is_int8: whether weights are stored as int8, and are computed with as they are.
     """
 
     folder: Path | None = None
     quantization: str | None = None
+    is_int8: bool = False
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         self.name = name
@@ -56,12 +63,15 @@ class Checkpoint(ABC):
 class FolderCheckpoint(Checkpoint):
     """A Hugging Face folder."""
 
-    def __init__(self, name: str, config: ModelConfig, folder: Path) -> None:
+    def __init__(self, name: str, config: ModelConfig, folder: Path, scheme: Scheme | None = None) -> None:
         super().__init__(name, config)
         self.folder: Path = folder
+        self.is_int8 = scheme is not None
+        if scheme is not None and scheme.quantizes_activations:
+            logger.warning("%s asks for quantized activations: only its weights are, here", name)
 
     def fill(self, model: CausalLM, device: torch.device) -> None:
-        load_weights(model, self.folder, device)
+        load_weights(model, self.folder, device, quantized=self.is_int8)
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
         return Tokenizer.from_folder(

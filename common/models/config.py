@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from common.errors import StartupError
+from common.models.compressed import read_scheme
 
 Activation = Literal["silu", "gelu_tanh"]
 JsonObject = Mapping[str, Any]
@@ -104,18 +105,12 @@ class ConfigReader:
     """Named access to a `config.json` object, with errors that say which entry is at fault.
 
     Raises:
-        StartupError: the checkpoint's weights are quantized.
+        StartupError: the checkpoint's weights are quantized in a way that is not implemented.
     """
 
     def __init__(self, raw: JsonObject) -> None:
         self.raw = raw
-        quantization = raw.get("quantization_config")
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-            raise StartupError(
-                f"quantization_config: the weights are quantized ({method or 'by a method it does not name'}), "
-                f"and only {', '.join(_DTYPES)} weights are run: take the checkpoint that this one was made from"
-            )
+        read_scheme(raw)
 
     def get(self, key: str, default: Any) -> Any:
         """Return an entry, or `default` if it is absent or null."""

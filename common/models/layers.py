@@ -28,6 +28,7 @@ from common.models.config import (
 )
 from kernels.batch_invariance import Heads, Product, is_batch_invariant
 from kernels.gated_act import gated_act
+from kernels.int8 import dequantized_rows, linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import rope
@@ -51,7 +52,8 @@ class TokenBatch:
 class Linear(nn.Module):
     """`y = x W^T (+ b)`: [T, in] -> [T, sum of sizes].
 
-    A checkpoint's matrices with the same input are fused into one: one product instead of three.
+    A checkpoint's matrices with the same input are fused into one: one product instead of three. The weight may be
+    int8 with a factor for each output (`kernels.int8`).
     """
 
     def __init__(self, in_features: int, *sizes: int, dtype: torch.dtype, bias: bool = False) -> None:
@@ -59,13 +61,22 @@ class Linear(nn.Module):
         self.sizes = sizes  # output features of each of the checkpoint's matrices, in order
         self.in_features = in_features
         self.out_features = sum(sizes)
+        self.dtype = dtype  # of activations, and of a weight that is not quantized
         self.weight = nn.Parameter(
             torch.empty(self.out_features, in_features, dtype=dtype), requires_grad=False
         )
         self.bias = (
             nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
         )
+        self.weight_scale: nn.Parameter | None = None  # [out, 1] float32, of a quantized weight
         self.packed: Tensor | None = None  # the weight in panels, after `pack`
+
+    def quantize(self) -> None:
+        """Replace the weight by its int8 form, unless it has that form. On the meta device: its shape and type."""
+        if self.weight_scale is None:
+            values, scales = quantize(self.weight)
+            self.weight = nn.Parameter(values, requires_grad=False)
+            self.weight_scale = nn.Parameter(scales, requires_grad=False)
 
     def pack(self) -> None:
         """Replace the weight by its form for native CPU kernels, if there is one."""
@@ -75,11 +86,17 @@ class Linear(nn.Module):
 
     def in_panels(self, weight: Tensor) -> Tensor | None:
         """Return `weight` in the form for native CPU kernels, or None if there is none."""
-        return pack_linear(weight)
+        return pack_linear(weight, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return packed_linear(x, self.packed, self.out_features, self.bias)
+            return packed_linear(x, self.packed, self.out_features, self.bias, self.weight_scale)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute the product in torch: [T, in] -> [T, out]."""
+        if self.weight_scale is not None:
+            return linear_int8_reference(x, self.weight, self.weight_scale, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -93,12 +110,14 @@ class GatedLinear(Linear):
         self.activation = activation
 
     def in_panels(self, weight: Tensor) -> Tensor | None:
-        return pack_gated_linear(weight)
+        return pack_gated_linear(weight, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return packed_gated_linear(x, self.packed, self.sizes[0], self.activation, self.bias)
-        return gated_act(F.linear(x, self.weight, self.bias), self.activation)
+            return packed_gated_linear(
+                x, self.packed, self.sizes[0], self.activation, self.bias, self.weight_scale
+            )
+        return gated_act(self.product(x), self.activation)
 
 
 class RMSNorm(nn.Module):
@@ -250,7 +269,11 @@ class CausalLM(nn.Module, ABC):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up the embeddings of tokens: [T] -> [T, hidden]."""
-        return F.embedding(token_ids, self.embed_tokens.weight)
+        table = self.embed_tokens.weight
+        if table.dtype != torch.int8:
+            return F.embedding(token_ids, table)
+        assert self.lm_head.weight_scale is not None  # the rows are the head's
+        return dequantized_rows(token_ids, table, self.lm_head.weight_scale, self.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -289,20 +312,44 @@ class CausalLM(nn.Module, ABC):
         hidden, _ = self.norm.add_and_norm(hidden[rows], residual[rows])
         return hidden
 
-    def products(self) -> Iterator[Product]:
+    def linear_layers(self) -> Iterator[Linear]:
         """Yield every linear layer of a pass, the head included."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                yield Product(module.in_features, module.out_features, module)
+        return (module for module in self.modules() if isinstance(module, Linear))
+
+    def products(self) -> Iterator[Product]:
+        """Yield every linear layer, for the measurement of batch invariance."""
+        return (Product(layer.in_features, layer.out_features, layer) for layer in self.linear_layers())
+
+    def quantize(self, *, head: bool = True) -> None:
+        """Replace the weights of all linear layers by their int8 form, layer by layer.
+
+        A tied embedding becomes int8 with the head: both are the same rows. One of its own keeps its type.
+
+        Args:
+            head: whether the head is quantized, too.
+        """
+        for layer in self.linear_layers():
+            if head or layer is not self.lm_head:
+                layer.quantize()
+        self._tie()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether linear layers have int8 weights. A quantized checkpoint may leave out the head, or others."""
+        return any(layer.weight_scale is not None for layer in self.linear_layers())
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The type of the linear layers' weights: int8 if they are quantized."""
+        return torch.int8 if self.is_quantized else self.dtype
 
     def pack(self) -> None:
         """Replace the weights of all linear layers by their form for native CPU kernels, layer by layer.
 
         Only a tied embedding is held twice: tokens are looked up in one form, and the head multiplies by the other.
         """
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        for layer in self.linear_layers():
+            layer.pack()
 
     @property
     def is_packed(self) -> bool:

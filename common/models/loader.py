@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import StartupError
+from common.models.compressed import Stored, plain_names
 from common.models.layers import CausalLM, Linear
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,16 +35,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-
-
-class Stored(Protocol):
-    """A tensor on disk, in any format."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read_into(self, target: Tensor) -> None:
-        """Read the tensor into `target`, which has the same shape, and convert it to the type of `target`."""
+_INTEGERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}  # of quantized weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +72,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_tensors(folder: Path) -> dict[str, StoredTensor]:
+def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint by name, from a single file or shards.
+
+    Args:
+        quantized: whether there may be integers among them.
 
     Raises:
         StartupError: there are no safetensors files, or a file is missing, truncated or malformed.
     """
+    dtypes = _DTYPES | (_INTEGERS if quantized else {})
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -94,10 +90,10 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
         for name in sorted(set(weight_map.values())):
             if not (folder / name).is_file():
                 raise StartupError(f"{folder} lacks {name}, which its {INDEX_FILE} names")
-            tensors |= _read_header(folder / name)
+            tensors |= _read_header(folder / name, dtypes)
         return tensors
     if (folder / SINGLE_FILE).is_file():
-        return _read_header(folder / SINGLE_FILE)
+        return _read_header(folder / SINGLE_FILE, dtypes)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise StartupError(
@@ -107,7 +103,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, StoredTensor]:
     """Return a file's tensors by name. The library checks that they fill the file without gaps, in file order."""
     tensors: dict[str, StoredTensor] = {}
     try:
@@ -117,9 +113,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for name in file.offset_keys():
                 entry = file.get_slice(name)
                 shape, kind = tuple(entry.get_shape()), entry.get_dtype()
-                dtype = _DTYPES.get(kind)
+                dtype = dtypes.get(kind)
                 if dtype is None:
-                    raise StartupError(f"{path}: {name} is stored as {kind}; we read {', '.join(_DTYPES)}")
+                    raise StartupError(f"{path}: {name} is stored as {kind}; we read {', '.join(dtypes)}")
                 num_bytes = torch.Size(shape).numel() * dtype.itemsize
                 tensors[name] = StoredTensor(path, dtype, shape, offset, num_bytes)
                 offset += num_bytes
@@ -151,21 +147,37 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
     return tensors
 
 
-def load_weights(model: CausalLM, folder: Path, device: torch.device) -> None:
+def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantized: bool = False) -> None:
     """Fill a model that was built on the meta device from the checkpoint in `folder`.
+
+    Args:
+        quantized: whether the checkpoint has int8 weights, with a `weight_scale` each (compressed-tensors).
 
     Raises:
         StartupError: tensors are missing, unexpected or of a wrong shape; the message names them.
     """
-    stored = {
+    stored: dict[str, Stored] = {
         _rename(name, model.renamed_prefixes): tensor
-        for name, tensor in find_tensors(folder).items()
+        for name, tensor in find_tensors(folder, quantized=quantized).items()
         # Old files hold rotary frequencies.
         if not name.startswith(model.skipped_prefixes) and not name.endswith("rotary_emb.inv_freq")
     }
-    if model.config.tie_word_embeddings:
-        stored.pop("lm_head.weight", None)  # the embedding again
+    if model.config.tie_word_embeddings:  # the embedding again
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith("lm_head.")}
+    if quantized:
+        stored = plain_names(stored)
+        _quantize_as_stored(model, stored.keys())
     fill_from(model, stored, device, origin=folder)
+
+
+def _quantize_as_stored(model: CausalLM, names: Collection[str]) -> None:
+    """Give the layers of a model on the meta device the int8 form if a checkpoint has scales for them."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            stem, _, own = path.rpartition(".")
+            first = FUSED.get(own, (own,))[0]
+            if (f"model.{stem}.{first}" if stem else first) + ".weight_scale" in names:
+                module.quantize()
 
 
 def fill_from(

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import huggingface_hub
 import torch
@@ -18,6 +18,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
 from common.models.checkpoint import Checkpoint, DummyCheckpoint, FolderCheckpoint
+from common.models.compressed import read_scheme
 from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id_set
 from common.models.fetch import FETCHABLE, find_fetched
 from common.models.gemma3 import Gemma3
@@ -87,13 +88,13 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:
-    config = _read(folder / "config.json", parse_config)
+    config, scheme = _read(folder / "config.json", lambda raw: (parse_config(raw), read_scheme(raw)))
     # Chat models have the token ids that end a turn in their generation config.
     path = folder / "generation_config.json"
     if path.is_file():
         more = _read(path, lambda raw: token_id_set(raw.get("eos_token_id")))
         config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
-    return FolderCheckpoint(name, config, folder)
+    return FolderCheckpoint(name, config, folder, scheme)
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:
@@ -143,15 +144,24 @@ def load_model(
     return model.eval()
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = False) -> int:
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    packed: bool = False,
+    int8: Literal["none", "layers", "all"] = "none",
+) -> int:
     """Return the bytes that a model's weights take in `dtype`, without allocating them.
 
     Args:
         packed: for native kernels. A tied embedding is then held a second time, as the head.
+        int8: the linear layers whose weights are int8: none, all but the head, or all.
     """
-    total = sum(weight.nbytes for weight in _without_memory(config, dtype, max_positions=1).parameters())
-    second = config.vocab_size * config.hidden_size * dtype.itemsize
-    return total + (second if packed and config.tie_word_embeddings else 0)
+    model = _without_memory(config, dtype, max_positions=1)
+    if int8 != "none":
+        model.quantize(head=int8 == "all")
+    total = sum(weight.nbytes for weight in model.parameters())
+    return total + (model.lm_head.weight.nbytes if packed and config.tie_word_embeddings else 0)
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> CausalLM:

@@ -54,6 +54,15 @@ class Metrics(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         engine, worker = self._service.engine, self._service.worker
+        model = engine.runner.model
+        types = {"dtype": str(model.dtype), "weights": str(model.weight_dtype)}
+        info = GaugeMetricFamily(
+            "infer:model_info", "1; the labels say what is served", labels=[*self._labels, *types]
+        )
+        info.add_metric(
+            [*self._labels.values(), *(name.removeprefix("torch.") for name in types.values())], 1
+        )
+        yield info
         latest = engine.telemetry.latest
         used = latest.kv_reserved_tokens / engine.config.kv_tokens()
         for name, text, value in (

@@ -299,6 +299,7 @@ async def version(service: Served) -> Response:
         "torch": torch.__version__,
         "device": str(engine.runner.model.device),
         "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
+        "weights": str(engine.runner.model.weight_dtype).removeprefix("torch."),
         "kernels": kernels_on(engine.runner.model.device),
         "batch_invariant": engine.runner.model.batch_invariant,
     }

@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     **{
         method: (
             llama(quantization_config={"quant_method": method, "bits": 4}, torch_dtype="float8_e4m3fn"),
-            ["quantized", f"({method})", "float32, bfloat16, float16", "take the checkpoint"],
+            ["quantized", f"({method})", "compressed-tensors", "take the checkpoint"],
         )
         for method in ("gptq", "awq", "fp8", "bitsandbytes")
     },

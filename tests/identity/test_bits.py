@@ -41,25 +41,33 @@ def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
     return [(output.token_id, output.logprobs) for output in outputs]
 
 
-#: Llama in both types, and Gemma in the one that rounds more; the others find what these find.
-QUICK = {("zoo:llama-tiny", "float32"), ("zoo:llama-tiny", "bfloat16"), ("zoo:gemma3-tiny", "bfloat16")}
+#: Llama in both types and with int8 weights, and Gemma where more is rounded; the others find what these find.
+QUICK = {
+    ("zoo:llama-tiny", "float32", "none"),
+    ("zoo:llama-tiny", "bfloat16", "none"),
+    ("zoo:llama-tiny", "bfloat16", "int8"),
+    ("zoo:gemma3-tiny", "bfloat16", "none"),
+}
 CASES = [
     pytest.param(
-        (name, dtype),
-        id=f"{name}-{dtype}",
-        marks=[pytest.mark.slow] * ((name, dtype) not in QUICK),
+        (name, dtype, weights),
+        id="-".join([name, dtype, *([weights] if weights != "none" else [])]),
+        marks=[pytest.mark.slow] * ((name, dtype, weights) not in QUICK),
     )
     for name in MODELS
     for dtype in DTYPES
+    for weights in ("none", "int8")
 ]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest) -> CausalLM:
-    name, dtype = request.param
+    name, dtype, weights = request.param
     loaded = load_model(
         open_checkpoint(name), device=torch.device("cpu"), dtype=DTYPES[dtype], max_positions=1024
     )
+    if weights == "int8":
+        loaded.quantize()
     loaded.pack()
     loaded.measure_batch_invariance()
     if not loaded.batch_invariant:

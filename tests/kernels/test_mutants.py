@@ -27,11 +27,14 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-NATIVE = "tests/kernels/test_native.py::"
+NATIVE, INT8 = "tests/kernels/test_native.py::", "tests/kernels/test_int8.py::"
 TESTS = {
     "MEASURED": "tests/kernels/test_batch_invariance.py::test_native_kernels_are_batch_invariant",
     "NORMS": NATIVE + "test_a_row_has_the_same_bits_wherever_it_lies",
     "LINEAR": NATIVE + "test_a_linear_layers_row_has_the_same_bits_beside_others",
+    "INT8": INT8 + "test_a_row_has_the_same_bits_beside_others",
+    "EXACT": INT8 + "test_products_are_those_of_float64",
+    "KEPT": INT8 + "test_a_panel_that_a_thread_kept_is_no_other_layers",
     "THREADS": NATIVE + "test_bits_do_not_depend_on_the_number_of_threads",
     "CHUNKS": NATIVE + "test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk",
     # By a model with windows, in chunks.

@@ -67,8 +67,8 @@ def test_a_product_that_depends_on_the_number_of_rows_is_told_and_served(
     expected = ask(start(dtype, caplog)[0])[1]
     caplog.clear()
 
-    def mutant(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
-        y = packed_linear(x, packed, outputs, bias)
+    def mutant(x: Tensor, packed: Tensor, outputs: int, *others: Tensor | None) -> Tensor:
+        y = packed_linear(x, packed, outputs, *others)
         if x.shape[0] == 16:
             y[3, 5] *= 1 + 2.0**-7
         return y

@@ -377,6 +377,7 @@ def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None
     assert server.client.get("/health").json() == {"status": "ok", "phase": phase}
     version = server.client.get("/version").json()
     assert (version["phase"], version["device"], version["dtype"]) == (phase, "cpu", "float32")
+    assert version["weights"] == "float32"
     server.complete()
     everything = server.client.get("/telemetry").json()
     assert everything["phase"] == phase

@@ -133,11 +133,17 @@ def test_options_as_a_config_takes_them() -> None:
 def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
     from common.models.registry import open_checkpoint
 
-    cost = RooflineCost(open_checkpoint("dummy:llama-3.2-1b").config, Device(1e12, 1e14, 1.0, launch_s=0.0))
+    shape = open_checkpoint("dummy:llama-3.2-1b").config
+    cost = RooflineCost(shape, Device(1e12, 1e14, 1.0, launch_s=0.0))
     weights_s = 1_235_814_400 * 2 / 1e12
     alone, eight = (cost.pass_s(Work(rows, 0, 0, 0, 0, rows)) for rows in (1, 8))
     assert alone == eight == pytest.approx(weights_s, rel=1e-3)  # eight cost what one does
     assert cost.pass_s(Work(0, 0, 0, 4096, 0, 1)) > 10 * weights_s  # a prompt computes
+    int8 = RooflineCost(shape, Device(1e12, 1e14, 1.0, launch_s=0.0), int8=True)
+    assert int8.pass_s(Work(1, 0, 0, 0, 0, 1)) == pytest.approx(weights_s / 2, rel=1e-2)
+    assert int8.pass_s(Work(0, 0, 0, 4096, 0, 1)) == cost.pass_s(
+        Work(0, 0, 0, 4096, 0, 1)
+    )  # widened: as many
     more = cost.pass_s(Work(8, 80_000, 80_000, 0, 0, 8))
     shared = cost.pass_s(Work(8, 80_000, 10_000, 0, 0, 8))
     assert weights_s < shared < more

@@ -284,7 +284,10 @@ class Version(TypedDict):
     phase: str
     torch: str
     device: str
-    dtype: str
+    dtype: Annotated[str, Field(description="type of activations, keys and values")]
+    weights: Annotated[
+        str, Field(description="type of the linear layers' weights: int8 if they are quantized")
+    ]
     kernels: Annotated[
         Literal["triton", "native", "torch"], Field(description="what computes norms, attention and the like")
     ]

@@ -73,8 +73,8 @@ def test_changes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.is_loaded() or not native.has_products(torch.bfloat16):
         pytest.skip("no native kernels here")
 
-    def mutant(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
-        y = packed_linear(x, packed, outputs, bias)
+    def mutant(x: Tensor, packed: Tensor, outputs: int, *others: Tensor | None) -> Tensor:
+        y = packed_linear(x, packed, outputs, *others)
         return y if x.shape[0] > 1 else y * 1.25
 
     monkeypatch.setattr(common.models.layers, "packed_linear", mutant)

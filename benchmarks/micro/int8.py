@@ -1,0 +1,230 @@
+"""int8 weights beside bfloat16: the time of products and passes, the parts of a step, and what quantizing costs.
+
+Both kinds take turns in one run. Products and passes are played from tapes, so that no Python runs between
+operators. The machine's bandwidth is measured in the same run, by reading a large tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.micro import in_turns, say
+from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked, milliseconds
+from benchmarks.micro.prefill_profile import PARTS, REST
+from benchmarks.tables import Cell, MeasuredTable
+from common.generate import ContiguousCache
+from common.kv import KVShape, Span
+from common.models.layers import CausalLM, TokenBatch
+from common.models.registry import open_checkpoint
+from common.request import Request, SamplingParams
+from kernels.native import load_native_kernels
+from kernels.tape import record
+
+BF16, INT8 = "bfloat16", "int8"
+READ_BYTES = 2**29  # far more than any cache holds
+ROOT = Path(__file__).resolve().parents[2]
+TEXT_PAGES = ("kv-memory.md", "limits.md")
+HEAD_ROWS = 128  # positions whose logits are held at a time
+
+
+def load_both(name: str, positions: int) -> dict[str, CausalLM]:
+    """Load a model twice, in bfloat16 and with int8 weights, packed. ValueError: there are no native kernels."""
+    if not load_native_kernels():
+        raise ValueError("there are no native kernels here to measure")
+    models = {kind: load_unpacked(name, torch.bfloat16, positions) for kind in (BF16, INT8)}
+    models[INT8].quantize()
+    for model in models.values():
+        model.pack()
+    return models
+
+
+def packed_bytes(model: CausalLM) -> int:
+    """Return the bytes that a pass reads of a packed model's linear layers."""
+    return sum(layer.packed.nbytes for layer in model.linear_layers() if layer.packed is not None)
+
+
+def all_products(model: CausalLM, rows: int) -> Run:
+    """Return a function that plays every linear layer of a model on `rows` rows, one after the other."""
+    layers = list(model.linear_layers())
+    inputs = {size: torch.randn(rows, size).bfloat16() for size in {layer.in_features for layer in layers}}
+    sizes = list(inputs)
+
+    def run(*xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(xs[sizes.index(layer.in_features)]) for layer in layers)[-1:]
+
+    tape, _ = record(run, *inputs.values())
+    return lambda: tape(*inputs.values())
+
+
+def reading() -> Callable[[], float]:
+    """Return a function that measures the milliseconds of reading a gigabyte (2**30 bytes)."""
+    numbers = torch.ones(READ_BYTES // 4)
+    return lambda: milliseconds(numbers.sum, 3) * 2**30 / READ_BYTES
+
+
+def speed(
+    model: str = "dummy:llama-135m", rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), repeats: int = 5
+) -> Iterator[MeasuredTable]:
+    """Time a model's linear layers by the number of rows, then whole decode steps and a prompt.
+
+    Args:
+        rows: numbers of rows
+    """
+    models = load_both(model, max(CONTEXT + 1, PROMPT))
+    ways: dict[tuple[str, str, int], Callable[[], float]] = {("read", "", 0): reading()}
+    for kind, loaded in models.items():
+        for count in rows:
+            ways["products", kind, count] = functools.partial(milliseconds, all_products(loaded, count), 10)
+        passes = Passes(loaded, (1, 16))
+        for count in (1, 16):
+            step = passes.taped(*passes.decode(count))
+            ways["step", kind, count] = functools.partial(milliseconds, step, 20)
+        ways["prompt", kind, PROMPT] = functools.partial(milliseconds, passes.taped(*passes.prompt()), 2)
+    found = in_turns(ways, repeats)
+    gigabyte_ms = found["read", "", 0]
+    reads_ms = {kind: packed_bytes(loaded) / 2**30 * gigabyte_ms for kind, loaded in models.items()}
+    setup = {
+        "model": model,
+        "median of": f"{repeats} turns",
+        "reads": f"{2**30 / gigabyte_ms / 1e6:.3g} GB/s",
+    }
+    table: list[list[Cell]] = []
+    for count in rows:
+        one, other = (found["products", kind, count] for kind in (BF16, INT8))
+        shares = [100 * reads_ms[kind] / ms for kind, ms in ((BF16, one), (INT8, other))]
+        table.append([count, one, other, other / one, *shares])
+    yield MeasuredTable(
+        name="int8_products",
+        title="all linear layers of a model, by the number of rows",
+        setup=setup,
+        columns=["rows", "bfloat16, ms", "int8, ms", "int8 / bfloat16", "bandwidth, %", "int8: bandwidth, %"],
+        rows=table,
+    )
+    table = [["reading the weights once", reads_ms[BF16], reads_ms[INT8], reads_ms[INT8] / reads_ms[BF16]]]
+    for name, what, count in (
+        ("decode step, 1 sequence", "step", 1),
+        ("decode step, 16 sequences", "step", 16),
+        (f"prompt of {PROMPT} tokens", "prompt", PROMPT),
+    ):
+        one, other = (found[what, kind, count] for kind in (BF16, INT8))
+        table.append([name, one, other, other / one])
+    yield MeasuredTable(
+        name="int8_passes",
+        title="passes with int8 weights",
+        setup=setup | {"context of a decoded token": f"{CONTEXT} tokens"},
+        columns=["pass", "bfloat16, ms", "int8, ms", "int8 / bfloat16"],
+        rows=table,
+    )
+
+
+def parts(model: str = "dummy:llama-135m", repeats: int = 30) -> Iterator[MeasuredTable]:
+    """Profile a decode step of one sequence, operator by operator.
+
+    The profiler adds about a microsecond to each operator. The last row is the step without it.
+    """
+    columns: list[dict[str, float]] = []
+    calls: dict[str, float] = defaultdict(float)
+    for kind, loaded in load_both(model, CONTEXT + 1).items():
+        passes = Passes(loaded, (1,))
+        step = passes.taped(*passes.decode(1))
+        step()
+        found: dict[str, float] = defaultdict(float)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            for _ in range(repeats):
+                step()
+        for each in profiled.key_averages():
+            part = PARTS.get(each.key, REST)
+            found[part] += each.self_cpu_time_total / 1e3 / repeats
+            calls[part] += each.count / repeats * (kind == BF16)
+        found["the step, not profiled"] = statistics.median(milliseconds(step, 20) for _ in range(5))
+        columns.append(found)
+    names = [*dict.fromkeys(PARTS.values()), REST, "the step, not profiled"]
+    yield MeasuredTable(
+        name="int8_parts",
+        title="where a step of one sequence goes",
+        setup={"model": model, "context": f"{CONTEXT} tokens", "mean of": f"{repeats} steps"},
+        columns=["part", "operators", "bfloat16, ms", "int8, ms"],
+        rows=[
+            [name, round(calls[name]) or None, *(found[name] for found in columns)]
+            for name in names
+            if any(found[name] for found in columns)
+        ],
+    )
+
+
+# ---------------------------------------------------------------------- accuracy
+
+
+def states_of(model: CausalLM, ids: Sequence[int]) -> Tensor:
+    """Return the states of all positions of a text, which the head turns into logits: [T, hidden]."""
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(ids), 1)
+    cache.reserve(Request("text", [0], SamplingParams()), len(ids))
+    view = cache.view([Span.exact(0, 0, len(ids))])
+    return model.states(TokenBatch(torch.tensor(ids), view.positions, torch.arange(len(ids))), view)
+
+
+@torch.inference_mode()
+def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float], list[float], float]:
+    """Compare the next-token distributions of two models at every position of a text.
+
+    Returns:
+        The perplexity of each; the KL divergence of the second from the first at each position, in nats; and the
+        share of positions at which both find the same token most probable.
+    """
+    states = [states_of(model, ids) for model in models]
+    losses, divergences, same = [0.0, 0.0], list[float](), 0
+    for first in range(0, len(ids) - 1, HEAD_ROWS):
+        rows = slice(first, min(first + HEAD_ROWS, len(ids) - 1))
+        targets = torch.tensor(ids[rows.start + 1 : rows.stop + 1])
+        logs = [
+            model.lm_head(state[rows]).double().log_softmax(dim=-1)
+            for model, state in zip(models, states, strict=True)
+        ]
+        for place, log in enumerate(logs):
+            losses[place] += F.nll_loss(log, targets, reduction="sum").item()
+        divergences += (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1).tolist()
+        same += int((logs[0].argmax(dim=-1) == logs[1].argmax(dim=-1)).sum())
+    count = len(ids) - 1
+    return [math.exp(loss / count) for loss in losses], divergences, same / count
+
+
+def accuracy(
+    models: tuple[str, ...] = ("smollm2", "gemma3-270m"), tokens: int = 2000
+) -> Iterator[MeasuredTable]:
+    """Compare real models in int8 with themselves in bfloat16 on a text of ours: two pages of the documentation.
+
+    Args:
+        models: names that `infer fetch` knows, or others
+        tokens: length of the text
+    """
+    text = "".join((ROOT / "docs" / page).read_text() for page in TEXT_PAGES)
+    rows: list[list[Cell]] = []
+    for name in models:
+        ids = open_checkpoint(name).tokenizer().encode(text)[:tokens]
+        (whole, half), divergences, same = compare(list(load_both(name, tokens).values()), ids)
+        ordered = sorted(divergences)
+        worst = ordered[int(0.99 * len(ordered))]
+        rows.append(
+            [name, whole, half, 100 * (half / whole - 1), statistics.mean(ordered), worst, 100 * same]
+        )
+        say(f"{name}: perplexity {whole:.4f} and {half:.4f}")
+    yield MeasuredTable(
+        name="int8_accuracy",
+        title="real models with int8 weights, beside themselves in bfloat16",
+        setup={"text": f"{tokens} tokens of this site's pages"},
+        columns=[
+            *("model", "perplexity, bfloat16", "perplexity, int8", "change, %"),
+            *("KL divergence, mean, nats", "KL divergence, p99, nats", "same most probable token, %"),
+        ],
+        rows=rows,
+    )

@@ -1,0 +1,76 @@
+"""Weights as int8, with one factor for each output: half the bytes of bfloat16.
+
+```text
+scale[n] = max |W[n, :]| / 127            W[n, k]  ~  scale[n] * q[n, k],    q in -127 … 127
+y[n]     = scale[n] * sum of x[k] * q[n, k]
+```
+
+Only weights are quantized, symmetrically and per output channel. Activations, keys and values keep their type. A
+row's largest weight becomes 127 or -127, and no weight moves by more than half a step, `scale / 2`.
+
+The reference multiplies in float32, and rounds a sum once. The native kernels (`kernels.linear`) do the same on
+panels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST = 127
+BLOCK_WEIGHTS = 2**22  # weights that are held in float32 at a time: 16 MB
+
+
+class Quantized(NamedTuple):
+    """A matrix as int8.
+
+    Attributes:
+        values: [N, K] int8.
+        scales: [N, 1] float32.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize(weight: Tensor) -> Quantized:
+    """Quantize a matrix: [N, K], any type.
+
+    A row with a NaN or an infinity gets a scale of NaN or infinity, so its output is no number. It was none before.
+    """
+    values = torch.empty_like(weight, dtype=torch.int8)
+    scales = weight.new_empty(len(weight), 1, dtype=torch.float32)
+    if weight.is_meta:  # shapes are all there is
+        return Quantized(values, scales)
+    for own, value, scale in zip(
+        *(_blocks(each, weight.shape[1]) for each in (weight, values, scales)), strict=True
+    ):
+        rows = own.float()
+        scale.copy_(rows.abs().amax(dim=1, keepdim=True) / LARGEST)
+        steps = rows / torch.where(scale == 0, 1.0, scale)  # a row of zeros stays one
+        value.copy_(steps.round().nan_to_num().clamp(-LARGEST, LARGEST))
+    return Quantized(values, scales)
+
+
+def dequantized_rows(rows: Tensor, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of a quantized matrix: row numbers [T] -> [T, K] of type `dtype`, rounded once."""
+    return (F.embedding(rows, values) * scales[rows]).to(dtype)
+
+
+def linear_int8_reference(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `y = x W^T (+ b)` with a quantized W: [T, K] -> [T, N], the type of x.
+
+    Weights are widened block by block, so that the matrix is never in memory in float32.
+    """
+    wide = x.float()
+    parts = [F.linear(wide, block.float()) for block in _blocks(values, values.shape[1])]
+    y = torch.cat(parts, dim=-1) * scales.view(-1)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _blocks(tensor: Tensor, row_weights: int) -> tuple[Tensor, ...]:
+    """Return `tensor` as views of so many rows that their weights fit into a block."""
+    return tensor.split(max(1, BLOCK_WEIGHTS // row_weights))

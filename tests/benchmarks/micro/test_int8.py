@@ -1,0 +1,52 @@
+"""int8 beside bfloat16: rows and columns of the tables, and how two models are compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.micro import int8
+from kernels import native
+from tests.helpers import draw_ids, load, solo_logits, zoo
+
+pytestmark = pytest.mark.skipif(
+    not native.is_loaded() or not native.has_products(torch.bfloat16), reason="no native kernels here"
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "READ_BYTES", 2**20)
+
+
+def test_products_and_passes_have_a_time_for_each_kind() -> None:
+    products, passes = int8.speed(model="zoo:llama-tiny", rows=(1, 3), repeats=1)
+    assert [row[0] for row in products.rows] == [1, 3]
+    for table in (products, passes):
+        for row in table.rows:
+            assert len(row) == len(table.columns)
+            assert all(isinstance(cell, float) and cell > 0 for cell in row[1:])
+            assert row[3] == pytest.approx(row[2] / row[1])  # type: ignore[operator]  # cells are numbers
+    assert passes.rows[0][3] == pytest.approx(0.5)  # the bytes of the panels
+
+
+def test_every_operator_of_a_step_is_in_a_part() -> None:
+    (table,) = int8.parts(model="zoo:llama-tiny", repeats=2)
+    calls = {row[0]: row[1] for row in table.rows}
+    layers = 1 + max(index for index, _ in enumerate(load(zoo("llama-tiny")).layers))
+    assert calls["gate and up, activated"] == layers
+    assert calls["other products"] == 3 * layers + 1
+    assert calls["attention"] == layers
+
+
+def test_two_models_are_compared_as_their_logits_say() -> None:
+    models = int8.load_both("zoo:llama-tiny", 300)
+    ids = draw_ids(290, 500)
+    perplexities, divergences, same = int8.compare(list(models.values()), ids)
+    first, second = (solo_logits(model, ids)[:-1].double().log_softmax(dim=-1) for model in models.values())
+    picked = first[torch.arange(289), torch.tensor(ids[1:])]
+    assert perplexities[0] == pytest.approx((-picked.mean()).exp().item(), rel=1e-3)
+    expected = (first.exp() * (first - second)).sum(dim=-1)
+    assert divergences == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-6)
+    assert min(divergences) >= 0 < max(divergences)
+    assert same == pytest.approx((first.argmax(-1) == second.argmax(-1)).double().mean().item(), abs=0.01)

@@ -1,0 +1,295 @@
+"""`--quantize int8` and compressed-tensors checkpoints: what is held, read, said and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import common.build
+import common.memory
+import common.models.layers
+from common.errors import StartupError
+from common.models.layers import CausalLM
+from common.models.registry import load_model, open_checkpoint, weight_bytes
+from common.phases import find_phase, phase_names
+from common.request import SamplingParams
+from kernels.int8 import quantize
+from tests.helpers import CPU, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+
+IDS = draw_ids(40)
+WEIGHTS = "model.safetensors"
+
+
+def dequantized(model: CausalLM) -> CausalLM:
+    """Give a model the weights that quantizing it would make of its own, in its own type."""
+    for module in model.modules():
+        if isinstance(module, common.models.layers.Linear):
+            values, scales = quantize(module.weight)
+            module.weight.data.copy_(values * scales)  # a tied embedding is the head's weight
+    return model
+
+
+# ---------------------------------------------------------------------- a model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_quantized_model_computes_what_its_rounded_weights_do(
+    architecture: str, tied: bool, packed: bool, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, architecture, tie_word_embeddings=tied or architecture == "gemma3_text")
+    model, rounded = load(tmp_path), dequantized(load(tmp_path))
+    model.quantize()
+    if packed:
+        model.pack()
+    assert model.is_quantized
+    assert model.weight_dtype == torch.int8
+    expected = solo_logits(rounded, IDS)
+    assert largest_difference(solo_logits(model, IDS), expected) < 1e-4 * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gemma3-tiny"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_quantized_model_takes_the_bytes_it_was_estimated_to(name: str, packed: bool) -> None:
+    model = load(zoo(name), dtype=torch.bfloat16)
+    model.quantize()
+    if packed:
+        model.pack()
+    held = sum(weight.nbytes for weight in model.parameters())
+    if packed and not model.is_packed:
+        pytest.skip("no native kernels here")
+    if packed:
+        held += sum(
+            module.packed.nbytes
+            for module in model.modules()
+            if isinstance(module, common.models.layers.Linear) and module.packed is not None
+        )
+    estimated = weight_bytes(model.config, torch.bfloat16, packed=packed, int8="all")
+    # Panels are whole: outputs are filled up to 64.
+    assert estimated <= held <= 1.25 * estimated
+
+
+@pytest.mark.parametrize("preset", ["dummy:llama-135m", "dummy:llama-3.2-1b"])
+def test_weights_of_real_shapes_take_half_the_bytes(preset: str) -> None:
+    config = open_checkpoint(preset).config
+    whole, half = (weight_bytes(config, torch.bfloat16, packed=True, int8=kind) for kind in ("none", "all"))
+    assert half <= 0.55 * whole
+
+
+# ---------------------------------------------------------------------- a server's engine
+
+
+@pytest.mark.parametrize("phase", phase_names())
+def test_every_phase_serves_it_and_says_so(phase: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "common.build")
+    package = find_phase(phase)
+    config = package.Config(model="zoo:llama-tiny", device="cpu", max_seq_len=64, quantize="int8")
+    engine = package.build_engine(config)
+    assert "int8 weights" in caplog.messages[-1]
+    model = engine.runner.model
+    assert model.is_quantized
+    engine.add_request(engine.create_request([1, 2, 3], SamplingParams(temperature=0.0, max_new_tokens=4)))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    assert sum(output.token_id is not None for output in outputs) == 4
+
+
+@pytest.mark.usefixtures("torch_kernels")
+def test_without_native_kernels_it_is_served_as_well() -> None:
+    package = find_phase("paged")
+    config = package.Config(
+        model="zoo:llama-tiny", device="cpu", max_seq_len=64, quantize="int8", native_kernels=False
+    )
+    model = package.build_engine(config).runner.model
+    assert (model.is_quantized, model.is_packed) == (True, False)
+
+
+def test_it_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.build, "resolve_device", lambda _: torch.device("cuda"))
+    package = find_phase("static")
+    with pytest.raises(StartupError, match="int8 weights are for a CPU") as refused:
+        package.build_engine(package.Config(model="zoo:llama-tiny", quantize="int8"))
+    assert "\n" not in str(refused.value)
+
+
+def test_memory_must_hold_the_weights_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = open_checkpoint("zoo:llama-tiny").config
+    read = weight_bytes(config, torch.float32)
+    monkeypatch.setattr(common.memory, "free_memory", lambda _: read - 1)
+    package = find_phase("static")
+    with pytest.raises(StartupError, match="until they are quantized"):
+        package.build_engine(
+            package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32", quantize="int8")
+        )
+
+
+# ---------------------------------------------------------------------- compressed-tensors
+
+
+def scheme(form: str = "int-quantized", **changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    found: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+    for key, value in changes.items():
+        where = weights if key in weights else group if key in group else found
+        where[key] = value
+    return found
+
+
+def packed_in_fours(values: Tensor) -> Tensor:
+    """int8 [N, K] -> int32 [N, ceil(K / 4)], as the format's own packing describes it: shifted and or-ed."""
+    padded = torch.nn.functional.pad(values.int() + 128, (0, -values.shape[1] % 4))
+    shifted = padded.view(len(values), -1, 4).long() << torch.tensor([0, 8, 16, 24])
+    total = shifted.sum(dim=-1)
+    return torch.where(total >= 2**31, total - 2**32, total).int()
+
+
+def compress(folder: Path, form: str, **changes: Any) -> None:
+    """Rewrite a checkpoint of plain weights as a compressed-tensors one: all linear layers but the head."""
+    stored = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if not name.endswith("proj.weight"):
+            found[name] = tensor
+            continue
+        values, scales = quantize(tensor)
+        values[0, 0] = -128  # the format's own rounding reaches it
+        found[f"{name}_scale"] = scales.to(torch.bfloat16)
+        if form == "int-quantized":
+            found[name] = values
+        else:
+            found[f"{name}_packed"] = packed_in_fours(values)
+            found[f"{name}_shape"] = torch.tensor(values.shape)
+    save_file(found, folder / WEIGHTS)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = scheme(form, **changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(params=["int-quantized", "pack-quantized"])
+def form(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
+def test_a_compressed_checkpoint_is_computed_with_its_own_integers(
+    architecture: str, form: str, tmp_path: Path
+) -> None:
+    # Sizes that are no multiple of four: the last number of a packed row is filled up.
+    save_tiny(tmp_path, architecture)
+    rounded = load(tmp_path)
+    for module in rounded.layers.modules():
+        if isinstance(module, common.models.layers.Linear):
+            for rows in module.weight.data.split(module.sizes):
+                values, scales = quantize(rows)
+                values[0, 0] = -128
+                rows.copy_(values * scales.bfloat16().float())
+    compress(tmp_path, form)
+    model = load(tmp_path)
+    assert model.is_quantized
+    assert model.lm_head.weight_scale is None  # as the checkpoint says
+    expected = solo_logits(rounded, IDS)
+    for prepare in (lambda: None, model.pack):
+        prepare()
+        assert largest_difference(solo_logits(model, IDS), expected) < 1e-4 * expected.abs().max().item()
+
+
+def test_both_forms_are_the_same_model_to_the_bit(tmp_path: Path) -> None:
+    models = []
+    for form in ("int-quantized", "pack-quantized"):
+        folder = save_tiny(tmp_path / form, "llama")
+        compress(folder, form)
+        models.append(
+            load_model(open_checkpoint(str(folder)), device=CPU, dtype=torch.float32, max_positions=64)
+        )
+    assert torch.equal(*(solo_logits(model, IDS) for model in models))
+
+
+def test_quantize_int8_adds_the_head(form: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    compress(tmp_path, form)
+    model = load(tmp_path)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters() if "proj" in name}
+    model.quantize()
+    assert model.lm_head.weight_scale is not None
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in model.named_parameters() if "proj" in name
+    )
+
+
+def test_quantized_activations_are_left_as_they_are_and_that_is_said(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "llama")
+    compress(tmp_path, form, input_activations={"num_bits": 8, "dynamic": True})
+    assert load(tmp_path).is_quantized
+    (message,) = (record.getMessage() for record in caplog.records if record.name.startswith("common.models"))
+    assert "only its weights" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "marlin-24"}, ["format", "'marlin-24'", "int-quantized or pack-quantized"]),
+        ({"format": "float-quantized"}, ["'float-quantized'"]),
+        ({"num_bits": 4}, ["num_bits", "4", "8"]),
+        ({"type": "float"}, ["type", "'float'"]),
+        ({"symmetric": False}, ["symmetric", "False"]),
+        ({"strategy": "group"}, ["strategy", "'group'", "'channel'"]),
+        ({"strategy": "tensor"}, ["strategy", "'tensor'"]),
+        ({"targets": ["re:.*q_proj"]}, ["targets", "q_proj"]),
+        ({"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme"]),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config", "sparse-24-bitmask"]),
+        ({"config_groups": None}, ["config_groups"]),
+        ({"quant_method": "gptq"}, ["(gptq)", "compressed-tensors"]),
+    ],
+    ids=str,
+)
+def test_other_schemes_are_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = scheme(**changes)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError) as refused:
+        open_checkpoint(str(tmp_path))
+    message = str(refused.value)
+    assert message.startswith(str(tmp_path / "config.json"))
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_layer_whose_scale_is_missing_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    compress(tmp_path, "int-quantized")
+    stored = {name: tensor.clone() for name, tensor in load_file(tmp_path / WEIGHTS).items()}
+    del stored["model.layers.1.self_attn.k_proj.weight_scale"]
+    save_file(stored, tmp_path / WEIGHTS)
+    with pytest.raises(StartupError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight_scale"):
+        load(tmp_path)
+
+
+def test_a_packed_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    compress(tmp_path, "pack-quantized")
+    stored = {name: tensor.clone() for name, tensor in load_file(tmp_path / WEIGHTS).items()}
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored[f"{name}_shape"] = torch.tensor([42, 60])
+    save_file(stored, tmp_path / WEIGHTS)
+    with pytest.raises(StartupError, match=r"down_proj\.weight_packed"):
+        load(tmp_path)

@@ -1,0 +1,162 @@
+"""int8 weights: what quantizing costs, products against float64, and bits that depend on no other row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.gated_act import gated_act_reference
+from kernels.int8 import Quantized, dequantized_rows, linear_int8_reference, quantize
+from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
+from tests.kernels.support import BF16, DTYPES, FP32, draw
+from tests.kernels.test_native import on_threads
+
+#: Outputs and inputs: fewer than a panel, one more, none of either a multiple of a vector, and a real layer.
+SIZES = [(1, 2), (63, 16), (64, 42), (65, 576), (300, 42), (576, 1536)]
+TOLERANCE = {FP32: 1e-4, BF16: 2**-7}
+
+
+def quantized(outputs: int, inputs: int, dtype: torch.dtype = FP32) -> Quantized:
+    """A random matrix. Its first output has the lowest int8, which our quantizing never makes; others may."""
+    found = quantize(draw(outputs, inputs, dtype=dtype) / inputs**0.5)
+    found.values[0, 0] = -128
+    return found
+
+
+def exact(x: Tensor, weight: Quantized) -> Tensor:
+    return x.double() @ (weight.values.double() * weight.scales.double()).T
+
+
+# ---------------------------------------------------------------------- quantizing
+
+
+@settings(max_examples=40, deadline=None)
+@given(outputs=st.integers(1, 70), inputs=st.integers(1, 90), dtype=st.sampled_from(DTYPES))
+def test_no_weight_moves_by_more_than_half_a_step(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = draw(outputs, inputs, dtype=dtype) * torch.arange(outputs).view(-1, 1).to(dtype)  # row 0: zeros
+    values, scales = quantize(weight)
+    assert (values.dtype, scales.dtype, scales.shape) == (torch.int8, FP32, (outputs, 1))
+    error = (values.double() * scales.double() - weight.double()).abs()
+    assert (error <= scales.double() * (0.5 + 1e-5)).all()
+    assert (values.abs().amax(dim=1)[1:] == 127).all()
+    assert not values[0].any()
+
+
+def test_blocks_of_a_large_matrix_are_quantized_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = draw(50, 30)
+    whole = quantize(weight)
+    monkeypatch.setattr("kernels.int8.BLOCK_WEIGHTS", 100)
+    assert all(torch.equal(*pair) for pair in zip(quantize(weight), whole, strict=True))
+    x = draw(4, 30, seed=1)
+    torch.testing.assert_close(
+        linear_int8_reference(x, *whole).double(), exact(x, whole), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_weight_spoils_its_own_output_only(bad: float) -> None:
+    weight = draw(5, 8)
+    weight[2, 3] = bad
+    y = linear_int8_reference(draw(3, 8, seed=1), *quantize(weight))
+    assert y.isfinite().all(dim=0).tolist() == [True, True, False, True, True]
+
+
+def test_rows_are_looked_up() -> None:
+    weight = quantized(20, 6)
+    rows = torch.tensor([3, 0, 3, 19])
+    expected = (weight.values[rows].double() * weight.scales[rows].double()).to(BF16)
+    assert torch.equal(dequantized_rows(rows, *weight, BF16), expected)
+
+
+# ---------------------------------------------------------------------- products
+
+
+def layers_of(dtype: torch.dtype, outputs: int, inputs: int) -> list[tuple[Quantized, Callable[..., Tensor]]]:
+    """A plain and a gated layer, as `layer(x, bias)`."""
+    plain, gated = quantized(outputs, inputs), quantized(2 * outputs, inputs)
+    panels, gated_panels = pack_linear(plain.values, dtype), pack_gated_linear(gated.values, dtype)
+    assert panels is not None
+    assert gated_panels is not None
+    assert panels.dtype == gated_panels.dtype == torch.int8
+    return [
+        (plain, lambda x, bias=None: packed_linear(x, panels, outputs, bias, plain.scales)),
+        (
+            gated,
+            lambda x, bias=None: packed_gated_linear(x, gated_panels, outputs, "silu", bias, gated.scales),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_products_are_those_of_float64(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    (plain, linear), (gated, gated_linear) = layers_of(dtype, outputs, inputs)
+    bias = draw(2 * outputs, dtype=dtype, seed=1)
+    for rows in (1, 2, 5, 7, 13, 16, 17, 31, 32, 33, 100):
+        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]  # rows that lie apart
+        y, activated = exact(x, plain), exact(x, gated)
+        for result, expected in (
+            (linear(x), y),
+            (linear(x, bias[:outputs]), y + bias[:outputs].double()),
+            (linear_int8_reference(x, *plain, bias[:outputs]), y + bias[:outputs].double()),
+            (gated_linear(x), gated_act_reference(activated, "silu")),
+            (gated_linear(x, bias), gated_act_reference(activated + bias.double(), "silu")),
+        ):
+            assert result.dtype == dtype
+            torch.testing.assert_close(
+                result.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            )
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (300, 42)])
+def test_a_row_has_the_same_bits_beside_others(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """1 to 300 rows, and each row in several places."""
+    x = draw(300, inputs, dtype=dtype, seed=1)
+    for _, layer in layers_of(dtype, outputs, inputs):
+        together = layer(x)
+        for rows in (*range(1, 36), 63, 64, 65, 128, 256, 299):
+            for first in {0, 17, 300 - rows} if rows <= 64 else {300 - rows}:
+                alone = layer(x[first : first + rows].clone())
+                assert torch.equal(alone, together[first : first + rows]), (first, rows)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048)])
+def test_few_rows_of_plain_weights_have_the_bits_of_many(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    """Up to six rows are multiplied by our own loop, more by the library."""
+    panels = pack_linear(draw(outputs, inputs, dtype=dtype))
+    assert panels is not None
+    x = draw(256, inputs, dtype=dtype, seed=1)
+    together = packed_linear(x, panels, outputs)
+    for rows in range(1, 9):
+        for first in range(0, 256 - rows, 7):
+            alone = packed_linear(x[first : first + rows], panels, outputs)
+            assert torch.equal(alone, together[first : first + rows]), (first, rows)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    (_, layer), _ = layers_of(dtype, 960, 1536)
+    one, *more = on_threads(
+        (1, 2, 3), lambda: [layer(draw(rows, 1536, dtype=dtype, seed=rows)) for rows in (1, 3, 33, 300)]
+    )
+    assert all(torch.equal(a, b) for others in more for a, b in zip(one, others, strict=True))
+
+
+def test_a_panel_that_a_thread_kept_is_no_other_layers(dtype: torch.dtype) -> None:
+    """Widened panels lie in memory that a thread keeps: layers of different sizes take turns."""
+    layers = [layers_of(dtype, outputs, inputs)[0] for outputs, inputs in ((64, 576), (64, 42), (130, 576))]
+    for _ in range(2):
+        for weight, layer in layers:
+            x = draw(40, weight.values.shape[1], dtype=dtype)
+            torch.testing.assert_close(
+                layer(x).double(), exact(x, weight), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            )
+
+
+def test_an_odd_number_of_inputs_is_left_to_torch(dtype: torch.dtype) -> None:
+    assert pack_linear(quantized(4, 5).values, dtype) is None
