@@ -49,7 +49,6 @@ from common.server.replies.shapes import (
     OpenAIReason,
     PlainCompletion,
     ShownTokens,
-    TextHeader,
     event,
 )
 from common.server.requests.generation import StreamOptions
@@ -90,7 +89,14 @@ class NamedCompletionEvents(WireFormat):
         return {**completion(self.answer, said), "finish_reason": engine_reason(said[0])}
 
     def _chunk(self, choices: list[ChunkChoice]) -> CompletionEvent:
-        return {**text_header(self.answer), "choices": choices}
+        answer = self.answer
+        return {
+            "id": answer.id,
+            "object": "text_completion",
+            "created": answer.created,
+            "model": answer.model,
+            "choices": choices,
+        }
 
     def _token(self, choice: Choice, output: StepOutput) -> bytes:
         data = self._chunk([chunk_choice(self.answer, choice, output)])
@@ -156,7 +162,14 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
         yield chunk
 
     def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
-        return {**text_header(self.answer), "choices": choices}
+        answer = self.answer
+        return {
+            "id": answer.id,
+            "object": "text_completion",
+            "created": answer.created,
+            "model": answer.model,
+            "choices": choices,
+        }
 
     def empty_choice(self, choice: Choice) -> ChunkChoice:
         return empty_choice(choice)
@@ -244,15 +257,13 @@ def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, o
 # ---------------------------------------------------------------------- objects of a completion
 
 
-def text_header(answer: Answer) -> TextHeader:
-    """Return the fields that every object of a completion begins with."""
-    return {"id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.model}
-
-
 def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
     """Return the JSON answer."""
     return {
-        **text_header(answer),
+        "id": answer.id,
+        "object": "text_completion",
+        "created": answer.created,
+        "model": answer.model,
         "choices": [
             {
                 "index": choice.index,
