@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +13,7 @@ from rich.console import Console
 from benchmarks.micro import memory_pressure
 from benchmarks.plots.groups import load_groups
 from benchmarks.tables import MeasuredTable, load_tables, show
-from docs.building import ledger
+from docs.building import charts, ledger
 from docs.building import results as pages
 from tests.benchmarks.conftest import make_run
 
@@ -99,6 +101,16 @@ def test_a_page_shows_setup_and_rows(tmp_path: Path) -> None:
     printed = io.StringIO()
     a_table().print(Console(file=printed, width=100))
     assert "12.3" in printed.getvalue()
+
+
+def test_a_chart_has_a_curve_for_each_value_of_a_column(tmp_path: Path) -> None:
+    rows: list[list[Any]] = [[1, "random", 9.0], [4, "random", None], [1, "least_loaded", 5.0]]
+    rows += [[4, "least_loaded", 7.0]]
+    table = MeasuredTable(name="t", title="t", columns=["replicas", "policy", "TTFT, s"], rows=rows)
+    table.save(tmp_path)
+    drawn = charts.line_chart("t", "replicas", "TTFT, s", by="policy", title="", y_title="", results=tmp_path)
+    assert re.findall(r">(random|least loaded)<", drawn) == ["random", "least loaded"]
+    assert [path.count("L") for path in re.findall(r'class="line \w+" d="(.+?)"', drawn)] == [0, 1]
 
 
 def test_numbers_are_shown_with_three_digits() -> None:
