@@ -141,9 +141,9 @@ class SpeculativeScheduler(PipelinedScheduler):
             if guesser is None:
                 guesser = self._guessers[request] = Guesser(self.new_drafter(request), Rates(self._rates))
             guesser.guess(request, limit)
-        except Exception:  # a drafter's failure must not cost a request its answer
+        except Exception as error:  # a drafter's failure must not cost a request its answer
             self.failed_drafters += 1
-            logger.exception("the guesses for request %s failed", request.request_id)
+            logger.warning("no guesses for request %s: %r", request.request_id, error)
             return None
         return guesser if guesser.likely else None
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 LONGEST_MATCH = 8  # longer matches count as this long
 PRIOR = 3.0  # observations that a rate starts with
 KEPT = 0.95  # weight of older observations at each new one
+LEAST_GAIN = 1.05  # tokens a second with guesses by those without: less may be an error of the estimate
 
 
 class RowCost(NamedTuple):
@@ -40,7 +41,7 @@ class Rates:
         self._prior = prior
         self._right = [0.0] * (LONGEST_MATCH + 1)
         self._seen = [0.0] * (LONGEST_MATCH + 1)
-        self._rates = [0.5] * (LONGEST_MATCH + 1) if prior is None else prior._rates.copy()
+        self._rates: list[float] = [0.5] * (LONGEST_MATCH + 1) if prior is None else prior._rates.copy()
 
     def observe(self, matched: int, right: bool) -> None:
         """Count a guess that came true, or did not. `matched`: its match's length; 0: a grammar forced it."""
@@ -89,6 +90,6 @@ def worthwhile(
             break
         counts[i] = counts.get(i, 0) + 1
         gained, time = gained + p, time + 1
-    if pays and gained * (cost.weights + rows) <= tokens * time:
+    if pays and gained * (cost.weights + rows) <= LEAST_GAIN * tokens * time:
         return []
     return [counts.get(i, 0) for i in range(max(counts, default=-1) + 1)]
