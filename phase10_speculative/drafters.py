@@ -13,7 +13,7 @@ from typing import Protocol
 
 from common.request import Request
 
-SHORTEST, LONGEST = 2, 4  # how many last tokens are looked up
+SHORTEST, LONGEST = 1, 4  # how many last tokens are looked up
 SHARED_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it begins anew
 SHARED_SALTS = 8  # cache salts with a dictionary
 
@@ -30,7 +30,7 @@ class Drafter(Protocol):
 
 
 class Dictionary:
-    """A text, and for every run of 2 to 4 tokens in it the latest place behind that run. O(1) a token."""
+    """A text, and for every run of 1 to 4 tokens in it the latest place behind that run. O(1) a token."""
 
     def __init__(self) -> None:
         self.text: list[int] = []

@@ -54,13 +54,13 @@ class Guesser:
             if guess != token_id:
                 break
         self._known, self.likely = len(known), []
-        matcher = request.matcher
-        self.guesses = matcher.forced()[: limit + pending] if matcher is not None else []
-        self._matched = FORCED
-        if not self.guesses:
-            self.guesses = self._drafter.propose(known, limit + pending)
-            self._matched = self._drafter.matched
-            if matcher is not None:
+        self.guesses = self._drafter.propose(known, limit + pending)
+        self._matched = self._drafter.matched
+        if (matcher := request.matcher) is not None:
+            forced = matcher.forced()[: limit + pending]
+            if forced != self.guesses[: len(forced)]:
+                self.guesses, self._matched = forced, FORCED
+            else:
                 self.guesses = self.guesses[: matcher.allowed(self.guesses)]
         self.likely = self._rates.probabilities(self._matched, pending, len(self.guesses))
 

@@ -63,4 +63,4 @@ def test_a_guess_comes_true_only_with_all_before_it() -> None:
     rates = Rates()
     assert rates.probabilities(20, 0, 3) == [0.5, 0.25, 0.125]
     assert rates.probabilities(20, 1, 3) == [0.25, 0.125], "the first token is in flight"
-    assert rates.probabilities(0, 0, 2) == [0.5, 0.25]
+    assert rates.probabilities(0, 0, 2) == [0.95, 0.95**2], "a grammar forces both"
