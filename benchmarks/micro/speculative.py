@@ -28,7 +28,7 @@ from common.grammar import Grammar
 from common.request import SamplingParams
 
 SEED = 1
-NEW_TOKENS = 48
+NEW_TOKENS = 80
 
 PEOPLE = {
     "type": "array",
