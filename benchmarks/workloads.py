@@ -204,6 +204,16 @@ CHAT_WORKLOADS: dict[str, Workload] = {
             chats="code_edits",
         ),
         Workload(
+            "edits_in_turn",
+            requests=10,
+            prompts=_always(120, 220),
+            new_tokens=Lengths(128, 256),
+            arrivals="sequential",
+            shows="ITL of text that repeats its prompt",
+            phase=10,
+            chats="code_edits",
+        ),
+        Workload(
             "long_documents",
             requests=48,
             prompts=((0.75, Lengths(1100, 1700)), (0.25, Lengths(35, 55))),
