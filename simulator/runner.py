@@ -161,7 +161,7 @@ def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
         scheduler.cost = RowCost(one_s / row_s - 1, cost.host_step_s / row_s)
         drafter = Guesses(never=not acceptance)
 
-        def new_drafter(_request: Request) -> Drafter:
+        def new_drafter(request: Request) -> Drafter:  # noqa: ARG001 - the same for all
             return drafter
 
         scheduler.new_drafter = new_drafter  # type: ignore[method-assign]
