@@ -40,8 +40,8 @@ _CLASSES = {
 def export(name: str, folder: Path, dtype: str = "auto") -> None:
     """Write a model as config.json, safetensors and tokenizer files.
 
-    A dummy's random weights are drawn in `dtype`, as a server draws them with the same `--dtype`. Another type gives
-    other weights.
+    A dummy's random weights are drawn in `dtype`, as a server draws them with the same `--dtype`. Another type
+    gives other weights.
 
     Raises:
         StartupError: there is no such model, it is in a folder already, or `folder` is not empty.
