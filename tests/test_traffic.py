@@ -60,7 +60,7 @@ OTHERS = [
     tight("phase9_pipelined", prefill_mode="drained"),
     *(tight("phase9_pipelined", pipeline_depth=depth) for depth in (1, 0)),
     tight("phase9_pipelined", use_chunked_prefill=False, prefill_chunk_size=256),
-    *(tight("phase10_speculative", draft_rows=rows, draft_length=15) for rows in (3, 64)),
+    *(tight("phase10_speculative", draft_rows=rows, draft_length=15) for rows in (5, 64)),
     tight("phase10_speculative", block_size=1, num_blocks=44, prefill_chunk_size=1),
     *(tight("phase10_speculative", pipeline_depth=depth) for depth in (1, 0)),
 ]
