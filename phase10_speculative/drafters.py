@@ -37,6 +37,7 @@ class Dictionary:
         self._places: dict[tuple[int, ...], int] = {}
 
     def append(self, token_id: int) -> None:
+        """Add a token to the text, and note the place behind each run that it ends."""
         self.text.append(token_id)
         for n in range(SHORTEST, LONGEST + 1):
             self._places[tuple(self.text[-n:])] = len(self.text)
@@ -80,6 +81,7 @@ class NgramDrafter:
         self._seen = len(token_ids)
 
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
+        """Return up to `limit` guesses: the tokens that followed at the place of the match."""
         self._read_on(token_ids)
         if not self.matched:
             return []
@@ -92,6 +94,7 @@ class NgramDrafter:
         return guesses
 
     def _follow(self, token_id: int, last: Sequence[int]) -> None:
+        """Read the next token. `last`: the latest tokens, this one included. The match goes on or is found anew."""
         if self.matched and self._at < len(self._source) and self._source[self._at] == token_id:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:

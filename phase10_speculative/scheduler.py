@@ -96,6 +96,7 @@ class SpeculativeScheduler(PipelinedScheduler):
             self._deal(pool)
 
     def plan(self) -> StepPlan:
+        """Plan nothing if tokens in flight must be read first; else as phase 9, requests without guesses first."""
         if self._reads_first:
             return StepPlan()
         plan = super().plan()
