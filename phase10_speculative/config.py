@@ -13,7 +13,7 @@ class Config(PipelinedConfig):
     """Phase 9's options, and how much is guessed."""
 
     draft_length: int = Field(
-        default=8, ge=0, le=63, description="most guesses of one request in a step; 0: this phase is phase 9"
+        default=15, ge=0, le=63, description="most guesses of one request in a step; 0: this phase is phase 9"
     )
     draft_rows: int | None = Field(
         default=None,

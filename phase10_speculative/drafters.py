@@ -13,7 +13,7 @@ from typing import Protocol
 
 from common.request import Request
 
-SHORTEST, LONGEST = 2, 4  # how many last tokens are looked up
+SHORTEST, LONGEST = 1, 4  # how many last tokens are looked up
 SHARED_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it begins anew
 SHARED_SALTS = 8  # cache salts with a dictionary
 
@@ -30,13 +30,14 @@ class Drafter(Protocol):
 
 
 class Dictionary:
-    """A text, and for every run of 2 to 4 tokens in it the latest place behind that run. O(1) a token."""
+    """A text, and for every run of 1 to 4 tokens in it the latest place behind that run. O(1) a token."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}
 
     def append(self, token_id: int) -> None:
+        """Add a token to the text, and note the place behind each run that it ends."""
         self.text.append(token_id)
         for n in range(SHORTEST, LONGEST + 1):
             self._places[tuple(self.text[-n:])] = len(self.text)
@@ -80,6 +81,7 @@ class NgramDrafter:
         self._seen = len(token_ids)
 
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
+        """Return up to `limit` guesses: the tokens that followed at the place of the match."""
         self._read_on(token_ids)
         if not self.matched:
             return []
@@ -92,6 +94,7 @@ class NgramDrafter:
         return guesses
 
     def _follow(self, token_id: int, last: Sequence[int]) -> None:
+        """Read the next token. `last`: the latest tokens, this one included. The match goes on or is found anew."""
         if self.matched and self._at < len(self._source) and self._source[self._at] == token_id:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:

@@ -54,13 +54,13 @@ class Guesser:
             if guess != token_id:
                 break
         self._known, self.likely = len(known), []
-        matcher = request.matcher
-        self.guesses = matcher.forced()[: limit + pending] if matcher is not None else []
-        self._matched = FORCED
-        if not self.guesses:
-            self.guesses = self._drafter.propose(known, limit + pending)
-            self._matched = self._drafter.matched
-            if matcher is not None:
+        self.guesses = self._drafter.propose(known, limit + pending)
+        self._matched = self._drafter.matched
+        if (matcher := request.matcher) is not None:
+            forced = matcher.forced()[: limit + pending]
+            if forced != self.guesses[: len(forced)]:
+                self.guesses, self._matched = forced, FORCED
+            else:
                 self.guesses = self.guesses[: matcher.allowed(self.guesses)]
         self.likely = self._rates.probabilities(self._matched, pending, len(self.guesses))
 
@@ -96,6 +96,7 @@ class SpeculativeScheduler(PipelinedScheduler):
             self._deal(pool)
 
     def plan(self) -> StepPlan:
+        """Plan nothing if tokens in flight must be read first; else as phase 9, requests without guesses first."""
         if self._reads_first:
             return StepPlan()
         plan = super().plan()
@@ -141,9 +142,9 @@ class SpeculativeScheduler(PipelinedScheduler):
             if guesser is None:
                 guesser = self._guessers[request] = Guesser(self.new_drafter(request), Rates(self._rates))
             guesser.guess(request, limit)
-        except Exception:  # a drafter's failure must not cost a request its answer
+        except Exception as error:  # a drafter's failure must not cost a request its answer
             self.failed_drafters += 1
-            logger.exception("the guesses for request %s failed", request.request_id)
+            logger.warning("no guesses for request %s: %r", request.request_id, error)
             return None
         return guesser if guesser.likely else None
 

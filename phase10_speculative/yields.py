@@ -18,8 +18,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 LONGEST_MATCH = 8  # longer matches count as this long
+START = (0.95, *[0.5] * LONGEST_MATCH)  # rates by length of match; 0: a grammar forces the guess
 PRIOR = 3.0  # observations that a rate starts with
 KEPT = 0.95  # weight of older observations at each new one
+LEAST_GAIN = 1.05  # tokens a second with guesses by those without: less may be an error of the estimate
 
 
 class RowCost(NamedTuple):
@@ -33,19 +35,19 @@ class Rates:
     """How often guesses came true, by the length of the match that they go on from.
 
     Args:
-        prior: rates to start from; None: one half.
+        prior: rates to start from; None: one half, and nearly 1 for tokens that a grammar forces.
     """
 
     def __init__(self, prior: Rates | None = None) -> None:
         self._prior = prior
         self._right = [0.0] * (LONGEST_MATCH + 1)
         self._seen = [0.0] * (LONGEST_MATCH + 1)
-        self._rates = [0.5] * (LONGEST_MATCH + 1) if prior is None else prior._rates.copy()
+        self._rates: list[float] = list(START) if prior is None else prior._rates.copy()
 
     def observe(self, matched: int, right: bool) -> None:
         """Count a guess that came true, or did not. `matched`: its match's length; 0: a grammar forced it."""
         i = min(matched, LONGEST_MATCH)
-        start = 0.5
+        start = START[i]
         if self._prior is not None:
             self._prior.observe(i, right)
             start = self._prior._rates[i]
@@ -89,6 +91,6 @@ def worthwhile(
             break
         counts[i] = counts.get(i, 0) + 1
         gained, time = gained + p, time + 1
-    if pays and gained * (cost.weights + rows) <= tokens * time:
+    if pays and gained * (cost.weights + rows) <= LEAST_GAIN * tokens * time:
         return []
     return [counts.get(i, 0) for i in range(max(counts, default=-1) + 1)]

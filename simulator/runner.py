@@ -28,6 +28,7 @@ from phase9_pipelined.state import LaunchedPass
 from phase10_speculative import Runner as SpeculativeRunner
 from phase10_speculative import Scheduler as SpeculativeScheduler
 from phase10_speculative.build import MOST_WEIGHTS, ROWS
+from phase10_speculative.drafters import Drafter
 from phase10_speculative.yields import RowCost
 from simulator.clock import VirtualClock
 from simulator.cost import Cost, Work
@@ -159,4 +160,8 @@ def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
         row_s = max((many_s - one_s) / ROWS, one_s / MOST_WEIGHTS)
         scheduler.cost = RowCost(one_s / row_s - 1, cost.host_step_s / row_s)
         drafter = Guesses(never=not acceptance)
-        scheduler.new_drafter = lambda _: drafter  # type: ignore[method-assign]
+
+        def new_drafter(request: Request) -> Drafter:  # noqa: ARG001 - the same for all
+            return drafter
+
+        scheduler.new_drafter = new_drafter  # type: ignore[method-assign]

@@ -58,7 +58,7 @@ OTHERS = [
     tight("phase9_pipelined", prefill_mode="drained"),
     *(tight("phase9_pipelined", pipeline_depth=depth) for depth in (1, 0)),
     tight("phase9_pipelined", use_chunked_prefill=False, prefill_chunk_size=256),
-    *(tight("phase10_speculative", draft_rows=rows, draft_length=15) for rows in (3, 64)),
+    *(tight("phase10_speculative", draft_rows=rows, draft_length=15) for rows in (5, 64)),
     tight("phase10_speculative", block_size=1, num_blocks=44, prefill_chunk_size=1),
     *(tight("phase10_speculative", pipeline_depth=depth) for depth in (1, 0)),
 ]
@@ -138,5 +138,5 @@ def test_random_operations(variant: Variant, operations: int, seed: int) -> None
     if isinstance(traffic, PipelinedTraffic):
         assert traffic.most_in_flight == variant.options.get("pipeline_depth", MAX_IN_FLIGHT)
     if isinstance(traffic, SpeculativeTraffic):
-        assert min(counters.failed_drafters, counters.accepted_tokens) > 100
-        assert counters.draft_tokens > counters.accepted_tokens + 100
+        assert min(counters.failed_drafters, counters.accepted_tokens) > 20
+        assert counters.draft_tokens > counters.accepted_tokens + 20

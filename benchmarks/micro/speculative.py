@@ -28,7 +28,7 @@ from common.grammar import Grammar
 from common.request import SamplingParams
 
 SEED = 1
-NEW_TOKENS = 48
+NEW_TOKENS = 80
 
 PEOPLE = {
     "type": "array",
@@ -92,7 +92,7 @@ class Found(NamedTuple):
 
     token_s: float
     tokens: tuple[tuple[int, ...], ...]
-    steps: int
+    passes: int
     drafted: int
     accepted: int
 
@@ -119,7 +119,7 @@ def run(workload: str, clients: int, requests: int) -> Found:
         template.render([{"role": "user", "content": message}]) for message in wanted.messages(draw, requests)
     ]
     for new_tokens in (1, NEW_TOKENS):  # first the prompts alone, which the prefix cache then has
-        before, steps = _engine.telemetry.counters, _engine.telemetry.counters.steps
+        before, passes = _engine.telemetry.counters, _engine.telemetry.counters.passes
         drafted, accepted = before.draft_tokens, before.accepted_tokens
         waiting = [
             _engine.create_request(
@@ -149,7 +149,7 @@ def run(workload: str, clients: int, requests: int) -> Found:
     return Found(
         took_s / sum(map(len, tokens.values())),
         tuple(map(tuple, tokens.values())),
-        counters.steps - steps,
+        counters.passes - passes,
         counters.draft_tokens - drafted,
         counters.accepted_tokens - accepted,
     )
@@ -177,7 +177,7 @@ def compare(
             "phase 9, ms a token",
             "phase 10, ms a token",
             "phase 9 ÷ phase 10",
-            "tokens a step",
+            "tokens a pass",
             "guesses",
             "came true",
         ],
@@ -197,11 +197,11 @@ def compare(
             ms = in_turns({n: functools.partial(token_ms, n, workload, count) for n in processes}, turns)
             assert latest[9].tokens == latest[10].tokens, f"{workload}: the answers differ"
             found = latest[10]
-            tokens_a_step = sum(map(len, found.tokens)) / found.steps
+            tokens_a_pass = sum(map(len, found.tokens)) / found.passes
             rate = found.accepted / found.drafted if found.drafted else None
             row: list[Cell] = [f"{workload}, {count}", ms[9], ms[10], ms[9] / ms[10]]
-            table.rows.append([*row, tokens_a_step, found.drafted, rate])
+            table.rows.append([*row, tokens_a_pass, found.drafted, rate])
             say(
-                f"{workload}, {count}: {ms[9]:.2f} and {ms[10]:.2f} ms, {tokens_a_step:.2f} a step, rate {rate}"
+                f"{workload}, {count}: {ms[9]:.2f} and {ms[10]:.2f} ms, {tokens_a_pass:.2f} a pass, rate {rate}"
             )
             yield table

@@ -16,6 +16,7 @@ from common.text import Tokenizer
 TABLE = {
     "questions": (32, 256, "uniform", 4.0),
     "code_edits": (32, 256, "burst", None),
+    "edits_in_turn": (10, 256, "sequential", None),
     "long_documents": (32, 256, "poisson", 6.0),
     "shared_document": (32, 256, "uniform", 8.0),
     "chats": (32, 128, "turns", None),

@@ -62,7 +62,7 @@ def test_a_right_prediction_is_accepted_and_a_wrong_one_changes_nothing(
     ("prediction", "status", "param"),
     [
         ("text", 400, "prediction"),
-        ({"type": "content"}, 400, "prediction.content"),
+        ({"type": "content"}, 400, "prediction"),
         ({"type": "content", "content": [{"type": "image_url"}]}, 422, "prediction.content[0].type"),
     ],
 )

@@ -1,0 +1,90 @@
+"""Steps with guesses beside steps that run ahead, memory, and what a guess must not cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from common.request import Request
+from phase10_speculative import Runner
+from tests.engine_helpers import (
+    RememberingModel,
+    add,
+    assert_all_free,
+    assert_undisturbed,
+    build,
+    chained,
+    greedy,
+    run,
+)
+from tests.phase10_speculative.support import by_rule, guessing
+
+RIGHT = by_rule(chained, wrong_at=lambda place: False)
+WRONG = by_rule(chained, wrong_at=lambda place: True)
+
+
+def test_a_step_with_guesses_is_read_before_the_next_and_others_run_ahead() -> None:
+    def now_and_then(request: Request, token_ids: Sequence[int], limit: int) -> list[int]:
+        return RIGHT(request, token_ids, limit) if len(token_ids) % 16 < 4 else []
+
+    engine = guessing(now_and_then, draft_length=2)
+    request = add(engine, [7, 8, 9], greedy(50))
+    runner = engine.runner
+    assert isinstance(runner, Runner)
+    verified = ahead = 0
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        if runner.verifies:
+            verified += 1
+            assert len(runner.state.steps) == 1
+        ahead += len(runner.state.steps) == 2
+    assert_undisturbed(outputs, [request])
+    assert verified >= 3
+    assert ahead >= 10
+
+
+@pytest.mark.parametrize(("guess", "most"), [(RIGHT, 12), (WRONG, 52)], ids=["right", "wrong"])
+def test_right_guesses_save_passes(guess: object, most: int) -> None:
+    engine = guessing(guess, draft_length=7)  # type: ignore[arg-type]
+    request = add(engine, [7, 8, 9], greedy(50))
+    assert_undisturbed(run(engine), [request])
+    assert engine.telemetry.counters.passes <= most
+    end = request.accepted_tokens, request.draft_tokens
+    assert (end[0] > 40) if guess is RIGHT else end[0] == 0 < end[1]
+
+
+@pytest.mark.parametrize("blocks", [16, 18, 24])
+def test_nobody_is_preempted_for_a_guess(blocks: int) -> None:
+    """Four answers of 12 tokens behind prompts of 4: each needs four blocks of four columns."""
+    options = {"block_size": 4, "num_blocks": blocks, "max_seq_len": 32}
+    engines = [build("phase9_pipelined", **options), guessing(WRONG, draft_length=15, **options)]
+    for engine in engines:
+        requests = [add(engine, [number + 1] * 4, greedy(12)) for number in range(4)]
+        assert_undisturbed(run(engine), requests)
+        assert engine.telemetry.counters.preemptions == 0
+        assert_all_free(engine)
+    assert engines[1].telemetry.counters.draft_tokens > 0
+
+
+def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_would_have_been_right() -> None:
+    """The text repeats itself in its second half."""
+
+    def rule(token_ids: list[int]) -> int:
+        place = len(token_ids)
+        return (place * place * 7) % 251 if place < 60 else 10 + place % 9
+
+    engine = build("phase10_speculative", RememberingModel(rule=rule), max_seq_len=256)
+    request = add(engine, [1, 2, 3], greedy(200))
+    outputs = []
+    while request.num_generated_tokens < 55:
+        outputs += engine.step()
+    first = request.draft_tokens
+    outputs += run(engine)
+    text = [1, 2, 3]
+    while len(text) < 203:
+        text.append(rule(text))
+    assert request.token_ids == text
+    assert first < 20
+    assert request.accepted_tokens > 100
