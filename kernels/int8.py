@@ -71,6 +71,7 @@ def linear_int8_reference(x: Tensor, values: Tensor, scales: Tensor, bias: Tenso
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def _blocks(tensor: Tensor, row_weights: int) -> tuple[Tensor, ...]:
+def _blocks(tensor: Tensor, row_weights: int) -> list[Tensor]:
     """Return `tensor` as views of so many rows that their weights fit into a block."""
-    return tensor.split(max(1, BLOCK_WEIGHTS // row_weights))
+    count = max(1, BLOCK_WEIGHTS // row_weights)
+    return [tensor[first : first + count] for first in range(0, len(tensor), count)]

@@ -60,17 +60,55 @@ void widen(const int8_t* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(float(from[i]));
 }
 
-#ifdef __AVX512BF16__
-inline __m512 widened(const int8_t* from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-}
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define INFER_FEW_ROWS  // instructions for what follows
 
-// The loop above, 32 at a time: a panel has a multiple of them.
+// The lower and upper bytes of the bfloat16 numbers 0 to 127.
+struct BytesOfNumbers {
+  alignas(64) uint8_t lower[128], upper[128];
+  BytesOfNumbers() {
+    for (int i = 0; i < 128; ++i) {
+      const uint16_t bits = from_float<c10::BFloat16>(float(i)).x;
+      lower[i] = uint8_t(bits);
+      upper[i] = uint8_t(bits >> 8);
+    }
+  }
+};
+const BytesOfNumbers kBytes;
+
+// Widens 64 weights at a time by looking up both bytes of their magnitudes, 64 bytes by one instruction: a third fewer
+// instructions than by way of int32 and float32, and with those one row was bound by arithmetic.
+class Widener {
+ public:
+  // 64 weights -> 32 in each of two registers, in order.
+  void operator()(const int8_t* from, __m512i& first, __m512i& second) const {
+    // Below, lanes of 16 bytes are unpacked to twice their size: their lower halves first, then their upper ones.
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+    const __m512i weights = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from));
+    const __m512i magnitudes = _mm512_abs_epi8(weights);
+    const __m512i lower = _mm512_permutex2var_epi8(lower_[0], magnitudes, lower_[1]);
+    __m512i upper = _mm512_permutex2var_epi8(upper_[0], magnitudes, upper_[1]);
+    const __m512i sign = _mm512_set1_epi8(-128);
+    upper = _mm512_ternarylogic_epi32(upper, weights, sign, 0xf8);  // upper | weights & sign
+    // -128 has no magnitude among those; its lower byte is that of 0.
+    upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(weights, sign), _mm512_set1_epi8(int8_t(0xc3)));
+    first = _mm512_unpacklo_epi8(lower, upper);
+    second = _mm512_unpackhi_epi8(lower, upper);
+  }
+
+ private:
+  __m512i lower_[2] = {_mm512_load_si512(kBytes.lower), _mm512_load_si512(kBytes.lower + 64)};
+  __m512i upper_[2] = {_mm512_load_si512(kBytes.upper), _mm512_load_si512(kBytes.upper + 64)};
+};
+
+// The plain loop above, for panels: they have a multiple of 64 weights.
 template <>
 void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
-  for (int64_t i = 0; i < count; i += 32) {
-    const __m512bh both = _mm512_cvtne2ps_pbh(widened(from + i + 16), widened(from + i));
-    std::memcpy(to + i, &both, sizeof(both));
+  const Widener widener;
+  __m512i parts[2];
+  for (int64_t i = 0; i < count; i += 64) {
+    widener(from + i, parts[0], parts[1]);
+    std::memcpy(to + i, parts, sizeof(parts));
   }
 }
 #endif
@@ -81,39 +119,67 @@ void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
 // and it takes int8 weights only widened: written to the cache and read again. Written out, the sums stay in registers,
 // and weights are widened on their way from memory. Order and instruction are the library's, so the bits are, too.
 // Where they are not (see `has_librarys_bits`), the library computes few rows as it does many.
-#ifdef __AVX512BF16__
+#ifdef INFER_FEW_ROWS
 
-constexpr int64_t kSums = 24;  // of the 32 registers; weights and x take others
+constexpr int64_t kSums = 20;               // of the 32 registers; weights, x and tables take others
+constexpr int64_t kAhead = 4096;            // bytes of weights that are fetched ahead: a page, where hardware stops
+constexpr int64_t kMostAtOnce = kSums / 2;  // rows of one call: two registers of weights are loaded at a time
 
-inline __m512bh load(const c10::BFloat16* weights) {
-  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights));
+class Plain {
+ public:
+  void operator()(const c10::BFloat16* from, __m512i& first, __m512i& second) const {
+    first = _mm512_loadu_si512(from);
+    second = _mm512_loadu_si512(from + 2 * kLanes);
+  }
+};
+
+inline Plain loader_of(const c10::BFloat16*) { return {}; }
+inline Widener loader_of(const int8_t*) { return {}; }
+
+// Fetches the weights of two inputs, those of both halves: the second half then finds its own in the cache.
+template <typename W>
+void fetch_ahead(const W* weights) {
+  const char* from = reinterpret_cast<const char*>(weights) + kAhead;
+  for (int64_t byte = 0; byte < 2 * kPanel * int64_t(sizeof(W)); byte += 64) __builtin_prefetch(from + byte);
 }
-inline __m512bh load(const int8_t* weights) { return _mm512_cvtne2ps_pbh(widened(weights + 16), widened(weights)); }
 
-// x [rows, K] times a panel -> sums [rows, 64]. So many outputs are computed together as registers hold sums of: all 64
-// for up to six rows, then 32, then 16. Two neighbouring inputs of x are one 32-bit number, which goes to all lanes.
-template <int64_t rows, typename W>
-void multiply_rows(const c10::BFloat16* x, int64_t stride, const W* panel, int64_t inputs, float* sums) {
-  constexpr int64_t kParts = kPanel / kLanes, kAtOnce = rows * 4 <= kSums ? 4 : rows * 2 <= kSums ? 2 : 1;
-  for (int64_t first = 0; first < kParts; first += kAtOnce) {
-    __m512 held[rows][kAtOnce] = {};
+// x [rows, K] times halves `begin` to `end` of a panel -> those of sums [rows, 64], `at_once` halves together. Two
+// neighbouring inputs of x are one 32-bit number, which goes to all lanes.
+template <int64_t rows, int64_t at_once, typename W>
+void multiply_halves(
+    const c10::BFloat16* x, int64_t stride, const W* panel, int64_t inputs, float* sums, int64_t begin, int64_t end) {
+  const auto load = loader_of(panel);
+  for (int64_t half = begin; half < end; half += at_once) {
+    __m512 held[rows][2 * at_once] = {};
     for (int64_t input = 0; input < inputs; input += 2) {
-      __m512bh weights[kAtOnce];
-      for (int64_t i = 0; i < kAtOnce; ++i) weights[i] = load(panel + input * kPanel + (first + i) * 2 * kLanes);
+      fetch_ahead(panel + input * kPanel);
+      __m512i weights[2 * at_once];
+      for (int64_t i = 0; i < at_once; ++i)
+        load(panel + input * kPanel + (half + i) * kPanel, weights[2 * i], weights[2 * i + 1]);
       for (int64_t row = 0; row < rows; ++row) {
-        int32_t pair;
-        std::memcpy(&pair, x + row * stride + input, sizeof(pair));
-        const auto pairs = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-        for (int64_t i = 0; i < kAtOnce; ++i) held[row][i] = _mm512_dpbf16_ps(held[row][i], pairs, weights[i]);
+        int32_t inputs_of_row;
+        std::memcpy(&inputs_of_row, x + row * stride + input, sizeof(inputs_of_row));
+        const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs_of_row));
+        for (int64_t i = 0; i < 2 * at_once; ++i)
+          held[row][i] = _mm512_dpbf16_ps(held[row][i], both, reinterpret_cast<__m512bh>(weights[i]));
       }
     }
-    for (int64_t row = 0; row < rows; ++row) std::memcpy(sums + row * kPanel + first * kLanes, held[row], sizeof(held[row]));
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(sums + row * kPanel + half * kPanel / 2, held[row], sizeof(held[row]));
   }
 }
 
-constexpr int64_t kMostAtOnce = 16;  // rows of one call
+// The same; both halves together if there are registers for their sums.
+template <int64_t rows, typename W>
+void multiply_rows(
+    const c10::BFloat16* x, int64_t stride, const W* panel, int64_t inputs, float* sums, int64_t begin, int64_t end) {
+  if (rows * 4 <= kSums && end - begin == 2)
+    multiply_halves<rows, rows * 4 <= kSums ? 2 : 1>(x, stride, panel, inputs, sums, begin, end);
+  else
+    multiply_halves<rows, 1>(x, stride, panel, inputs, sums, begin, end);
+}
 
-// The function for 1 to 16 rows.
+// The function for 1 to 10 rows.
 template <typename W, size_t... rows>
 auto function_for(int64_t count, std::index_sequence<rows...>) {
   static constexpr decltype(&multiply_rows<1, W>) functions[] = {&multiply_rows<rows + 1, W>...};
@@ -121,11 +187,14 @@ auto function_for(int64_t count, std::index_sequence<rows...>) {
 }
 
 template <typename W>
-void multiply_few(const c10::BFloat16* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums) {
-  for (int64_t row = 0; row < rows; row += kMostAtOnce) {
-    const int64_t count = std::min(kMostAtOnce, rows - row);
+void multiply_few(
+    const c10::BFloat16* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin = 0,
+    int64_t end = 2) {
+  const int64_t calls = (rows + kMostAtOnce - 1) / kMostAtOnce, each = (rows + calls - 1) / calls;
+  for (int64_t row = 0; row < rows; row += each) {
+    const int64_t count = std::min(each, rows - row);
     const auto function = function_for<W>(count, std::make_index_sequence<kMostAtOnce>());
-    function(x + row * stride, stride, panel, inputs, sums + row * kPanel);
+    function(x + row * stride, stride, panel, inputs, sums + row * kPanel, begin, end);
   }
 }
 
@@ -166,11 +235,13 @@ bool has_librarys_bits() { return false; }
 // ---------------------------------------------------------------------- the product
 
 // Computes x [T, K] times all panels, tile by tile, and hands each tile's float32 sums to
-// finish(sums [rows, 64], first row, rows, panel). Panels of int8 are widened one at a time, in the core's cache.
+// finish(sums [rows, 64], first row, rows, panel, begin, end), where columns `begin` to `end` are computed. Panels of
+// int8 are widened one at a time, in the core's cache. If a half of a panel can be finished alone (`halves`), few rows
+// are divided among threads by halves: with nine panels and two threads, one would wait for the other's fifth.
 //
 // An output is one sum over its inputs, in order: neither the number of rows, nor the tile or block that a row
 // is in, nor the thread that computes it, makes a difference to its bits.
-template <typename T, typename W, typename Finish>
+template <typename T, typename W, bool halves, typename Finish>
 void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   const int64_t tokens = x.size(0), inputs = x.size(1), stride = x.stride(0), panels = packed.size(0);
   const int64_t tiles = (tokens + kTileRows - 1) / kTileRows;
@@ -179,7 +250,21 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   const T* from = x.const_data_ptr<T>();
   const W* weights = packed.const_data_ptr<W>();
   constexpr bool paired = sizeof(T) == 2, narrow = sizeof(W) < sizeof(T);
-  const bool few = tokens <= kFewRows<T, W> && has_librarys_bits();
+  if constexpr (kFewRows<T, W> > 0) {
+    if (tokens > 0 && tokens <= kFewRows<T, W> && has_librarys_bits()) {
+      constexpr int64_t grain = halves ? 1 : 2;
+      at::parallel_for(0, panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
+        alignas(64) float sums[kTileRows * kPanel];
+        for (int64_t half = first * grain; half < last * grain;) {
+          const int64_t panel = half / 2, begin = half % 2, end = std::min<int64_t>(2, last * grain - panel * 2);
+          multiply_few(from, stride, tokens, weights + panel * inputs * kPanel, inputs, sums, begin, end);
+          finish(sums, 0, tokens, panel, begin * kPanel / 2, end * kPanel / 2);
+          half += end - begin;
+        }
+      });
+      return;
+    }
+  }
   // Tasks are numbered block by block, within a block panel by panel, within a panel tile by tile.
   at::parallel_for(0, panels * tiles, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[kTileRows * kPanel];
@@ -190,13 +275,6 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
       const int64_t place = task - first * panels, panel = place / in_block;
       const int64_t row = (first + place % in_block) * kTileRows, rows = std::min(kTileRows, tokens - row);
       const W* own = weights + panel * inputs * kPanel;
-      if constexpr (kFewRows<T, W> > 0) {
-        if (few) {
-          multiply_few(from, stride, rows, own, inputs, sums);
-          finish(sums, row, rows, panel);
-          continue;
-        }
-      }
       const T* factors;
       if constexpr (narrow) {
         if (in_wide != panel) {
@@ -210,18 +288,18 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
       }
       at::native::cpublas::brgemm(
           rows, kPanel, inputs, stride, kPanel, kPanel, /*add_C=*/false, from + row * stride, factors, sums, paired);
-      finish(sums, row, rows, panel);
+      finish(sums, row, rows, panel, 0, kPanel);
     }
     at::native::cpublas::brgemm_release(paired);
   });
 }
 
-template <typename T, typename Finish>
+template <typename T, bool halves, typename Finish>
 void multiply(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   if (packed.scalar_type() == at::kChar)
-    multiply_by<T, int8_t>(x, packed, finish);
+    multiply_by<T, int8_t, halves>(x, packed, finish);
   else
-    multiply_by<T, T>(x, packed, finish);
+    multiply_by<T, T, halves>(x, packed, finish);
 }
 
 // sums[i] = sums[i] * scales[i] + biases[i], where there are such.
@@ -246,14 +324,15 @@ at::Tensor linear(
   with_product_type(x, [&](auto element) {
     using T = decltype(element);
     T* to = out.mutable_data_ptr<T>();
-    multiply<T>(x, packed, [&, to](float* sums, int64_t first, int64_t rows, int64_t panel) {
-      const int64_t begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
-      for (int64_t row = 0; row < rows; ++row) {
-        float* sum = sums + row * kPanel;
+    const auto finish = [&, to](float* sums, int64_t first, int64_t rows, int64_t panel, int64_t from, int64_t end) {
+      const int64_t begin = panel * kPanel + from, width = std::min(end - from, outputs - begin);
+      for (int64_t row = 0; row < rows && width > 0; ++row) {
+        float* sum = sums + row * kPanel + from;
         scale_and_add(sum, data_or_none<float>(scales, begin), data_or_none<T>(bias, begin), width);
         round_all(sum, to + (first + row) * outputs + begin, width);
       }
-    });
+    };
+    multiply<T, /*halves=*/true>(x, packed, finish);
   });
   return out;
 }
@@ -268,7 +347,7 @@ void multiply_and_activate(
   constexpr int64_t half = kPanel / 2;
   const int64_t size = out.size(1);
   T* to = out.mutable_data_ptr<T>();
-  multiply<T>(x, packed, [&, to, size](float* sums, int64_t first, int64_t rows, int64_t panel) {
+  const auto finish = [&, to, size](float* sums, int64_t first, int64_t rows, int64_t panel, int64_t, int64_t) {
     const int64_t begin = panel * half, width = std::min(half, size - begin);
     for (int64_t row = 0; row < rows; ++row) {
       float *gates = sums + row * kPanel, *ups = gates + half;
@@ -279,7 +358,8 @@ void multiply_and_activate(
       for (int64_t i = 0; i < half; ++i) values[i] = activated<silu>(gates[i]) * ups[i];
       round_all(values, to + (first + row) * size + begin, width);
     }
-  });
+  };
+  multiply<T, /*halves=*/false>(x, packed, finish);
 }
 
 at::Tensor gated_linear(

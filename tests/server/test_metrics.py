@@ -69,6 +69,10 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     }
 
 
+def test_the_types_that_are_served(server: ServerProcess) -> None:
+    assert scrape(server)["infer:model_info dtype=float32 weights=float32"] == 1
+
+
 def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnPrompt) -> None:
     server.begin_test()
     before = scrape(server)

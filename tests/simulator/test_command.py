@@ -48,6 +48,16 @@ def test_what_if_there_were_fewer_seats_and_shorter_chunks() -> None:
     assert second.server.label == "phase 7, prefill-chunk-size=64"
 
 
+def test_steps_of_int8_weights_take_half_the_reading() -> None:
+    options = parser().parse_args(
+        [*GPU, "--requests", "8", "--phases", "7", "--variant", "7:quantize=int8", "--rate", "table"]
+    )
+    plain, int8 = simulate(options, Console(quiet=True))
+    assert plain.metrics is not None
+    assert int8.metrics is not None
+    assert int8.metrics.itl_s.p50 < plain.metrics.itl_s.p50
+
+
 def test_the_rate_is_scaled_to_what_is_simulated() -> None:
     """As `benchmarks compare` does: a machine of half the speed gets half the rate."""
 
@@ -76,6 +86,7 @@ def test_the_rate_is_scaled_to_what_is_simulated() -> None:
         (["--model", "dummy:llama-135m"], "nothing was measured of dummy:llama-135m"),
         (["--machine", "abacus"], "on abacus"),
         (["--option", "7:max-batch-size=0", "--phases", "7"], "max_batch_size"),
+        (["--option", "7:quantize=int8", "--phases", "7"], "no prices of it were measured"),
         (["--workload", "4000+400", *GPU], "4096"),
         (["--workload", "multi_turn", "--poisson", "3"], "conversations"),
     ],
