@@ -76,8 +76,8 @@ struct BytesOfNumbers {
 };
 const BytesOfNumbers kBytes;
 
-// Widens 64 weights at a time by looking up both bytes of their magnitudes, 64 bytes by one instruction: a third fewer
-// instructions than by way of int32 and float32, and with those one row was bound by arithmetic.
+// Widens 64 weights at a time by looking up both bytes of their magnitudes, 64 bytes by one instruction: fewer
+// instructions than by way of int32 and float32.
 class Widener {
  public:
   // 64 weights -> 32 in each of two registers, in order.

@@ -23,9 +23,9 @@ the number of inputs. oneDNN's own products have that property for two or more r
 cost more: a decode step's time grows with every row, in every step.
 
 **int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see `kernels.int8`). A
-core widens a panel to the type of x in its cache, which is exact: an int8 has at most eight significant bits, as
-many as a bfloat16. It multiplies the widened panel like any other, and each float32 sum by its output's factor. So
-a row of x still has the same bits in any batch.
+core widens weights to the type of x, in its registers or its cache. That is exact: an int8 has at most eight
+significant bits, as many as a bfloat16. The products are added like any others, and each float32 sum is multiplied
+by its output's factor. So a row of x still has the same bits in any batch.
 
 A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in one panel. So the kernel has
 both at hand, and writes `activation(gate) * up` instead of the product.
