@@ -41,12 +41,12 @@ WEIGHT = torch.randn(OUTPUTS, INPUTS, generator=GENERATOR)
 X = torch.randn(INPUTS, generator=GENERATOR)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[tuple[list[int], float, float]]:
+def all_quantized() -> list[tuple[list[int], float, float]]:
     return [quantized(row, X.tolist()) for row in WEIGHT.tolist()]
 
 
-def test_the_integers_are_the_servers(found: list[tuple[list[int], float, float]]) -> None:
+def test_the_integers_are_the_servers() -> None:
+    found = all_quantized()
     values, scales = quantize(WEIGHT)
     assert [scale for _, scale, _ in found] == pytest.approx(scales.flatten().tolist(), rel=1e-6)
     ours = torch.tensor([integers for integers, _, _ in found])
@@ -54,7 +54,8 @@ def test_the_integers_are_the_servers(found: list[tuple[list[int], float, float]
     assert (ours - values).abs().max() <= 1
 
 
-def test_the_prediction_is_right_on_average(found: list[tuple[list[int], float, float]]) -> None:
+def test_the_prediction_is_right_on_average() -> None:
+    found = all_quantized()
     errors = [
         scale * float(torch.tensor(integers, dtype=torch.float64) @ X.double())
         - float(row.double() @ X.double())

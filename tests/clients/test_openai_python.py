@@ -69,7 +69,7 @@ def chats(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def options(server: ServerProcess, prefix: str) -> dict[str, Any]:
-    key = server.client.headers["Authorization"].removeprefix("Bearer ")
+    key = server.client.headers.get("Authorization", "Bearer none").removeprefix("Bearer ")
     return {"base_url": server.url + prefix, "api_key": key, "max_retries": 0}
 
 

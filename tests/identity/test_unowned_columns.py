@@ -29,7 +29,7 @@ class Poison:
     """Makes every column that holds no token NaN, before each pass of an engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.pool = engine.runner.pool
+        self.engine, self.pool = engine, engine.runner.pool
         self.stream = getattr(engine.runner, "stream", None)  # phase 9 computes apart from its host
         self.past_an_end = 0  # columns of a sequence's own blocks that were poisoned
         self._view = self.pool.view
@@ -44,27 +44,40 @@ class Poison:
         return view
 
     def poison(self) -> None:
-        held = held_rows(self.pool)
+        held, guessed = held_rows(self.pool), guessed_rows(self.engine)
         self.past_an_end += self.pool.reserved_tokens - self.pool.used_tokens
         for layer in (*self.pool.k, *self.pool.v):
             rows = layer.view(-1, *layer.shape[2:])
-            kept = rows[held].clone()
+            kept, unread = rows[held].clone(), rows[guessed].clone()
             assert not kept.isnan().any(), "what a sequence has computed is a number"
             rows.fill_(math.nan)
+            rows[guessed] = unread
             rows[held] = kept
 
 
 def held_rows(pool: KVPool) -> torch.Tensor:
     """Rows of the flat store that hold a token: of a sequence, or kept for one to come."""
     size = pool.block_size
-    held = {
-        pool.block_table(slot)[column // size] * size + column % size
-        for slot, length in pool._lengths.items()
-        for column in range(length)
-    }
+    held = {row for slot, length in pool._lengths.items() for row in rows_of(pool, slot, range(length))}
     if isinstance(pool, PrefixCachingPool):
         held |= {node.block * size + row for _, node in pool.tree.walk() for row in range(size)}
     return torch.tensor(sorted(held), dtype=torch.int64)
+
+
+def guessed_rows(engine: Engine) -> torch.Tensor:
+    """Rows behind the sequences' ends where guesses are computed (phase 10): one that comes true is a token."""
+    pool = engine.runner.pool
+    rows: list[int] = []
+    for request in engine.live_requests:
+        if request.slot is not None and request.drafts:
+            length = pool.get_seq_len(request.slot)
+            rows += rows_of(pool, request.slot, range(length, length + len(request.drafts)))
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def rows_of(pool: KVPool, slot: int, columns: range) -> list[int]:
+    size = pool.block_size
+    return [pool.block_table(slot)[column // size] * size + column % size for column in columns]
 
 
 def assert_unchanged(

@@ -12,7 +12,7 @@ from tests.engine_helpers import (
     RememberingModel,
     add,
     assert_all_free,
-    assert_undisturbed,
+    assert_answered,
     build,
     chained,
     greedy,
@@ -40,7 +40,7 @@ def test_a_step_with_guesses_is_read_before_the_next_and_others_run_ahead() -> N
             verified += 1
             assert len(runner.state.steps) == 1
         ahead += len(runner.state.steps) == 2
-    assert_undisturbed(outputs, [request])
+    assert_answered(outputs, [request])
     assert verified >= 3
     assert ahead >= 10
 
@@ -49,7 +49,7 @@ def test_a_step_with_guesses_is_read_before_the_next_and_others_run_ahead() -> N
 def test_right_guesses_save_passes(guess: object, most: int) -> None:
     engine = guessing(guess, draft_length=7)  # type: ignore[arg-type]
     request = add(engine, [7, 8, 9], greedy(50))
-    assert_undisturbed(run(engine), [request])
+    assert_answered(run(engine), [request])
     assert engine.telemetry.counters.passes <= most
     end = request.accepted_tokens, request.draft_tokens
     assert (end[0] > 40) if guess is RIGHT else end[0] == 0 < end[1]
@@ -62,7 +62,7 @@ def test_nobody_is_preempted_for_a_guess(blocks: int) -> None:
     engines = [build("phase9_pipelined", **options), guessing(WRONG, draft_length=15, **options)]
     for engine in engines:
         requests = [add(engine, [number + 1] * 4, greedy(12)) for number in range(4)]
-        assert_undisturbed(run(engine), requests)
+        assert_answered(run(engine), requests)
         assert engine.telemetry.counters.preemptions == 0
         assert_all_free(engine)
     assert engines[1].telemetry.counters.draft_tokens > 0

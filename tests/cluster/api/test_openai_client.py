@@ -1,7 +1,7 @@
-"""`tests.server.test_openai_client`, against a cluster."""
+"""`tests.clients.test_openai_python`, against a cluster."""
 
 import pytest
 
-from tests.server.test_openai_client import *  # noqa: F403
+from tests.clients.test_openai_python import *  # noqa: F403
 
 pytestmark = pytest.mark.cluster
