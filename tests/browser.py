@@ -5,6 +5,7 @@ Keys and the pointer are the browser's own events, as a person's would be.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -53,8 +54,9 @@ class Tab:
         self._session: dict[str, str] = {}
         self.errors: list[str] = []
         self.requested: list[str] = []
-        self._socket = connect(
-            self._address(), compression=None, max_size=None, ping_interval=None, proxy=None
+        self._open = contextlib.ExitStack()
+        self._socket = self._open.enter_context(
+            connect(self._address(), compression=None, max_size=None, ping_interval=None, proxy=None)
         )
         target = self.command("Target.getTargets")["targetInfos"]
         page = next(each["targetId"] for each in target if each["type"] == "page")
@@ -197,7 +199,7 @@ class Tab:
         assert [each for each in self.requested if not each.startswith((home, "data:"))] == []
 
     def close(self) -> None:
-        self._socket.close()
+        self._open.close()
         self._process.terminate()
         self._process.wait(HANG_S)
 

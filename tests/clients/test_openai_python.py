@@ -265,6 +265,10 @@ def test_refusals(api: Api, prefix: str) -> None:
     if not api.chats:
         with pytest.raises(openai.BadRequestError, match="prompt"):
             api.create(prompt="")
+
+
+def test_a_wrong_key(api: Api) -> None:
+    """A wrong key as the library's exception, and the next request, under both prefixes."""
     stranger = api.client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError, match="key"):
         Api(stranger, api.model, api.chats).create()

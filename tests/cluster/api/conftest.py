@@ -7,6 +7,7 @@ import pytest
 OTHERWISE = {
     "test_health_version_and_telemetry": "steps are under `replicas` in /telemetry, each engine's own",
     "test_telemetry_is_read_page_by_page_while_steps_go_on": "the same",
+    "test_a_wrong_key": "this cluster wants no key; `tests/cluster/test_cluster.py` has one that does",
     "test_refusals_are_400": "reads the log, which replicas write to Ray's files",
 }
 
