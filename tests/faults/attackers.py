@@ -38,7 +38,7 @@ def outcome(answer: Answer) -> str:
 async def ask(target: Target, request: bytes) -> str:
     async with connect(target) as (reader, writer):
         writer.write(request)
-        return outcome(await read_answer(reader))
+        return outcome(await read_answer(reader, keep=False))
 
 
 # ---------------------------------------------------------------------- the attacks
@@ -134,8 +134,8 @@ async def repeat(attempt: Attempt, target: Target, seed: str, outcomes: Counter[
         await asyncio.sleep(PAUSE_S)
 
 
-async def attack(target: Target, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Attack until SIGTERM comes, for `LONGEST_S` at most.
+async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[str, dict[str, int]]:
+    """Attack until SIGTERM comes, for so many seconds at most.
 
     Returns:
         How often each attack had each outcome: a status, `closed` by the server, or `left` by the client.
@@ -149,7 +149,7 @@ async def attack(target: Target, names: Sequence[str]) -> dict[str, dict[str, in
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     stopped = asyncio.create_task(stop.wait())
-    ended, _ = await asyncio.wait([stopped, *tasks], timeout=LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
+    ended, _ = await asyncio.wait([stopped, *tasks], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in (stopped, *tasks):
         task.cancel()
     for task in ended - {stopped}:
@@ -163,12 +163,12 @@ async def attack(target: Target, names: Sequence[str]) -> dict[str, dict[str, in
 class Attackers:
     """Attacks in a process of their own, so that they take no turns of the ordinary clients' event loop."""
 
-    def __init__(self, target: Target, names: Sequence[str]) -> None:
+    def __init__(self, target: Target, names: Sequence[str], seconds: float = LONGEST_S) -> None:
         command = [sys.executable, "-m", "tests.faults.attackers"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([asdict(target), list(names)]))
+        self._process.stdin.write(json.dumps([asdict(target), list(names), seconds]))
         self._process.stdin.close()
         assert self._process.stdout.readline() == "attacking\n"
 
@@ -183,9 +183,9 @@ class Attackers:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the event loop takes it
-    target, names = json.load(sys.stdin)
+    target, names, seconds = json.load(sys.stdin)
     print("attacking", flush=True)
-    print(json.dumps(asyncio.run(attack(Target(**target), names))))
+    print(json.dumps(asyncio.run(attack(Target(**target), names, seconds))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,14 +79,26 @@ def connect_with_small_buffer(target: Target) -> socket.socket:
     return connection
 
 
-async def read_answer(reader: asyncio.StreamReader) -> Answer:
+async def read_answer(
+    reader: asyncio.StreamReader, on_data: Callable[[bytes], object] = lambda data: None, *, keep: bool = True
+) -> Answer:
     """Read one answer to its end.
+
+    Args:
+        reader: of the connection.
+        on_data: called with each piece of the body as it comes.
+        keep: whether the answer has its body.
 
     Raises:
         CutError: the connection ended first.
     """
     answer = Answer.from_head(await reader.readuntil(b"\r\n\r\n"))
-    answer.body = b"".join([data async for data in _pieces(reader, answer.headers)])
+    pieces = []
+    async for data in _pieces(reader, answer.headers):
+        on_data(data)
+        if keep:
+            pieces.append(data)
+    answer.body = b"".join(pieces)
     return answer
 
 
