@@ -209,7 +209,11 @@ def _endpoint(comparison: Comparison, server: RunningServer, workload: Workload 
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:
-    """Calibrate every workload. The server is started only if a workload has a rate."""
+    """Return each workload's calibration, by name.
+
+    The first target's server is started to measure its capacity, unless `--rate` fixes the rates or no workload
+    has a rate.
+    """
     if comparison.rate != "auto":
         return {workload.name: fixed_factor(workload, comparison.rate) for workload in comparison.workloads}
     if not any(workload.rate is not None for workload in comparison.workloads):

@@ -420,7 +420,7 @@ def _keep_first(
 
     Args:
         probabilities: [R, n], of each row's most likely tokens, in descending order.
-        complete: [R, 1], how many of them are certain to have the first ranks.
+        complete: [R, 1], a count: so many of them, from the first on, are surely a full sort's first tokens.
         vocab: size of the vocabulary.
         settings: of these rows.
 
@@ -442,7 +442,7 @@ def _keep_first(
 
 
 def _pick(probabilities: Tensor, settings: _Settings) -> Tensor:
-    """Apply min-p, then return the first entry at which the running sum exceeds `u` times the total: [R, n] -> [R].
+    """Apply min-p, then return the first entry whose running sum exceeds `uniform` × the total: [R, n] -> [R].
 
     Sums are float64: in float32, a sum of 100,000 small entries would lose the end of the distribution.
     """

@@ -381,7 +381,10 @@ class EngineWorker:
         self.draining = True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every accepted request is answered. Fails the others after `timeout_s`, and returns False."""
+        """Refuse new requests, and wait until every accepted one is answered.
+
+        After `timeout_s`, fail those that are not answered, and return False.
+        """
         self.stop_accepting()
         try:
             async with asyncio.timeout(timeout_s):

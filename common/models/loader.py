@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTensor]:
-    """Return all tensors of a checkpoint by name, from a single file or shards.
+    """Return where each tensor of a checkpoint is stored, by name: in a single file or in shards. Reads no weights.
 
     Args:
         quantized: whether there may be integers among them.
