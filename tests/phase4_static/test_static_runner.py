@@ -118,7 +118,8 @@ def test_an_idle_row_computes_its_last_column_again() -> None:
     assert done.is_terminal
     assert not runs.is_terminal
     assert model.calls[-1].logit_rows == [1], "an idle row is not sampled"
-    assert pool.k[0].view(2, -1)[0, :3].tolist() == [token + 1 for token in (*b"ab", *continuation(b"ab", 1))]
+    computed = [token + 1 for token in (*b"ab", *continuation(b"ab", 1))]
+    assert pool.k[0].view(2, -1)[0, :4].tolist() == [*computed, 0], "its last token is never computed"
 
 
 @pytest.mark.parametrize("failing_step", [0, 2])
