@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import GrammarFailedError
-from common.grammar import without
+from common.grammar import Matcher, without
 from common.request import Request, TokenLogprobs
 from kernels.transfer import to_device
 
@@ -192,16 +192,14 @@ class TokenMasks:
         A row whose matcher fails has no mask. Its sampled token is never used: committing it raises the matcher's
         error, which fails that request alone.
         """
-        constrained = {
-            request: request.matcher
-            for request in requests
-            if request.matcher is not None and not request.is_terminal
-        }
-        for matcher in constrained.values():  # start all masks before waiting for the first
+        constrained: dict[Request, tuple[int, Matcher]] = {}  # the first row of each request
+        for row, request in enumerate(requests):
+            if request.matcher is not None and not request.is_terminal:
+                constrained.setdefault(request, (row, request.matcher))
+        for _, matcher in constrained.values():  # start all masks before waiting for the first
             matcher.begin_mask()
         masks: dict[int, npt.NDArray[np.uint32]] = {}
-        for request, matcher in constrained.items():
-            row = requests.index(request)
+        for request, (row, matcher) in constrained.items():
             with contextlib.suppress(GrammarFailedError):
                 masks[row] = matcher.mask(request.held_back_token_ids())
                 for ahead, mask in enumerate(matcher.guessed_masks(request.drafts), start=1):

@@ -36,7 +36,7 @@ class WrongPredictionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a forward pass costs on the measured machine, in milliseconds (the page Simulator explains the fit).
+    """Prices of a forward pass on the measured machine, in milliseconds (the page Simulator explains the fit).
 
     Attributes:
         base: a pass, whatever is in it.
@@ -135,10 +135,8 @@ def _static(results: Path) -> Found:
         together = step / static.batch + prompts
         sentence = (
             f"By the {PASS_PRICES}, one request at a time takes {alone:.1f} ms a token, its prompt included. "
-            "A step of "
-            f"{static.batch:.1f} sequences takes {step:.1f} ms: {step / static.batch:.1f} ms a token. The "
-            "prompts add "
-            f"{prompts:.1f} ms a token, since {padded:.0%} of the work is padding and idle rows."
+            f"A step of {static.batch:.1f} sequences takes {step:.1f} ms: {step / static.batch:.1f} ms a token. "
+            f"The prompts add {prompts:.1f} ms a token, since {padded:.0%} of the work is padding and idle rows."
         )
         return "throughput", sentence, alone / together, _measured(generate, static, "output tokens / s")
 

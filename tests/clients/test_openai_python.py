@@ -87,7 +87,7 @@ def api(client: openai.OpenAI, server: ServerProcess, chats: bool) -> Api:
 
 @pytest.fixture
 def prompt(chats: bool) -> Any:
-    """What the native route is asked for the same answer."""
+    """The prompt that gets the same answer from the native route."""
     return rendered(MESSAGES) if chats else PROMPT
 
 

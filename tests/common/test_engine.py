@@ -49,7 +49,7 @@ EACH_STEP_BY_ITSELF = [
     name for name in phase_names() if "pipeline_depth" not in find_phase(name).Config.model_fields
 ]
 STEP_BY_STEP = pytest.mark.parametrize("phase", EACH_STEP_BY_ITSELF)
-#: Whose passes may hold several sequences apart from a rectangle, so that those can be tried again.
+#: Phases with passes of several sequences that are no rectangle, so that a failed pass can be tried in parts.
 FLAT = pytest.mark.parametrize("phase", EACH_STEP_BY_ITSELF[1:])
 
 

@@ -409,7 +409,7 @@ async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
 async def test_the_end_fails_those_who_are_not_done_in_time(phase: str, end: str) -> None:
-    """Those who run, and those who wait."""
+    """Running requests and waiting ones."""
     engine = engine_of(phase, slowly, max_seq_len=1000, max_batch_size=2)
     async with working(engine) as worker:
         streams = [submit(worker, str(i), greedy(990)) for i in range(3)]

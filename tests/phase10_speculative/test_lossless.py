@@ -1,4 +1,4 @@
-"""Whatever is guessed, tokens and log-probabilities have the bits of a request alone."""
+"""Tokens and log-probabilities have the bits of a request alone, with any guesses."""
 
 from __future__ import annotations
 
