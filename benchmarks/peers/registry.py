@@ -93,8 +93,8 @@ def _llama_server(setup: Setup, program: str) -> Target:
     options = {
         "alias": setup.model,
         "ctx-size": str(setup.kv_tokens),
-        "parallel": str(setup.slots * SEQUENCES_PER_SLOT),
-        "kv-unified": "",  # one memory for all sequences, as the phases from 6 on have
+        # As many sequences as fit at their longest: it fails a request whose memory runs out instead of waiting.
+        "parallel": str(setup.slots),
         "threads": str(len(os.sched_getaffinity(0))),
         "host": "127.0.0.1",
         "port": str(_free_port()),
