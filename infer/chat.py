@@ -26,9 +26,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from benchmarks.servers import RunningServer, Target
 from common.errors import StartupError
-from common.phases import phase_names
 
 DEFAULT_MODEL = "zoo:llama-tiny"
 CONNECT_S = 10.0  # a server that listens accepts a connection far sooner; its first token may take minutes
@@ -215,6 +213,9 @@ def _obey(chat: Chat, line: str) -> bool:
 
 def answer(chat: Chat, question: str) -> int:
     """Answer one question. Returns the exit code."""
+    if not question:
+        say("error: there is no question in the input")
+        return 1
     try:
         figures = chat.ask(question)
     except ChatError as error:
@@ -269,9 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --url, a name that the server knows (default: its first model); else a model as for infer serve "
         f"(default: {DEFAULT_MODEL})",
     )
-    parser.add_argument(
-        "--phase", default=phase_names()[-1], help="the phase that serves it (default: the last)"
-    )
+    parser.add_argument("--phase", help="the phase that serves it (default: the last)")
     parser.add_argument("--system", help="the system prompt")
     parser.add_argument("--temperature", type=float, help="default: the model's or the server's")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: as many as fit)")
@@ -297,13 +296,17 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
     if options.url:
         yield options.url.rstrip("/").removesuffix("/v1")
         return
+    from benchmarks.servers import RunningServer, Target  # with torch, which takes seconds
+    from common.phases import phase_names
+
+    phase = options.phase or phase_names()[-1]
     os.environ.pop("INFER_API_KEY", None)  # nobody else is to use the server that is started here
     model = options.model or DEFAULT_MODEL
-    command = [sys.executable, "-m", "infer", "serve", options.phase, "--model", model]
+    command = [sys.executable, "-m", "infer", "serve", phase, "--model", model]
     command += ["--host", "127.0.0.1", "--port", "0", *further]
-    say(f"starting {options.phase} with {model} …")
+    say(f"starting {phase} with {model} …")
     # In a process group of its own: Ctrl-C stops an answer, not the server.
-    target = Target(f"infer serve {options.phase}", 0, None, {}, program=tuple(command))
+    target = Target(f"infer serve {phase}", 0, None, {}, program=tuple(command))
     with RunningServer(target, own_group=True) as server:
         yield server.url
 
