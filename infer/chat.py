@@ -7,7 +7,7 @@ infer chat --url http://HOST:PORT  talks to a server that runs already, this pro
 echo "Who are you?" | infer chat   answers what it reads, and exits
 ```
 
-Answers go to stdout; figures, errors and notes go to stderr.
+Answers go to stdout. The thoughts of a reasoning model, figures, errors and notes go to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import httpx
 
@@ -119,18 +119,24 @@ class Chat:
             "stream_options": {"include_usage": True},
             **self._sampling,
         }
-        figures, text = Figures(), ""
+        figures, text, thought = Figures(), "", ""
         try:
             with self._client.stream("POST", "chat/completions", json=body) as response:
                 for chunk in _chunks(response):
                     figures.usage = chunk.get("usage") or figures.usage
                     for choice in chunk.get("choices") or ():
-                        delta = (choice.get("delta") or {}).get("content") or ""
+                        delta = choice.get("delta") or {}
                         figures.finish_reason = choice.get("finish_reason")
-                        if delta:
+                        if more := delta.get("reasoning_content"):
                             figures.note_token()
-                            print(delta.translate(_CONTROLS), end="", flush=True)
-                            text += delta
+                            _show(more, sys.stderr)
+                            thought += more
+                        if more := delta.get("content"):
+                            figures.note_token()
+                            if thought and not text:
+                                say("")
+                            _show(more, sys.stdout)
+                            text += more
         except KeyboardInterrupt:
             figures.stopped = True
         except httpx.HTTPError as error:
@@ -140,9 +146,16 @@ class Chat:
         finally:
             if text:
                 print(flush=True)
+            elif thought:
+                say("")
         if text:
             self.history += [asked, {"role": "assistant", "content": text}]
         return figures
+
+
+def _show(text: str, file: TextIO) -> None:
+    """Print a piece of a text without the characters that a terminal would obey."""
+    print(text.translate(_CONTROLS), end="", file=file, flush=True)
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:

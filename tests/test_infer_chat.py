@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -10,8 +11,10 @@ import select
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
@@ -261,6 +264,59 @@ def test_a_question_that_cannot_be_asked(
     assert (ended.returncode, ended.stdout) == (code, "")
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Another project's server: it thinks, sends no usage, and breaks off at the word `break`."""
+
+    def do_GET(self) -> None:
+        self._answer("application/json", json.dumps({"data": [{"id": "scripted"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        deltas: list[dict[str, Any]] = [
+            {"role": "assistant", "reasoning_content": "He says "},
+            {"reasoning_content": "hi."},
+            {"content": f"You sent {len(body['messages'])}\x1b[2J"},
+            {"content": "!\n\tBye."},
+        ]
+        events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+        if "break" in body["messages"][-1]["content"]:
+            events.append({"error": {"message": "it broke"}})
+        lines = [json.dumps(event) for event in events] + ["[DONE]"]
+        self._answer("text/event-stream", "".join(f"data: {line}\n\n" for line in lines))
+
+    def _answer(self, kind: str, body: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_any_server_with_openais_api(scripted: str) -> None:
+    """Thoughts are no part of the answer, and control characters of an answer do not reach the terminal."""
+    ended = piped("hi", "--url", scripted, "--system", "x")
+    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBye.\n")
+    assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", ended.stderr)
+
+
+def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
+    with Terminal("--url", scripted) as terminal:
+        terminal.say("please break", "error: it broke")
+        terminal.say("hi", "You sent 1")
 
 
 def test_a_server_with_a_key() -> None:
