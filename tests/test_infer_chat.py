@@ -40,7 +40,7 @@ def command(*arguments: str) -> list[str]:
 class Terminal:
     """`infer chat` with a terminal of its own, which types and reads."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
         self._end, end = pty.openpty()
         self.process = subprocess.Popen(
             command(*arguments),
@@ -48,7 +48,7 @@ class Terminal:
             stdout=end,
             stderr=end,
             cwd=ROOT,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | variables,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
         )
@@ -342,7 +342,7 @@ def test_a_server_with_a_key() -> None:
 
 def test_a_server_lives_as_long_as_its_chat() -> None:
     options = ("--phase", "4", "--max-seq-len", "256", "--dtype", "float32", "--max-tokens", "2")
-    with Terminal(*options) as terminal:
+    with Terminal(*options, INFER_API_KEY="of another server") as terminal:
         (server,) = psutil.Process(terminal.process.pid).children()
         terminal.type("\x03")
         terminal.expect(PROMPT)
