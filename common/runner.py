@@ -20,7 +20,7 @@ import torch
 
 from common.commit import commit_token, fail, without_frames
 from common.config import EngineConfig
-from common.errors import EngineDeadError
+from common.errors import EngineDeadError, GrammarFailedError, NoTokenLeftError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
@@ -242,8 +242,8 @@ class Runner(ABC):
             self._sample((request,) * (end - first), logits[first:end], launched)
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the masks of tokens that grammars allow next; None if no request has a grammar."""
-        if all(request.matcher is None for request in requests):
+        """Return the masks of tokens that may come next; None if no request restricts them."""
+        if not any(request.is_masked for request in requests):
             return None
         with self.telemetry.part("mask"):
             return TokenMasks.of(requests)
@@ -324,6 +324,9 @@ class Runner(ABC):
                 wrong = request
             try:
                 outputs.append(commit_token(request, token_id, row_logprobs))
+            except (GrammarFailedError, NoTokenLeftError) as error:  # its own fields are the cause
+                logger.warning("request %s failed: %s", request.request_id, error)
+                outputs.append(fail(request, error))
             except Exception as error:
                 logger.exception("request %s failed", request.request_id)
                 outputs.append(fail(request, error))
