@@ -220,8 +220,8 @@ class Intake:
     def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
         if not isinstance(prompt, str):
             return wanted.truncated(prompt, self._engine.max_request_tokens)
-        if wanted.truncate_prompt_tokens is not None:
-            self._check_least_length(prompt, "at most {limit} are cut to truncate_prompt_tokens")
+        if wanted.kept_prompt_tokens is not None:
+            self._check_least_length(prompt, "at most {limit} are cut")
             tokenizer = self._engine.tokenizer
             token_ids = tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
             return wanted.truncated(token_ids, self._engine.max_request_tokens)

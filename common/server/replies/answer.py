@@ -18,7 +18,7 @@ from common.request import StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.server.intake import Lane
 from common.server.replies.shapes import Logprobs, Usage
-from common.server.requests.generation import GenerationRequest, Shown, StreamOptions
+from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
 from common.worker import RequestStream
 
@@ -218,7 +218,6 @@ class WireFormat(ABC):
 
     Args:
         answer: the answer.
-        options: which chunks of a stream have the usage.
 
     Attributes:
         last: the bytes that every stream of this format ends with, however its choices ended.
@@ -226,14 +225,20 @@ class WireFormat(ABC):
 
     last: ClassVar[bytes]
 
-    def __init__(self, answer: Answer, options: StreamOptions) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.include_usage = bool(options.include_usage)
-        self.continuous_usage = bool(options.continuous_usage_stats)
+
+    def opening(self) -> bytes:
+        """Return the events that come before the first output. Most formats have none."""
+        return b""
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         """Return the events of one output of a choice. Call `choice.add` with the output before."""
+
+    def lost(self, choice: Choice, failed: StepOutput) -> bytes:
+        """Return the events that end a choice whose process is lost, at whatever point. Changes nothing."""
+        return self.events(choice, failed)
 
     @abstractmethod
     def closing(self) -> bytes:
@@ -250,6 +255,9 @@ class WireFormat(ABC):
 async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
     """Yield the events of every choice's outputs. Large ones are made in a thread of `encoding`."""
     answer = wire.answer
+    opening = wire.opening()
+    if opening:
+        yield opening
     async with contextlib.aclosing(interleave(answer.streams)) as outputs:
         async for index, arrived in outputs:
             for choice, output in answer.ready(index, arrived):

@@ -51,7 +51,7 @@ from common.server.replies.shapes import (
     ShownTokens,
     event,
 )
-from common.server.requests.generation import StreamOptions
+from common.server.requests.generation import GenerationRequest, StreamOptions
 
 ChoiceT = TypeVar("ChoiceT")
 
@@ -69,7 +69,22 @@ OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
 # ---------------------------------------------------------------------- streams
 
 
-class NamedCompletionEvents(WireFormat):
+class Chunks(WireFormat):
+    """Streams whose chunks may have a usage.
+
+    Args:
+        answer: the answer.
+        wanted: its request, whose `stream_options` say which chunks have the usage.
+    """
+
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer)
+        options = wanted.stream_options or StreamOptions()
+        self.include_usage = bool(options.include_usage)
+        self.continuous_usage = bool(options.continuous_usage_stats)
+
+
+class NamedCompletionEvents(Chunks):
     """Named events that are OpenAI chunks: the phases' own stream."""
 
     last = b""
@@ -119,7 +134,7 @@ class NamedCompletionEvents(WireFormat):
         return event(data, "done")
 
 
-class PlainChunks(WireFormat, Generic[ChoiceT]):
+class PlainChunks(Chunks, Generic[ChoiceT]):
     """OpenAI's own streams: the part that completions and chat share."""
 
     last = DONE
@@ -181,8 +196,8 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 class ChatChunks(PlainChunks[ChatChunkChoice]):
     """The wire format of chat."""
 
-    def __init__(self, answer: Answer, options: StreamOptions) -> None:
-        super().__init__(answer, options)
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer, wanted)
         self._begun: set[int] = set()  # indices of choices whose role has been sent
 
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChatChunkChoice]:

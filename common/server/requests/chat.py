@@ -9,7 +9,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from common.chat_template import RESERVED, ChatTemplate
+from common.chat_template import RESERVED, ChatTemplate, Message
 from common.errors import InvalidRequestError
 from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.errors import shorten
@@ -142,7 +142,7 @@ class TemplateOptions(TemplateFields):
         default=None, description="variables for the template, such as `enable_thinking`"
     )
 
-    def render(self, messages: Sequence[ChatMessage], template: ChatTemplate | None) -> str:
+    def render(self, messages: Sequence[Message], template: ChatTemplate | None) -> str:
         """Return the text that the model reads.
 
         Raises:
@@ -155,7 +155,7 @@ class TemplateOptions(TemplateFields):
                 param="messages",
             )
         return template.render(
-            [message.for_template() for message in messages],
+            messages,
             add_generation_prompt=self._begins_message,
             continue_final_message=bool(self.continue_final_message),
             variables=self.chat_template_kwargs,
@@ -225,7 +225,7 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
         return "" if self.prediction is None else _joined(self.prediction.content)
 
     def prompts(self, template: ChatTemplate | None) -> list[str]:
-        return [self.render(self.messages, template)]
+        return [self.render([message.for_template() for message in self.messages], template)]
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -274,7 +274,7 @@ class TokenizeRequest(Body, TemplateOptions):
             InvalidRequestError: there is no template for these messages.
         """
         if self.messages is not None:
-            return self.render(self.messages, template)
+            return self.render([message.for_template() for message in self.messages], template)
         assert self.prompt is not None  # see `check`
         return self.prompt
 

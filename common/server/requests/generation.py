@@ -277,18 +277,23 @@ class GenerationRequest(Body, VllmFields):
         return 1 if self.n is None else self.n
 
     def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
-        """Return the part of a prompt that is computed, which is all of it unless `truncate_prompt_tokens` is set.
+        """Return the part of a prompt that is computed, which is all of it unless the request says otherwise.
 
         Args:
             token_ids: the prompt.
             max_request_tokens: the engine's bound on a request's tokens, prompt and new ones together.
         """
-        count = self.truncate_prompt_tokens
+        count = self.kept_prompt_tokens
         if count is None:
             return token_ids
         if count == -1:
             count = max(1, max_request_tokens - (self.max_new_tokens or max(1, self.min_tokens or 0)))
         return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
+
+    @property
+    def kept_prompt_tokens(self) -> int | None:
+        """The number of tokens to keep of a longer prompt; -1: as many as fit; None: all."""
+        return self.truncate_prompt_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -64,6 +64,7 @@ _WRITES_TEXT = "answers are text"
 _STRUCTURED = "structured_outputs has answers of a form"
 _READS_TEXT = "this server reads text only"
 _ONE_QUEUE = "all requests wait in one queue, first come, first served"
+_NO_SUMMARY = "reasoning is not summarized: an item of type reasoning has its text"
 _NO_REASONING = (
     "reasoning is not kept apart from the text; templates may know a variable in chat_template_kwargs"
 )
@@ -75,25 +76,86 @@ class Table(BaseModel):
     model_config = BODY
 
 
-class OpenAIChatFields(Table):
-    """Fields of OpenAI's `POST /v1/chat/completions`."""
+class OpenAISharedFields(Table):
+    """Fields of OpenAI's `POST /v1/chat/completions` and of its `POST /v1/responses`."""
+
+    moderation: Annotated[Any, Neutral(reason="neither prompts nor answers are moderated")] = None
+    prompt_cache_options: Annotated[Any, Neutral({}, reason="the prefix cache has no options")] = None
+    prompt_cache_retention: Annotated[
+        Any, Neutral("in_memory", "in-memory", reason="prefixes are cached in memory, until room is needed")
+    ] = None
+    service_tier: Annotated[Any, Neutral("auto", "default", reason=_ONE_QUEUE)] = None
+    store: Annotated[
+        Any, Neutral(False, reason="answers are not stored: send the whole conversation with each request")
+    ] = None
+
+
+class OpenAIChatFields(OpenAISharedFields):
+    """Fields of OpenAI's `POST /v1/chat/completions` alone."""
 
     audio: Annotated[Any, Neutral(reason=_WRITES_TEXT)] = None
     function_call: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
     functions: Annotated[Any, Neutral([], reason=TOOLS)] = None
     modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
-    moderation: Annotated[Any, Neutral(reason="neither prompts nor answers are moderated")] = None
     parallel_tool_calls: Annotated[Any, Neutral(True, False, reason=TOOLS)] = None
-    prompt_cache_options: Annotated[Any, Neutral({}, reason="the prefix cache has no options")] = None
-    prompt_cache_retention: Annotated[
-        Any, Neutral("in_memory", "in-memory", reason="prefixes are cached in memory, until room is needed")
-    ] = None
     reasoning_effort: Annotated[Any, Neutral(reason=_NO_REASONING)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default", reason=_ONE_QUEUE)] = None
-    store: Annotated[Any, Neutral(False, reason="answers are not stored")] = None
     tool_choice: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
     verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in a message")] = None
     web_search_options: Annotated[Any, Neutral(reason="the web is not searched")] = None
+
+
+_NOTHING_STORED = "nothing is stored here: send the items themselves as input"
+_FUNCTIONS_ONLY = "tools are functions, which the client calls"
+
+
+class OpenAIResponsesFields(OpenAISharedFields):
+    """Fields of OpenAI's `POST /v1/responses`, and fields of the other bodies that it does not have."""
+
+    access_programs: Annotated[Any, Neutral({}, reason="there are no access programs")] = None
+    background: Annotated[Any, Neutral(False, reason="answers are not stored: stream them")] = None
+    background_options: Annotated[Any, Neutral({}, reason="answers are not stored: stream them")] = None
+    context_management: Annotated[Any, Neutral([], reason="conversations are not compacted")] = None
+    conversation: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    enable_response_messages: Annotated[Any, Neutral(False, reason="a response has items")] = None
+    image: Annotated[Any, Neutral({}, reason=_READS_TEXT)] = None
+    max_tool_calls: Annotated[
+        Any, Neutral(reason=f"it bounds calls of built-in tools; {_FUNCTIONS_ONLY}")
+    ] = None
+    n: Annotated[Any, Neutral(1, reason="a response is one answer; completions and chat have n")] = None
+    previous_input_messages: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    previous_response_id: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    prompt: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    response_format: Annotated[Any, Neutral(reason="text.format has answers of a form")] = None
+
+
+class OpenAITextFields(Table):
+    """Fields of `text`, in the body of responses."""
+
+    verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in instructions")] = None
+
+
+class OpenAIReasoningFields(Table):
+    """Fields of `reasoning`, in the body of responses."""
+
+    context: Annotated[Any, Neutral("auto", reason="the template decides which reasoning it shows")] = None
+    generate_summary: Annotated[Any, Neutral("auto", reason=_NO_SUMMARY)] = None
+    mode: Annotated[Any, Neutral("standard", reason="there is one mode")] = None
+    summary: Annotated[Any, Neutral("auto", reason=_NO_SUMMARY)] = None
+
+
+class OpenAIInputFields(Table):
+    """Fields of the items of an `input`."""
+
+    caller: Annotated[Any, Neutral({"type": "direct"}, reason=_FUNCTIONS_ONLY)] = None
+    encrypted_content: Annotated[Any, Neutral("", reason="only its maker can read it; send content")] = None
+    namespace: Annotated[Any, Neutral(reason=_FUNCTIONS_ONLY)] = None
+
+
+class OpenAIPartFields(Table):
+    """Fields of the parts of an item's `content`."""
+
+    annotations: Annotated[Any, Neutral([], reason="send the text alone")] = None
+    prompt_cache_breakpoint: Annotated[Any, Neutral(reason="prefixes are cached wherever they end")] = None
 
 
 class OpenAICompletionFields(Table):
@@ -206,8 +268,13 @@ class VllmStructuredFields(Table):
 #: Every table, by the bodies or objects that have its fields.
 TABLES: dict[str, type[Table]] = {
     "chat": OpenAIChatFields,
+    "responses": OpenAIResponsesFields,
+    "`text` of responses": OpenAITextFields,
+    "`reasoning` of responses": OpenAIReasoningFields,
+    "`input` of responses": OpenAIInputFields,
+    "parts of an `input`": OpenAIPartFields,
     "completions": OpenAICompletionFields,
-    "chat and completions (vLLM)": VllmFields,
+    "all three (vLLM)": VllmFields,
     "chat (vLLM)": VllmChatFields,
     "completions (vLLM)": VllmCompletionFields,
     "chat and `/tokenize`": TemplateFields,
