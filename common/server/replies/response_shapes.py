@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from common.server.replies.shapes import ChatTokenLogprobs
+from common.server.replies.shapes import ChatTokenLogprobs, ErrorDetail
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -166,6 +166,7 @@ class ResponseEvent(TypedDict):
     text: NotRequired[str]
     arguments: NotRequired[str]
     logprobs: NotRequired[list[ChatTokenLogprobs]]
-    code: NotRequired[Annotated[str, Field(description="`error`: as in every error")]]
+    code: NotRequired[Annotated[str, Field(description="`error`")]]
     message: NotRequired[str]
     param: NotRequired[str | None]
+    error: NotRequired[Annotated[ErrorDetail, Field(description="`error`: the same, as in every error")]]

@@ -179,19 +179,17 @@ class ResponseEvents(WireFormat):
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield self._event(
-            "response.completed" if status == "completed" else "response.incomplete", response=response
-        )
+        name: Any = f"response.{status}"
+        yield self._event(name, response=response)
 
     def _failure(self, error: Exception) -> Iterator[ResponseEvent]:
         yield from self._finish("incomplete")
         failure = from_exception(error)
-        yield self._event("error", code=failure.code, message=failure.message, param=failure.param)
+        # OpenAI documents the three fields, and sends the object, which makes its libraries raise an exception.
+        told = {"code": failure.code, "message": failure.message, "param": failure.param}
+        yield self._event("error", **told, **failure.body())
         response = self._response("failed")
-        response["error"] = {
-            "code": "server_error",
-            "message": failure.message,
-        }  # OpenAI's list of codes is closed
+        response["error"] = {"code": "server_error", "message": failure.message}  # one of OpenAI's codes
         yield self._event("response.failed", response=response)
 
     def _response(self, status: Any) -> ResponseObject:

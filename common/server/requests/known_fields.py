@@ -241,7 +241,7 @@ class VllmCompletionFields(Table):
 
 
 class TemplateFields(Table):
-    """Fields that fill a chat template, of chat and of `/tokenize`."""
+    """Fields that fill a chat template, of chat, responses and `/tokenize`."""
 
     tools: Annotated[Any, Neutral([], reason=TOOLS)] = None
     documents: Annotated[Any, Neutral([], reason="put documents into a message")] = None
@@ -277,7 +277,7 @@ TABLES: dict[str, type[Table]] = {
     "all three (vLLM)": VllmFields,
     "chat (vLLM)": VllmChatFields,
     "completions (vLLM)": VllmCompletionFields,
-    "chat and `/tokenize`": TemplateFields,
+    "chat, responses and `/tokenize`": TemplateFields,
     "`stream_options`": OpenAIStreamFields,
     "`structured_outputs`": VllmStructuredFields,
     "`messages`": OpenAIMessageFields,

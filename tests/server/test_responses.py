@@ -1,0 +1,290 @@
+"""`/v1/responses`: items in and out, the events of its streams, and refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.server.support import (
+    MESSAGES,
+    PREFIXES,
+    ServerProcess,
+    assert_error,
+    eventually,
+    read_events,
+    rendered,
+)
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+#: The events of a message, without the pieces of its text.
+BEGINS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+]
+ENDS = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+DELTA = "response.output_text.delta"
+
+
+@pytest.fixture(params=PREFIXES)
+def prefix(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def assert_known(value: Any) -> None:
+    """OpenAI's types have every field of an answer, at every depth. OpenAI itself sends `store` and `bytes`, too."""
+    if isinstance(value, BaseModel):
+        assert set(value.model_extra or ()) <= {"store", "bytes"}, value.model_extra
+        for name in value.model_fields_set:
+            assert_known(getattr(value, name))
+    elif isinstance(value, list):
+        for each in value:
+            assert_known(each)
+
+
+def respond(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
+    """Ask for a response, which is one of OpenAI's."""
+    response = server.ask(f"{prefix}/responses", **fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert_known(Response.model_validate(answer, strict=True))
+    return answer
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (item,) = answer["output"]
+    (part,) = item["content"]
+    assert (item["type"], item["role"], part["type"], part["annotations"]) == (
+        *("message", "assistant"),
+        *("output_text", []),
+    )
+    return str(part["text"])
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, each one of OpenAI's with its own number and name."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    named = list(read_events(response))
+    events = [data for _, data in named]
+    for number, (name, data) in enumerate(named):
+        assert (data["type"], data["sequence_number"]) == (name, number)
+        if name != "error":  # which repeats its fields as an object
+            assert_known(EVENTS.validate_python(data, strict=True))
+    return events
+
+
+def stream(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> list[dict[str, Any]]:
+    return events_of(server.ask(f"{prefix}/responses", **fields, stream=True))
+
+
+def settled(answer: dict[str, Any]) -> dict[str, Any]:
+    """A response without the fields that no two have in common: ids and times."""
+    items = [{name: value for name, value in item.items() if name != "id"} for item in answer["output"]]
+    rest = {name: value for name, value in answer.items() if name not in ("id", "created_at", "completed_at")}
+    return rest | {"output": items}
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, prefix: str) -> None:
+    answer = respond(server, prefix, max_output_tokens=20, ignore_eos=True)
+    expected = server.complete(prompt=rendered(MESSAGES), max_tokens=20, ignore_eos=True)
+    assert text_of(answer) == expected["choices"][0]["text"]
+    assert (answer["object"], answer["model"], answer["store"]) == ("response", server.model, False)
+    assert answer["id"].startswith("resp_")
+    assert answer["output"][0]["id"].startswith("msg_")
+    usage = answer["usage"]
+    assert usage["input_tokens"] == expected["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == 20
+    assert usage["total_tokens"] == usage["input_tokens"] + 20
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(server: ServerProcess) -> None:
+    cut = respond(server, max_output_tokens=3, ignore_eos=True)
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (cut["output"][0]["status"], cut["completed_at"]) == ("incomplete", None)
+    whole = respond(server, max_output_tokens=None)
+    assert (whole["status"], whole["incomplete_details"]) == ("completed", None)
+    assert whole["output"][0]["status"] == "completed"
+    assert whole["completed_at"] >= whole["created_at"]
+
+
+def test_an_answer_without_text_is_a_message(server: ServerProcess) -> None:
+    whole = text_of(respond(server, max_output_tokens=8))
+    for fields in ({"stop": whole[0]}, {"structured_outputs": {"regex": ""}}):
+        assert text_of(respond(server, **fields)) == ""
+        events = stream(server, **fields)
+        assert [event["type"] for event in events] == [*BEGINS, *ENDS, "response.completed"]
+
+
+def test_ways_to_write_the_same_input(server: ServerProcess) -> None:
+    system, user = (message["content"] for message in MESSAGES)
+    plain = settled(respond(server))
+    part = {"type": "input_text", "text": user}
+    for fields in (
+        {"instructions": system, "input": user},
+        {"instructions": system, "input": [{"role": "user", "content": [part]}]},
+        {
+            "input": [
+                MESSAGES[0],
+                {"type": "message", "role": "user", "content": [part], "status": "completed"},
+            ]
+        },
+    ):
+        answer = settled(respond(server, **fields))
+        assert answer["output"] == plain["output"]
+        assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+        assert answer["instructions"] == fields.get("instructions")
+    two = [{"type": "input_text", "text": text} for text in ("Tell me", "a story.")]
+    lines = respond(server, input=[{"role": "user", "content": two}])["usage"]["input_tokens"]
+    assert lines == len(rendered([{"role": "user", "content": "Tell me\na story."}]))
+
+
+def test_an_answers_items_can_be_sent_back(server: ServerProcess) -> None:
+    first = respond(server, include=["message.output_text.logprobs"])
+    question = {"role": "user", "content": "And then?"}
+    second = respond(server, input=[*MESSAGES, *first["output"], question])
+    turns = [*MESSAGES, {"role": "assistant", "content": text_of(first)}, question]
+    assert second["usage"]["input_tokens"] == len(rendered(turns))
+
+
+def test_a_response_repeats_its_settings(server: ServerProcess) -> None:
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 5,
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "truncation": "auto",
+        "user": "u",
+        "text": {"format": {"type": "json_object"}},
+    }
+    answer = respond(server, **fields)
+    assert {name: answer[name] for name in fields} == fields
+    plain = respond(server, temperature=None)
+    assert (plain["temperature"], plain["top_p"], plain["truncation"]) == (1.0, 1.0, "disabled")
+    assert plain["text"] == {"format": {"type": "text"}}
+
+
+def test_as_long_as_fits_unless_told_otherwise(server: ServerProcess) -> None:
+    usage = respond(server, max_output_tokens=None, ignore_eos=True)["usage"]
+    assert usage["total_tokens"] == 1024, "the server's --max-seq-len"
+
+
+def test_a_conversation_too_long_is_cut_if_asked_to(server: ServerProcess) -> None:
+    long = [{"role": "user", "content": "A fox, and more. " * 400}]
+    response = server.ask("/v1/responses", input=long)
+    assert_error(response, 422, "input", says="tokens")
+    answer = respond(server, input=long, truncation="auto", max_output_tokens=9, ignore_eos=True)
+    assert answer["usage"]["input_tokens"] == 1024 - 9
+
+
+def test_formats(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"]}
+    schema |= {"additionalProperties": False}
+    form = {"type": "json_schema", "name": "fox", "schema": schema, "strict": True}
+    answer = respond(server, text={"format": form}, max_output_tokens=40)
+    assert set(json.loads(text_of(answer))) == {"fox"}
+    assert answer["text"]["format"] == form
+    assert answer["status"] == "completed"
+    chosen = respond(server, structured_outputs={"choice": ["red", "green"]})
+    assert text_of(chosen) in ("red", "green")
+    assert settled(respond(server, text={"format": {"type": "text"}})) == settled(respond(server, text={}))
+
+
+def test_log_probabilities(server: ServerProcess) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "ignore_eos": True}
+    answer = respond(server, **asked)
+    expected = server.ask("/v1/chat/completions", logprobs=True, top_logprobs=2, ignore_eos=True).json()
+    logprobs = answer["output"][0]["content"][0]["logprobs"]
+    assert logprobs == expected["choices"][0]["logprobs"]["content"]
+    pieces = [event["logprobs"] for event in stream(server, **asked) if event["type"] == DELTA]
+    assert [entry for piece in pieces for entry in piece] == logprobs
+    assert respond(server)["output"][0]["content"][0]["logprobs"] == []
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def test_a_streams_events_are_openais_in_their_order(server: ServerProcess, prefix: str) -> None:
+    events = stream(server, prefix, max_output_tokens=6, ignore_eos=True)
+    assert [event["type"] for event in events] == [*BEGINS, *[DELTA] * 6, *ENDS, "response.incomplete"]
+    whole = respond(server, prefix, max_output_tokens=6, ignore_eos=True)
+    first, last = events[0]["response"], events[-1]["response"]
+    assert settled(last) == settled(whole)
+    assert first["id"] == last["id"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    text = "".join(event["delta"] for event in events if event["type"] == DELTA)
+    assert text == text_of(last)
+    done = {event["type"]: event for event in events}
+    assert done["response.output_text.done"]["text"] == text
+    assert done["response.content_part.done"]["part"] == last["output"][0]["content"][0]
+    assert done["response.output_item.done"]["item"] == last["output"][0]
+    begun = done["response.output_item.added"]["item"]
+    assert begun == last["output"][0] | {"status": "in_progress", "content": []}
+    for event in events[3:-2]:
+        assert (event["item_id"], event["output_index"], event["content_index"]) == (begun["id"], 0, 0)
+
+
+def test_a_complete_stream_says_so(server: ServerProcess) -> None:
+    events = stream(server, max_output_tokens=None)
+    assert events[-1]["type"] == "response.completed"
+    assert settled(events[-1]["response"]) == settled(respond(server, max_output_tokens=None))
+
+
+def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> None:
+    for accept in ("*/*", "text/event-stream"):
+        body = server.response_body(stream_options={"include_obfuscation": False})
+        response = server.client.post(f"{prefix}/responses", json=body, headers={"Accept": accept})
+        assert response.headers["content-type"] == "application/json"
+
+
+def test_a_failure_ends_the_stream_with_an_error_and_the_response(gated: ServerProcess) -> None:
+    gated.order("fail")
+    events = events_of(gated.ask("/v1/responses", stream=True))
+    assert [event["type"] for event in events] == [*BEGINS[:2], "error", "response.failed"]
+    error, response = events[2], events[3]["response"]
+    assert (error["code"], error["error"]["code"], error["param"]) == (
+        "internal_error",
+        "internal_error",
+        None,
+    )
+    assert (response["status"], response["output"]) == ("failed", [])
+    assert response["error"] == {"code": "server_error", "message": error["message"]}
+    assert_error(gated.ask("/v1/responses"), 500, None, "internal_error")
+
+
+def test_a_failure_in_a_message_keeps_its_text(gated: ServerProcess) -> None:
+    body = gated.response_body(stream=True, max_output_tokens=None, ignore_eos=True)
+    with gated.client.stream("POST", "/v1/responses", json=body) as response:
+        events = []
+        for _, event in read_events(response):
+            events.append(event)
+            if event["type"] == DELTA and not any(each["type"] == DELTA for each in events[:-1]):
+                gated.order("fail")
+    text = "".join(event["delta"] for event in events if event["type"] == DELTA)
+    assert [event["type"] for event in events[-5:]] == [*ENDS, "error", "response.failed"]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", text)
+
+
+def test_a_client_that_leaves_ends_its_request(gated: ServerProcess) -> None:
+    body = gated.response_body(stream=True, max_output_tokens=None, ignore_eos=True)
+    gated.begin_test()
+    with gated.client.stream("POST", "/v1/responses", json=body) as response:
+        for name, _ in read_events(response):
+            if name == DELTA:
+                break
+    eventually(lambda: gated.counters()["requests_cancelled"] == 1)
+    assert respond(gated, max_output_tokens=1)["output"]
