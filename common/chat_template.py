@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -36,11 +36,15 @@ class ChatTemplate:
         source: the Jinja program.
         special_tokens: variables such as `bos_token`, by name.
 
+    Attributes:
+        source: the Jinja program.
+
     Raises:
         jinja2.TemplateSyntaxError: `source` is no valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -84,6 +88,10 @@ class ChatTemplate:
             raise StartupError(
                 f"{origin}: the chat template cannot be read: line {error.lineno}: {error}"
             ) from None
+
+    def reads(self, variable: str) -> bool:
+        """Return whether the program reads a variable that it does not set itself."""
+        return variable in meta.find_undeclared_variables(_environment().parse(self.source))
 
     def render(
         self,
