@@ -44,8 +44,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
         self.source = source
-        self._template = _environment().from_string(source)
+        self._template = environment.from_string(source)
+        self._variables = meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -91,7 +93,7 @@ class ChatTemplate:
 
     def reads(self, variable: str) -> bool:
         """Return whether the program reads a variable that it does not set itself."""
-        return variable in meta.find_undeclared_variables(_environment().parse(self.source))
+        return variable in self._variables
 
     def render(
         self,

@@ -153,8 +153,9 @@ def test_refusals(client: openai.OpenAI, asked: dict[str, Any], prefix: str) -> 
         {"top_p": 2, "stream": True},
         {"tools": [{"type": "web_search"}]},
     ):
-        with pytest.raises(refusal, match=next(iter(fields))):
+        with pytest.raises(refusal) as refused:
             client.responses.create(**asked | fields)
+        assert str(refused.value.param).partition("[")[0] == next(iter(fields))
     with pytest.raises(openai.NotFoundError):
         client.responses.create(**asked | {"model": "another"})
     with pytest.raises(openai.NotFoundError):

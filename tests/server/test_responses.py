@@ -39,7 +39,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 def assert_known(value: Any) -> None:
-    """OpenAI's types have every field of an answer, at every depth. OpenAI itself sends `store` and `bytes`, too."""
+    """OpenAI's types have every field of an answer, at every depth. OpenAI sends `store` and `bytes`, too."""
     if isinstance(value, BaseModel):
         assert set(value.model_extra or ()) <= {"store", "bytes"}, value.model_extra
         for name in value.model_fields_set:

@@ -128,6 +128,10 @@ class ChatMessage(OpenAIMessageFields):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT = "how much the model reasons before it answers, if its template has the variable `reasoning_effort`"
+
+
 class TemplateOptions(TemplateFields):
     """Fields that say how a conversation becomes a text."""
 
@@ -142,11 +146,17 @@ class TemplateOptions(TemplateFields):
         default=None, description="variables for the template, such as `enable_thinking`"
     )
 
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        """How much the model is to reason, a variable of some templates; None: as the template has it."""
+        return None
+
     def render(self, messages: Sequence[Message], template: ChatTemplate | None) -> str:
         """Return the text that the model reads.
 
         Raises:
-            InvalidRequestError: the model has no template, or its template does not take these messages.
+            InvalidRequestError: the model has no template, or its template does not take these messages or the
+                effort.
         """
         if template is None:
             raise InvalidRequestError(
@@ -154,11 +164,19 @@ class TemplateOptions(TemplateFields):
                 "POST /v1/completions continues text",
                 param="messages",
             )
+        variables = dict(self.chat_template_kwargs or {})
+        if self.effort is not None:
+            if not template.reads("reasoning_effort"):
+                raise InvalidRequestError(
+                    "the model's chat template has no variable reasoning_effort; leave it out",
+                    param="reasoning_effort",
+                )
+            variables["reasoning_effort"] = self.effort
         return template.render(
             messages,
             add_generation_prompt=self._begins_message,
             continue_final_message=bool(self.continue_final_message),
-            variables=self.chat_template_kwargs,
+            variables=variables,
         )
 
     @property
@@ -210,6 +228,7 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
         default=None, ge=0, le=20, description="and of so many that were likeliest; with `logprobs`"
     )
 
+    reasoning_effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
     prediction: Prediction | None = Field(
         default=None,
         description="text that the answer will probably have; phase 10 answers quicker where it has it, and no "
@@ -219,6 +238,10 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return self.reasoning_effort
 
     @property
     def predicted_text(self) -> str:

@@ -98,7 +98,6 @@ class OpenAIChatFields(OpenAISharedFields):
     functions: Annotated[Any, Neutral([], reason=TOOLS)] = None
     modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
     parallel_tool_calls: Annotated[Any, Neutral(True, False, reason=TOOLS)] = None
-    reasoning_effort: Annotated[Any, Neutral(reason=_NO_REASONING)] = None
     tool_choice: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
     verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in a message")] = None
     web_search_options: Annotated[Any, Neutral(reason="the web is not searched")] = None

@@ -15,7 +15,7 @@ from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.errors import shorten
 from common.server.replies.response_shapes import Settings
-from common.server.requests.chat import TemplateOptions
+from common.server.requests.chat import EFFORT, ReasoningEffort, TemplateOptions
 from common.server.requests.generation import GenerationRequest, by_type
 from common.server.requests.known_fields import (
     OpenAIInputFields,
@@ -239,9 +239,7 @@ class TextOptions(OpenAITextFields):
 class ReasoningOptions(OpenAIReasoningFields):
     """How the model reasons."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="if the model's template has the variable `reasoning_effort`"
-    )
+    effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
 
 
 class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions):
@@ -304,9 +302,13 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
     def kept_prompt_tokens(self) -> int | None:
         return -1 if self.truncation == "auto" else super().kept_prompt_tokens
 
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
     def field_of(self, param: str) -> str:
         names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-        return names.get(param, param)
+        return ({"reasoning_effort": "reasoning.effort"} | names).get(param, param)
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
