@@ -288,3 +288,99 @@ def test_a_client_that_leaves_ends_its_request(gated: ServerProcess) -> None:
                 break
     eventually(lambda: gated.counters()["requests_cancelled"] == 1)
     assert respond(gated, max_output_tokens=1)["output"]
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+SAID = {"role": "user", "content": "Hello"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"input": [SAID, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type", "item_reference"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
+        (
+            {"input": [SAID | {"content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "input_image",
+        ),
+        (
+            {"input": [CALL, OUTPUT | {"output": [{"type": "input_file"}]}]},
+            "input[1].output[0].type",
+            "input_file",
+        ),
+        ({"input": [SAID, OUTPUT, CALL]}, "input[1].call_id", "no function_call before it"),
+        ({"input": [CALL, OUTPUT | {"call_id": "c2"}]}, "input[1].call_id", "c2"),
+        ({"input": [SAID | {"name": "x"}]}, "input[0].name", "unknown field"),
+        (
+            {"input": [SAID | {"content": [{"type": "input_text", "text": "x", "y": 1}]}]},
+            "input[0].content[0].y",
+            "unknown field",
+        ),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": "word " * 5000}, "input", "tokens"),
+        ({"max_output_tokens": 1024}, "max_output_tokens", "leaves no room"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ""),
+        ({"n": 2}, "n", "one answer"),
+        ({"store": True}, "store", "not stored"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+        ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
+        ({"background": True}, "background", "stream"),
+        ({"response_format": {"type": "text"}}, "response_format", "text.format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "unknown field"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "no variable reasoning_effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "not summarized"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity", ""),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "go together"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "go together"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
+            "text.format.schema",
+            "",
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "send one",
+        ),
+        ({"top_logprobs": 3}, "top_logprobs", "include"),
+        ({"include": ["file_search_call.results"]}, "include", ""),
+        ({"instructions": "long " * 100_000, "truncation": "auto"}, "instructions", "262144"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals(
+    server: ServerProcess, prefix: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for streamed in (False, True):
+        response = server.ask(f"{prefix}/responses", **fields, stream=streamed)
+        assert_error(response, 422 if prefix == "/v1" else 400, param, says=says)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input"),
+        ({"instructions": 5}, "instructions"),
+        ({"text": []}, "text"),
+        ({"max_output_tokens": "8"}, "max_output_tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_malformed_bodies(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
+    assert_error(server.ask("/v1/responses", **fields), 400, param)
+
+
+def test_nothing_is_kept_of_a_response(server: ServerProcess) -> None:
+    number = respond(server)["id"]
+    for path in (f"/v1/responses/{number}", f"/v1/responses/{number}/input_items"):
+        assert_error(server.client.get(path), 404, None, "not_found")
