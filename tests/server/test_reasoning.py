@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import ServerProcess, assert_error
+from tests.server.support import ServerProcess
 
 #: Qwen 3's: thoughts of earlier turns are left out, and `enable_thinking` false puts an empty thought before the
 #: answer. Its variable `reasoning_effort` is not Qwen's.

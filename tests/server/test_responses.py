@@ -354,9 +354,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_refusals(
-    server: ServerProcess, prefix: str, fields: dict[str, Any], param: str, says: str
-) -> None:
+def test_refusals(server: ServerProcess, prefix: str, fields: dict[str, Any], param: str, says: str) -> None:
     for streamed in (False, True):
         response = server.ask(f"{prefix}/responses", **fields, stream=streamed)
         assert_error(response, 422 if prefix == "/v1" else 400, param, says=says)

@@ -127,7 +127,9 @@ class OpenAIResponsesFields(OpenAISharedFields):
     prompt: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
     prompt_logprobs: Annotated[Any, Neutral(reason="completions and chat have prompt_logprobs")] = None
     response_format: Annotated[Any, Neutral(reason="text.format has answers of a form")] = None
-    return_token_ids: Annotated[Any, Neutral(False, reason="completions and chat have return_token_ids")] = None
+    return_token_ids: Annotated[Any, Neutral(False, reason="completions and chat have return_token_ids")] = (
+        None
+    )
 
 
 class OpenAITextFields(Table):
