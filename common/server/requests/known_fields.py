@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 from common.server.bodies import BODY, NOT_IMPLEMENTED
@@ -155,6 +155,19 @@ class OpenAIInputFields(Table):
     namespace: Annotated[Any, Neutral(reason=_FUNCTIONS_ONLY)] = None
 
 
+class OpenAIToolFields(Table):
+    """Fields of a function among the `tools` of responses."""
+
+    allowed_callers: Annotated[Any, Neutral(["direct"], reason=_FUNCTIONS_ONLY)] = None
+    async_: Annotated[Any, Neutral(False, reason="the client decides when it calls a function")] = Field(
+        default=None, alias="async"
+    )
+    defer_loading: Annotated[Any, Neutral(False, reason="the model is told of all functions")] = None
+    output_schema: Annotated[
+        Any, Neutral(reason="the model is told of names, descriptions and parameters; describe it there")
+    ] = None
+
+
 class OpenAIPartFields(Table):
     """Fields of the parts of an item's `content`."""
 
@@ -265,6 +278,7 @@ TABLES: dict[str, type[Table]] = {
     "`reasoning` of responses": OpenAIReasoningFields,
     "`input` of responses": OpenAIInputFields,
     "parts of an `input`": OpenAIPartFields,
+    "`tools` of responses": OpenAIToolFields,
     "completions": OpenAICompletionFields,
     "all three (vLLM)": VllmFields,
     "chat (vLLM)": VllmChatFields,
@@ -279,7 +293,7 @@ TABLES: dict[str, type[Table]] = {
 def lines_of(table: type[BaseModel]) -> dict[str, Neutral]:
     """Return the fields of a body or of a table that are not implemented, by name."""
     return {
-        name: each
+        field.alias or name: each
         for name, field in table.model_fields.items()
         for each in field.metadata
         if isinstance(each, Neutral)

@@ -1,8 +1,8 @@
-"""The body of `POST /v1/responses`."""
+"""The body of `POST /v1/responses`. Items of its input are in `items`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -10,24 +10,22 @@ import orjson
 from pydantic import BaseModel, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
+from common.calls import Function, ToolUse
 from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
-from common.server.errors import shorten
 from common.server.replies.response_shapes import Settings
 from common.server.requests.chat import EFFORT, ReasoningEffort, TemplateOptions
-from common.server.requests.generation import GenerationRequest, by_type
+from common.server.requests.generation import GenerationRequest
+from common.server.requests.items import Input, by_kind, check_items
 from common.server.requests.known_fields import (
-    OpenAIInputFields,
-    OpenAIPartFields,
     OpenAIReasoningFields,
     OpenAIResponsesFields,
     OpenAIStreamFields,
     OpenAITextFields,
+    OpenAIToolFields,
 )
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Label = Annotated[str, Field(max_length=256)]
+from common.server.requests.tools import FunctionFields, FunctionName, OtherTool, choice_form, functions_of, tool_use_of
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -36,184 +34,59 @@ LOGPROBS, ENCRYPTED = get_args(Includable)
 MAX_SETTINGS = 2**18
 
 
-# ---------------------------------------------------------------------- items of the input
+class FunctionTool(OpenAIToolFields, FunctionFields):
+    """A function that the model may call."""
 
-
-class Other(BaseModel):
-    """An item or a part of another type, such as an image. `check` refuses it by its type's name."""
-
-    type: str
-
-
-def _form(known: Mapping[str, str], default: str | None = None) -> Callable[[Any], str | None]:
-    """Return a function that returns the tag in `known` for the `type` of an item or a part.
-
-    Another type's tag is "as another". Without a type, the tag is `default`.
-    """
-
-    def form(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return known.get(kind, "as another") if isinstance(kind, str) else next(iter(known.values()))
-
-    return form
-
-
-class TextPart(OpenAIPartFields):
-    """A part of a message's content, or of a function's output."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-    logprobs: list[Any] | None = Field(
-        default=None, description="as a response has them; they change nothing"
+    type: Literal["function"]
+    strict: bool | None = Field(
+        default=True,
+        description="calls always follow the schema; with `tool_choice` `required` or a name, all calls do",
     )
 
+    @property
+    def function(self) -> FunctionTool:
+        """The function, which chat has in an envelope."""
+        return self
 
-Part = Annotated[
-    Annotated[TextPart, Tag("as a text")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    Discriminator(_form({"input_text": "as a text", "output_text": "as a text"})),
+    def as_function(self) -> Function:
+        return dataclasses.replace(super().as_function(), strict=self.strict is not False)
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[OtherTool, Tag("as another")]],
+    Discriminator(by_kind({"function": "as a function"})),
 ]
-Content = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[Part], Field(max_length=256, fail_fast=True), Tag("as parts")],
-    Discriminator(
-        by_type({str: "as text", list: "as parts"}),
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string, or a list of parts of type input_text or output_text",
-    ),
-]
 
 
-class InputItem(OpenAIInputFields):
-    """An item of the input. An item of a response's output can be sent back as it is."""
-
-    id: Label | None = Field(default=None, description="a label")
-    status: ItemStatus | None = Field(default=None, description="a label")
-
-    def check(self, name: str) -> None:
-        """Refuse values that a field's type cannot rule out. `name` is the item's place in the body.
-
-        Raises:
-            ApiError: 422.
-        """
-
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Add the item to a conversation in the form that chat templates read."""
-        raise NotImplementedError
-
-
-class Message(InputItem):
-    """A message of the conversation."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="a label")
-
-    def check(self, name: str) -> None:
-        _check_parts(f"{name}.content", self.content)
-
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        messages.append({"role": self.role, "content": _joined(self.content)})
-
-
-class FunctionCall(InputItem):
-    """A call that the model made."""
-
-    type: Literal["function_call"]
-    call_id: Label
-    name: Label
-    arguments: str = Field(description="the JSON text of an object")
-
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        messages[-1].setdefault("tool_calls", []).append(call)
-
-
-class FunctionCallOutput(InputItem):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: Label
-    output: Content
-    name: Label | None = Field(default=None, description="a label")
-
-    def check(self, name: str) -> None:
-        _check_parts(f"{name}.output", self.output)
-
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)})
-
-
-class ReasoningPart(BaseModel):
-    """A part of a reasoning item."""
+class NamedTool(BaseModel):
+    """A tool by its name."""
 
     model_config = BODY
 
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
+    type: Literal["function"]
+    name: FunctionName
 
 
-ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=256, fail_fast=True)]
+class AllowedTools(BaseModel):
+    """The tools among `tools` that may be called, and whether one must be. The model is told of all."""
+
+    model_config = BODY
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
 
 
-class Reasoning(InputItem):
-    """Text that the model wrote before its answer. The template decides whether the model reads it again."""
-
-    type: Literal["reasoning"]
-    content: ReasoningParts | None = None
-    summary: ReasoningParts | None = Field(default=None, description="taken where there is no content")
-
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        text = "\n".join(part.text for part in self.content or self.summary or ())
-        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-
-
-Item = Annotated[
-    Annotated[Message, Tag("as a message")]
-    | Annotated[FunctionCall, Tag("as a call")]
-    | Annotated[FunctionCallOutput, Tag("as an output")]
-    | Annotated[Reasoning, Tag("as reasoning")]
-    | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as a word")]
+    | Annotated[NamedTool, Tag("as a tool")]
+    | Annotated[AllowedTools, Tag("as allowed tools")],
     Discriminator(
-        _form(
-            {
-                "message": "as a message",
-                "function_call": "as a call",
-                "function_call_output": "as an output",
-                "reasoning": "as reasoning",
-            },
-            default="message",
-        )
+        choice_form,
+        custom_error_type="tool_choice_type",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
     ),
 ]
-Input = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("as items")],
-    Discriminator(
-        by_type({str: "as text", list: "as items"}),
-        custom_error_type="input_type",
-        custom_error_message="Input should be a string or a list of items",
-    ),
-]
-
-
-def _joined(content: Any) -> str:
-    """Return a checked content's text; parts stand on lines of their own."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _check_parts(name: str, content: Any) -> None:
-    """Refuse parts that are not text. `name` is the content's place in the body. Raises ApiError."""
-    for number, part in enumerate(content):
-        if isinstance(part, Other):
-            kind = shorten(part.type, 40)
-            raise refused(f"{name}[{number}].type", f"{kind!r} is refused: only parts of text are read")
-
-
-# ---------------------------------------------------------------------- other objects of the body
 
 
 class TextFormat(BaseModel):
@@ -256,6 +129,11 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
     )
     text: TextOptions | None = Field(default=None, description="the form of the answer")
     reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(
+        default=None, description="functions that the model may call"
+    )
+    tool_choice: ToolChoice | None = Field(default="auto", description="")
+    parallel_tool_calls: bool | None = Field(default=True, description="an answer may have several calls")
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
         default=None, description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text"
     )
@@ -277,18 +155,26 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
         return [self.render(self.messages, template)]
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation as chat templates read it."""
-        messages: list[dict[str, Any]] = []
-        if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+    def conversation(self) -> list[ChatMessage]:
         given: Any = self.input
+        messages = [] if self.instructions is None else [message("system", self.instructions)]
         if isinstance(given, str):
-            messages.append({"role": "user", "content": given})
-        else:
-            for item in given:
-                item.add_to(messages)
+            return [*messages, message("user", given)]
+        for item in given:
+            item.add_to(messages)
         return messages
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        choice: Any = self.tool_choice
+        functions = functions_of(self.tools or ())
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(choice, NamedTool):
+            return tool_use_of(functions, "required", names=[choice.name], parallel=False)
+        if isinstance(choice, AllowedTools):
+            names = [each.name for each in choice.tools]
+            return tool_use_of(functions, choice.mode, names=names, parallel=parallel)
+        return tool_use_of(functions, choice, parallel=parallel)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -332,13 +218,15 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
             top_p: likewise.
         """
         reasoning = self.reasoning or ReasoningOptions()
+        choice: Any = self.tool_choice
+        tools: Any = self.tools or ()
         return {
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": None,
             "metadata": self.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort, "summary": None},
@@ -347,8 +235,17 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
             "store": False,
             "temperature": temperature,
             "text": {"format": self._format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict is not False,
+                }
+                for tool in tools
+            ],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": top_p,
             "truncation": self.truncation or "disabled",
@@ -362,7 +259,7 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
         self.check_messages(())
         given: Any = self.input
         if not isinstance(given, str):
-            _check_items(given)
+            check_items(given)
         if self.top_logprobs and self.reported_logprobs is None:
             raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
         settings = len(orjson.dumps(self.settings(1.0, 1.0)))
@@ -380,25 +277,3 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
             raise refused("text.format", "schema and type 'json_schema' go together; send both or neither")
         if wanted.type != "text" and self.structured_outputs is not None:
             raise refused("structured_outputs", "text.format says already what answers look like; send one")
-
-
-def _check_items(items: Sequence[Any]) -> None:
-    """Refuse items that are not read, and outputs of calls that the input does not have.
-
-    Raises:
-        ApiError: 422.
-    """
-    calls = set()
-    for number, item in enumerate(items):
-        name = f"input[{number}]"
-        if isinstance(item, Other):
-            kind = shorten(item.type, 40)
-            raise refused(
-                f"{name}.type",
-                f"{kind!r} is refused: items are messages, reasoning, function_call and function_call_output",
-            )
-        item.check(name)
-        if isinstance(item, FunctionCall):
-            calls.add(item.call_id)
-        if isinstance(item, FunctionCallOutput) and item.call_id not in calls:
-            raise refused(f"{name}.call_id", f"no function_call before it has the call_id {item.call_id!r}")
