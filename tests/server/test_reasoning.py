@@ -66,3 +66,131 @@ def chat(server: ServerProcess, **fields: Any) -> dict[str, Any]:
 def prompt_tokens(text: str) -> int:
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+# ---------------------------------------------------------------------- chat
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_thoughts_are_kept_apart_from_the_answer(server: ServerProcess, opens: bool) -> None:
+    fields = {"chat_template_kwargs": {"opens_thought": True}} | GOES_ON if opens else THINKS
+    answer = chat(server, **fields)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (THOUGHT, ANSWER)
+    details = answer["usage"]["completion_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < answer["usage"]["completion_tokens"]
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = server.chunks("/v1/chat/completions", messages=ASKED, max_tokens=64, **fields, **usage)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == THOUGHT
+    assert "".join(delta.get("content", "") for delta in deltas) == ANSWER
+    assert chunks[-1]["usage"] == answer["usage"]
+    kinds = [next(iter(delta)) for delta in deltas if delta and "role" not in delta]
+    assert kinds == sorted(kinds, reverse=True), "thoughts come first"
+
+
+def test_an_answer_without_a_thought(server: ServerProcess) -> None:
+    for fields in ({}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        answer = chat(server, structured_outputs={"regex": "It is\\."}, **fields)
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (None, ANSWER)
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_a_thought_that_is_cut_off(server: ServerProcess) -> None:
+    answer = chat(server, structured_outputs={"regex": "<think>\n[a-z]{200}"}, max_tokens=20)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"]
+    assert not choice["message"]["content"]
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 20
+
+
+def test_the_template_is_told_whether_to_think(server: ServerProcess) -> None:
+    plain, off = (
+        chat(server, max_tokens=1, chat_template_kwargs=variables)["usage"]["prompt_tokens"]
+        for variables in ({}, {"enable_thinking": False})
+    )
+    assert off > plain
+    low, high = (
+        chat(server, max_tokens=1, reasoning_effort=effort)["usage"]["prompt_tokens"]
+        for effort in (None, "high")
+    )
+    assert (low, high > plain) == (plain, True)
+    response = server.ask("/v1/responses", input=ASKED, max_output_tokens=1, reasoning={"effort": "high"})
+    assert response.json()["usage"]["input_tokens"] == high
+    assert response.json()["reasoning"] == {"effort": "high", "summary": None}
+
+
+def test_a_thought_can_be_sent_back(server: ServerProcess) -> None:
+    message = chat(server, **THINKS)["choices"][0]["message"]
+    counts = [
+        chat(server, messages=[*ASKED, sent], max_tokens=1)["usage"]["prompt_tokens"]
+        for sent in (
+            message,
+            {"role": "assistant", "content": ANSWER, "reasoning": THOUGHT},
+            {"role": "assistant", "content": ANSWER},
+        )
+    ]
+    assert counts[0] == counts[1] > counts[2]
+
+
+@pytest.mark.parametrize("n", [3])
+def test_each_choice_has_a_thought_of_its_own(server: ServerProcess, n: int) -> None:
+    regex = "<think>\n[a-z]{8}\n</think>\n\n[a-z]{8}"
+    fields = {"n": n, "temperature": 1, "seed": 3, "structured_outputs": {"regex": regex}}
+    messages = [choice["message"] for choice in chat(server, **fields)["choices"]]
+    assert len({message["reasoning_content"] for message in messages}) == n
+    said = [["", ""] for _ in range(n)]
+    for chunk in server.chunks("/v1/chat/completions", messages=ASKED, max_tokens=64, **fields):
+        for choice in chunk["choices"]:
+            said[choice["index"]][0] += choice["delta"].get("reasoning_content", "")
+            said[choice["index"]][1] += choice["delta"].get("content", "")
+    assert said == [[message["reasoning_content"], message["content"]] for message in messages]
+
+
+# ---------------------------------------------------------------------- responses
+
+
+def test_a_thought_is_an_item_of_its_own(server: ServerProcess) -> None:
+    answer = respond(server, input=ASKED, max_output_tokens=64, **THINKS)
+    thought, message = answer["output"]
+    assert (thought["type"], thought["summary"], thought["encrypted_content"]) == ("reasoning", [], None)
+    assert thought["content"] == [{"type": "reasoning_text", "text": THOUGHT}]
+    assert message["content"][0]["text"] == ANSWER
+    details = answer["usage"]["output_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < answer["usage"]["output_tokens"]
+    events = stream(server, input=ASKED, max_output_tokens=64, **THINKS)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(names)) == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_text.delta", "output_text.done", "completed"),
+    ]
+    assert settled(events[-1]["response"]) == settled(answer)
+    places = {event["item_id"]: event["output_index"] for event in events if "item_id" in event}
+    assert sorted(places.values()) == [0, 1]
+
+
+def test_an_answer_that_is_only_a_thought(server: ServerProcess) -> None:
+    """If the model ends after its thought, the message is empty; if it is cut off within it, there is none."""
+    fields = {"input": ASKED, "structured_outputs": {"regex": "<think>\nFoxes\\.\n</think>"}}
+    whole = respond(server, **fields, max_output_tokens=64)
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+    assert (whole["status"], whole["output"][1]["content"][0]["text"]) == ("completed", "")
+    cut = respond(server, **fields | {"structured_outputs": {"regex": "<think>[a-z]{99}"}}, max_output_tokens=9)
+    assert [item["type"] for item in cut["output"]] == ["reasoning"]
+    assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
+
+
+def test_reasoning_items_go_back_to_the_template(server: ServerProcess) -> None:
+    output = respond(server, input=ASKED, max_output_tokens=64, **THINKS)["output"]
+    summary = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": THOUGHT}]}
+    counts = [
+        respond(server, input=[*ASKED, *items], max_output_tokens=1)["usage"]["input_tokens"]
+        for items in (output, [summary, output[1]], output[1:])
+    ]
+    assert counts[0] == counts[1] > counts[2]
+    encrypted = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"}
+    response = server.ask("/v1/responses", input=[*ASKED, encrypted])
+    assert_error(response, 422, "input[1].encrypted_content", says="its maker")

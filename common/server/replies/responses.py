@@ -26,6 +26,7 @@ from common.request import StepOutput
 from common.server.errors import from_exception
 from common.server.replies.answer import Answer, Choice, WireFormat
 from common.server.replies.logprobs import response_logprobs
+from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from common.server.replies.response_shapes import (
     EventType,
     ResponseEvent,
@@ -88,13 +89,10 @@ class ResponseEvents(WireFormat):
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
         (choice,), (outputs,) = self.answer.choices, said
         events = [each for output in outputs for each in self._events(choice, output)]
-        response = events[-1]["response"]
-        # A stream has them beside the pieces only: its last four events repeat the text.
-        logprobs = [entry for each in events for entry in each.get("logprobs", ())]
-        for item in response["output"]:
-            if item["type"] == "message" and logprobs:
-                item["content"][0]["logprobs"] = logprobs
-        return response
+        for each in events:  # a stream has log-probabilities beside the pieces only: its last events repeat the text
+            for entry in each.get("logprobs", ()):
+                self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
+        return events[-1]["response"]
 
     # ------------------------------------------------------------------ events
 
@@ -108,11 +106,21 @@ class ResponseEvents(WireFormat):
             yield from self._failure(output.error)
             return
         self._logprobs += response_logprobs(self.answer.tokenizer, output)
-        if output.text_delta:
-            if not self._in_progress("message"):
-                yield from self._begin("message", role="assistant", content=[])
+        for part in choice.parts(output):
             logprobs, self._logprobs = self._logprobs, []
-            yield self._piece(output.text_delta, logprobs=logprobs)
+            match part:
+                case TextPart(text):
+                    if not self._in_progress("message"):
+                        yield from self._begin("message", role="assistant", content=[])
+                    yield self._piece(text, logprobs=logprobs)
+                case ReasoningPart(text):
+                    if not self._in_progress("reasoning"):
+                        yield from self._begin("reasoning", summary=[], content=[], encrypted_content=None)
+                    yield self._piece(text)
+                case CallPart(_, call_id, name):
+                    yield from self._begin("function_call", call_id=call_id, name=name, arguments="")
+                case ArgumentsPart(_, text):
+                    yield self._piece(text)
         if output.finished:
             yield from self._end(choice, output)
 
@@ -217,7 +225,9 @@ class ResponseEvents(WireFormat):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+            },
             "total_tokens": usage["total_tokens"],
         }
 
