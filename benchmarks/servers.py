@@ -169,6 +169,11 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
 class RunningServer:
     """A server's process, from start to stop. Use it in a `with` statement.
 
+    Args:
+        target: how to start it.
+        start_timeout_s, stop_timeout_s: seconds until it must answer, and until it is killed after SIGTERM.
+        own_group: start it in a process group of its own, which Ctrl-C in the terminal does not reach.
+
     Attributes:
         url: where it listens.
         model: the name it knows its model by.
@@ -182,6 +187,7 @@ class RunningServer:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
         stop_timeout_s: float = STOP_TIMEOUT_S,
+        own_group: bool = False,
     ) -> None:
         self.target = target
         self.url = ""
@@ -190,6 +196,7 @@ class RunningServer:
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._process_group = 0 if own_group else None
         self._announced = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -204,10 +211,12 @@ class RunningServer:
         self._process = subprocess.Popen(
             self.target.command,
             env={**os.environ, **self.target.environment},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            process_group=self._process_group,
         )
         self._reader = threading.Thread(target=self._read_log, name="server log", daemon=True)
         self._reader.start()

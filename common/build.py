@@ -19,8 +19,9 @@ from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.memory import check_memory
 from common.models.checkpoint import Checkpoint
+from common.models.generation_config import in_words
 from common.models.layers import CausalLM, TokenBatch
-from common.models.registry import load_model, open_checkpoint, weight_bytes
+from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.sampling import sample
@@ -81,11 +82,12 @@ class EngineBuilder(Generic[ConfigT]):
         if model is None:
             checkpoint = open_checkpoint(config.model)
             config = _resolve(config, checkpoint.config.max_position_embeddings)
+            params = _default_params(checkpoint, config)
             model, tokenizer = _load(checkpoint, config)
         elif tokenizer is None:
             raise ValueError("a ready model needs its tokenizer")
         else:
-            config = _resolve(config, model.max_positions)
+            config, params = _resolve(config, model.max_positions), SamplingParams()
             check_memory(config, model.config, model.dtype, model.device, weights=0)
         shape = KVShape.of(model.config, model.dtype)
         telemetry = Telemetry()
@@ -97,8 +99,21 @@ class EngineBuilder(Generic[ConfigT]):
             runner=runner,
             tokenizer=tokenizer,
             telemetry=telemetry,
+            default_params=params,
             clock=clock,
         )
+
+
+def _default_params(checkpoint: Checkpoint, config: EngineConfig) -> SamplingParams:
+    """Return the sampling parameters of requests that name none. StartupError: the checkpoint's are wrong."""
+    params, usual = SamplingParams(), SamplingParams()
+    if config.generation_config == "auto":
+        params = default_params(checkpoint)
+    origin = "the server's defaults" if params == usual else "its generation_config.json"
+    logger.info(
+        "requests to %s that name no sampling parameters get %s: %s", config.model, in_words(params), origin
+    )
+    return params
 
 
 def _resolve(config: ConfigT, model_limit: int) -> ConfigT:

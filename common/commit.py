@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import NaNLogitsError
+from common.errors import NaNLogitsError, NoTokenLeftError
 from common.request import FinishReason, Request, StepOutput, TokenLogprobs
 from common.sampling import NOT_A_TOKEN
 
@@ -12,8 +12,14 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
 
     Raises:
         NaNLogitsError: the logits that the token was sampled from were not numbers.
+        NoTokenLeftError: the same, or all tokens were forbidden.
         GrammarFailedError: the request's grammar does not accept the token, or has failed.
     """
+    if token_id == NOT_A_TOKEN and request.allowed is not None:
+        raise NoTokenLeftError(
+            "no token was left to sample: allowed_token_ids and bad_words, together with the answer's grammar and "
+            "min_tokens, forbid all of them"
+        )
     if token_id == NOT_A_TOKEN:
         raise NaNLogitsError("the model's output for this request was not a number")
     if request.matcher is not None:
@@ -50,7 +56,8 @@ def _decode_and_check(request: Request, token_id: int) -> tuple[str, FinishReaso
     """
     detokenizer, matcher = request.detokenizer, request.matcher
     ending = token_id in request.ending_token_ids
-    text = detokenizer.add(token_id) if detokenizer is not None and not ending else ""
+    shown = not ending or request.params.include_stop_str_in_output
+    text = detokenizer.add(token_id) if detokenizer is not None and shown else ""
     reason: FinishReason | None = None
     if ending:
         reason = "stop" if token_id in request.params.stop_token_ids else "eos"

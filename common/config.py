@@ -30,6 +30,11 @@ class EngineConfig(BaseModel):
     chat_template: Path | None = Field(
         default=None, description="Jinja file with a chat template; default: the checkpoint's own"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto takes the sampling parameters of requests that name none (temperature, top_p, top_k, "
+        "min_p, repetition_penalty) from the checkpoint's generation_config.json, where it has them; none does not",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes a GPU where there is one"
     )

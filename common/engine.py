@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from common.allowed_tokens import AllowedTokens
 from common.commit import fail, terminal_output
 from common.config import EngineConfig
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, RequestTimeoutError
@@ -59,6 +60,7 @@ class Engine:
 
     Attributes:
         dead: the error that ended this engine; None while it runs.
+        default_params: sampling parameters of requests that name none, by the model's `generation_config.json`.
         max_seq_len: the most tokens of one request, prompt and new ones.
         paused: True from `pause` to `resume`: steps plan nothing.
         watchers: functions that are called after each step; usually none.
@@ -74,6 +76,7 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer,
         telemetry: Telemetry,
+        default_params: SamplingParams | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         assert config.max_seq_len is not None, "an engine's config has its max_seq_len resolved"
@@ -84,6 +87,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.grammars = GrammarCompiler(tokenizer, runner.model.config.eos_token_ids)
         self.telemetry = telemetry
+        self.default_params = default_params or SamplingParams()
         self.clock = clock
         self.max_seq_len = config.max_seq_len
         self.dead: EngineDeadError | None = None
@@ -112,6 +116,7 @@ class Engine:
         arrived_s: float | None = None,
         matcher: Matcher | None = None,
         prediction: Sequence[int] = (),
+        priority: int = 0,
     ) -> Request:
         """Create a request after checking its prompt against this engine's limits. Any thread may call this.
 
@@ -125,10 +130,12 @@ class Engine:
                 then.
             matcher: the matcher of `params.grammar`, if it was made before.
             prediction: tokens that the answer is expected to have; they change its speed, never its tokens.
+            priority: requests with a lower one go first.
 
         Raises:
             InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
-            InvalidRequestError: prompt and `max_new_tokens` are too long, or a parameter names an unknown token.
+            InvalidRequestError: prompt and `max_new_tokens` are too long, a parameter names an unknown token, no
+                token may be sampled, or this phase has no priorities.
             InvalidGrammarError: `params.grammar` cannot be used.
         """
         new_tokens = params.max_new_tokens
@@ -142,13 +149,25 @@ class Engine:
             raise InvalidPromptError(
                 f"token id {outside} is not in the vocabulary of {vocab_size}", param="prompt"
             )
-        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": [i for i, _ in params.logit_bias]}
+        named: dict[str, Sequence[int]] = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [i for i, _ in params.logit_bias],
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
         for param, ids in named.items():
             beyond = next((i for i in ids if not 0 <= i < vocab_size), None)
             if beyond is not None:
                 raise InvalidRequestError(
                     f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
                 )
+        if priority and not self.scheduler.has_priorities:
+            raise InvalidRequestError(
+                f"priority: {self.phase.slug} serves requests as they arrive; send 0, or leave it out",
+                param="priority",
+            )
+        allowed = AllowedTokens.of(self.tokenizer, params.allowed_token_ids, params.bad_words)
+        if allowed is not None and allowed.is_empty:
+            raise InvalidRequestError("bad_words: they forbid every allowed token", param="bad_words")
         if matcher is None and params.grammar is not None:
             matcher = self.grammars.new_matcher(params.grammar)
         return Request(
@@ -156,9 +175,18 @@ class Engine:
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self.runner.model.config.eos_token_ids,
-            detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids, params.stop, params.min_tokens),
+            detokenizer=IncrementalDetokenizer(
+                self.tokenizer,
+                token_ids,
+                params.stop,
+                params.min_tokens,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            ),
             cache_salt=cache_salt,
             matcher=matcher,
+            allowed=allowed,
+            priority=priority,
             group=group,
             arrived_s=arrived_s,
             # Ids beyond the model's vocabulary cannot be computed, and no answer has them.

@@ -27,6 +27,10 @@ class GrammarFailedError(RuntimeError):
     """A request's grammar failed while its answer was generated."""
 
 
+class NoTokenLeftError(RuntimeError):
+    """A request's fields forbid all tokens that could come next."""
+
+
 class QueueFullError(RuntimeError):
     """The queue of waiting requests is full. Try again later."""
 

@@ -30,9 +30,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import llguidance
 import numpy as np
-import numpy.typing as npt
 
 from common import grammar_trial
+from common.allowed_tokens import Mask, without_tokens
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.grammar_trial import MaskBudget, OverBudgetError
 from common.mask_threads import MaskThreads, Work
@@ -106,13 +106,10 @@ class Matcher:
         if self._filling is None and self._failure is None:
             self._filling = self._threads.start(self._fill)
 
-    def mask(self, held_back: Collection[int] = ()) -> npt.NDArray[np.uint32]:
+    def mask(self) -> Mask:
         """Return the mask of allowed next tokens: [words], valid until `advance`. Blocks until it is computed.
 
         Token i is allowed if bit i % 32 of word i // 32 is set.
-
-        Args:
-            held_back: tokens that are not allowed, unless no other token is.
 
         Raises:
             GrammarFailedError: the grammar has exceeded its limits, or its masks their budget of processor time.
@@ -120,7 +117,7 @@ class Matcher:
         """
         self.begin_mask()
         self._wait()
-        return without(self._mask, held_back)
+        return self._mask
 
     def allowed(self, guesses: Sequence[int]) -> int:
         """Return how many of these tokens, from the first on, may come next, one after the other."""
@@ -132,7 +129,7 @@ class Matcher:
         self._wait()
         return self._backend.compute_ff_tokens()
 
-    def guessed_masks(self, guesses: Sequence[int]) -> Sequence[npt.NDArray[np.uint32]]:
+    def guessed_masks(self, guesses: Sequence[int]) -> Sequence[Mask]:
         """Return a mask for the token after each of these `allowed` guesses: [words] each. No mask follows a
         guess that completes the text. The state stays as it is. Blocks until the masks are computed.
 
@@ -140,7 +137,7 @@ class Matcher:
             GrammarFailedError: as `mask`. The time of these masks is limited, but not charged to the budget: an
                 answer must not depend on guesses.
         """
-        masks: list[npt.NDArray[np.uint32]] = []
+        masks: list[Mask] = []
         if guesses:
             self._wait()
             filling = self._threads.start(functools.partial(self._fill_guessed, guesses, masks))
@@ -170,7 +167,7 @@ class Matcher:
         if self._backend.is_error():
             raise self._backend_error()
 
-    def _fill_guessed(self, guesses: Sequence[int], masks: list[npt.NDArray[np.uint32]]) -> None:
+    def _fill_guessed(self, guesses: Sequence[int], masks: list[Mask]) -> None:
         taken = 0
         for guess in guesses:
             taken += self._backend.consume_token(guess)
@@ -209,13 +206,11 @@ class Matcher:
         raise GrammarFailedError(self._failure)
 
 
-def without(mask: npt.NDArray[np.uint32], held_back: Collection[int]) -> npt.NDArray[np.uint32]:
+def without(mask: Mask, held_back: Collection[int]) -> Mask:
     """Return a mask [words] without some tokens; the same mask if it allows no other token."""
     if not held_back:
         return mask
-    others = mask.copy()
-    for token_id in held_back:
-        others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    others = without_tokens(mask, held_back)
     return others if others.any() else mask
 
 
@@ -302,8 +297,7 @@ class GrammarCompiler:
             raise InvalidGrammarError("this model has no EOS token for an answer to end with")
         return {
             "tokenizer": self._tokenizer.backend.to_str(),
-            # The tokenizer may have more tokens than the model, or fewer.
-            "n_vocab": max(self._tokenizer.vocab_size, self._tokenizer.foreign_from),
+            "n_vocab": self._tokenizer.num_ids,
             "eos_token": self._eos_token_ids,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,13 +13,15 @@ from pydantic import ValidationError
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from common.chat_template import Message
 from common.config import EngineConfig
 from common.engine import Engine
-from common.errors import StartupError
+from common.errors import InvalidRequestError, StartupError
 from common.phases import PhasePackage, find_phase, phase_names
 from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Message]
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class LLM:
         Args:
             prompts: texts or token ids, any number of them: they queue here, not in the engine. One text, or one
                 list of token ids, is one prompt.
-            params: for all prompts, or one for each; the defaults if None.
+            params: for all prompts, or one for each; `default_params` if None.
             progress: draw a progress bar if stdout is a terminal.
 
         Raises:
@@ -105,7 +107,7 @@ class LLM:
             raise RuntimeError("the engine is paused: call llm.engine.resume() first")
         prompts = _listed(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params for {len(prompts)} prompts")
         pairs = list(zip(prompts, params, strict=True))
@@ -119,6 +121,58 @@ class LLM:
                 self._run(requests, completions, progress=progress)
             finally:
                 self._clear()
+        return completions
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters of calls without `params`: the model's, by its `generation_config.json`."""
+        return self.engine.default_params
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Answer every conversation. Returns the answers in the order of the conversations.
+
+        Args:
+            messages: conversations, or a single one. Each is a list of messages with a `role` and a `content`,
+                both text. The model's chat template turns it into a text, which is the answer's `prompt`.
+            params, progress: as for `generate`.
+            continue_final_message: the model goes on with the last message instead of answering it.
+            chat_template_kwargs: variables for the template, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, the template refuses a conversation, or a prompt is
+                too long. Nothing has run.
+            ValueError, RuntimeError: as `generate`.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so nothing says how it reads a conversation; "
+                "generate() continues text",
+                param="messages",
+            )
+        texts = [
+            tokenizer.chat_template.render(
+                _checked(conversation),
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for conversation in _conversations(messages)
+        ]
+        prompts = [
+            self.engine.tokenize(text, add_special_tokens=False) for text in texts
+        ]  # the template has them
+        completions = self.generate(prompts, params, progress=progress)
+        for completion, text in zip(completions, texts, strict=True):
+            completion.prompt = text
         return completions
 
     def _clear(self) -> None:
@@ -155,6 +209,23 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return prompts as a list, a single prompt as a list of one."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return cast(list[Prompt], [prompts] if single else list(prompts))
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return conversations as a list, a single one as a list of one."""
+    single = len(messages) > 0 and isinstance(messages[0], Mapping)
+    return cast(list[Conversation], [messages] if single else list(messages))
+
+
+def _checked(conversation: Conversation) -> Conversation:
+    """Return a conversation that a template can read. InvalidRequestError: it is empty, or a message is no text."""
+    if not conversation:
+        raise InvalidRequestError("a conversation needs a message", param="messages")
+    for number, message in enumerate(conversation):
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise InvalidRequestError(f"messages[{number}]: its {name} must be a text", param="messages")
+    return conversation
 
 
 def _configure(package: PhasePackage, options: dict[str, Any]) -> EngineConfig:

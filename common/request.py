@@ -18,7 +18,8 @@ from typing import Literal
 
 import torch
 
-from common.grammar import Grammar, Matcher
+from common.allowed_tokens import AllowedTokens, Mask
+from common.grammar import Grammar, Matcher, without
 from common.text import IncrementalDetokenizer
 from common.token_counts import TokenBiases, TokenCounts
 
@@ -34,7 +35,7 @@ class SamplingParams:
 
     Raises:
         ValueError: a value is out of range; the message begins with the field's name.
-        TypeError: `stop` is a single string.
+        TypeError: `stop` or `bad_words` is a single string.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -51,6 +52,12 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit before penalties)
     logprobs: int | None = None  # None: not reported; n: of the sampled token and the n most likely tokens
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled; None: all are allowed
+    bad_words: tuple[str, ...] = ()  # no token is sampled that completes one (`common.allowed_tokens`)
+    include_stop_str_in_output: bool = (
+        False  # the text ends with the stop string or token that ends the answer
+    )
+    skip_special_tokens: bool = True  # special tokens are left out of the text
     ignore_eos: bool = False
     min_tokens: int = 0  # for this many tokens no EOS or stop token is sampled, and stop strings are ignored
     grammar: Grammar | None = None  # the answer must match it; the request ends when the match is complete
@@ -58,6 +65,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # each of its letters would stop the request
             raise TypeError(f"stop is a tuple of strings: write ({self.stop!r},)")
+        if isinstance(self.bad_words, str):
+            raise TypeError(f"bad_words is a tuple of strings: write ({self.bad_words!r},)")
         in_range = {
             "temperature": 0.0 <= self.temperature < math.inf,
             "top_p": 0.0 < self.top_p <= 1.0,
@@ -68,6 +77,8 @@ class SamplingParams:
             "frequency_penalty": math.isfinite(self.frequency_penalty),
             "max_new_tokens": self.max_new_tokens >= 1,
             "stop": all(self.stop),
+            "allowed_token_ids": self.allowed_token_ids is None or bool(self.allowed_token_ids),
+            "bad_words": all(word.strip() for word in self.bad_words),
             "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
             "logit_bias": all(math.isfinite(bias) for _, bias in self.logit_bias),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
@@ -129,6 +140,8 @@ class Request:
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     matcher: Matcher | None = None  # `params.grammar` after the generated tokens
+    allowed: AllowedTokens | None = None  # by `params.allowed_token_ids` and `bad_words`; None: all tokens
+    priority: int = 0  # a lower one goes first
     group: str = ""  # choices of one answer: one fair share of the seats together; "": its own share
     prediction: Sequence[int] = ()  # tokens that the client expects; phase 10 guesses from them
     arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
@@ -139,8 +152,10 @@ class Request:
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
-    takes_best: bool = field(init=False)  # greedy, and no penalties, biases or logprobs
-    waits_for_its_tokens: bool = field(init=False)  # grammar, penalties: read a token, then sample the next
+    takes_best: bool = field(init=False)  # greedy among all tokens, without penalties, biases or logprobs
+    waits_for_its_tokens: bool = field(
+        init=False
+    )  # grammar, penalties, …: read a token, then sample the next
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
     prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit
@@ -176,9 +191,14 @@ class Request:
             )
         if params.logit_bias:
             self.token_biases = TokenBiases(params.logit_bias)
-        self.waits_for_its_tokens = self.matcher is not None or self.token_counts is not None
+        self.waits_for_its_tokens = (
+            self.matcher is not None
+            or self.token_counts is not None
+            or (self.allowed is not None and self.allowed.context > 0)
+        )
         self.takes_best = (
             params.greedy
+            and self.allowed is None
             and self.token_counts is None
             and self.token_biases is None
             and not params.min_tokens
@@ -232,6 +252,38 @@ class Request:
         if self.num_generated_tokens + self.pending_tokens + ahead < self.params.min_tokens:
             return self.ending_token_ids
         return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
+
+    @property
+    def is_masked(self) -> bool:
+        """True if its grammar, its allowed tokens or its bad words restrict which tokens are sampled."""
+        return self.matcher is not None or self.allowed is not None
+
+    def masks(self) -> Sequence[Mask]:
+        """Return a mask for the next token and for the token after each of its `drafts`: [W] each.
+
+        No mask follows a guess that completes its grammar's text. Blocks until the grammar's masks are computed.
+
+        Raises:
+            GrammarFailedError: see `Matcher.mask`.
+        """
+        if self.matcher is None:
+            assert self.allowed is not None, "a request that is masked"
+            return [self.allowed.mask(self._context(ahead)) for ahead in range(1 + len(self.drafts))]
+        masks = [self.matcher.mask(), *self.matcher.guessed_masks(self.drafts)]
+        if self.allowed is not None:
+            masks = [mask & self.allowed.mask(self._context(ahead)) for ahead, mask in enumerate(masks)]
+        return [without(mask, self.held_back_token_ids(ahead)) for ahead, mask in enumerate(masks)]
+
+    def _context(self, ahead: int) -> Sequence[int]:
+        """Return the latest generated tokens and the first `ahead` guesses, as many as `allowed` looks at."""
+        assert self.allowed is not None
+        first = max(len(self.prompt_token_ids), len(self.token_ids) - self.allowed.context)
+        return [*self.token_ids[first:], *self.drafts[:ahead]]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in line: by priority, then by arrival. The lowest goes first."""
+        return self.priority, self.arrival
 
     @property
     def wants_token(self) -> bool:

@@ -242,8 +242,8 @@ class Runner(ABC):
             self._sample((request,) * (end - first), logits[first:end], launched)
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the masks of tokens that grammars allow next; None if no request has a grammar."""
-        if all(request.matcher is None for request in requests):
+        """Return the masks of tokens that may come next; None if no request restricts them."""
+        if not any(request.is_masked for request in requests):
             return None
         with self.telemetry.part("mask"):
             return TokenMasks.of(requests)

@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.allowed_tokens import Mask
 from common.errors import GrammarFailedError
-from common.grammar import Matcher, without
 from common.request import Request, TokenLogprobs
 from kernels.transfer import to_device
 
@@ -80,7 +80,7 @@ class SamplingInputs(NamedTuple):
         penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
         penalties: [S, 3] float64, repetition, frequency and presence penalty of each row that has any.
         held_back: [2, m] int64, rows and tokens that may not be sampled yet.
-        masked: [C] int64, the rows that have a grammar.
+        masked: [C] int64, the rows that have a mask.
         words: [C, W] int32, their masks: see `TokenMasks`.
         reported: [L] int64, the rows that report log-probabilities.
         top: number of most likely tokens that are reported with them.
@@ -174,10 +174,10 @@ class SamplingInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The tokens that grammars allow in some rows of a pass.
+    """The tokens that grammars, `allowed_token_ids` and `bad_words` allow in some rows of a pass.
 
     Attributes:
-        rows: the C rows that have a grammar.
+        rows: the C rows that have a mask.
         words: [C, W] int32, on the host. Row `rows[c]` may choose token i if bit i % 32 of `words[c, i // 32]` is
             set.
     """
@@ -192,18 +192,17 @@ class TokenMasks:
         A row whose matcher fails has no mask. Its sampled token is never used: committing it raises the matcher's
         error, which fails that request alone.
         """
-        constrained: dict[Request, tuple[int, Matcher]] = {}  # the first row of each request
+        first_rows: dict[Request, int] = {}
         for row, request in enumerate(requests):
-            if request.matcher is not None and not request.is_terminal:
-                constrained.setdefault(request, (row, request.matcher))
-        for _, matcher in constrained.values():  # start all masks before waiting for the first
-            matcher.begin_mask()
-        masks: dict[int, npt.NDArray[np.uint32]] = {}
-        for request, (row, matcher) in constrained.items():
+            if request.is_masked and not request.is_terminal:
+                first_rows.setdefault(request, row)
+        for request in first_rows:  # start all masks before waiting for the first
+            if request.matcher is not None:
+                request.matcher.begin_mask()
+        masks: dict[int, Mask] = {}
+        for request, row in first_rows.items():
             with contextlib.suppress(GrammarFailedError):
-                masks[row] = matcher.mask(request.held_back_token_ids())
-                for ahead, mask in enumerate(matcher.guessed_masks(request.drafts), start=1):
-                    masks[row + ahead] = without(mask, request.held_back_token_ids(ahead))
+                masks.update(enumerate(request.masks(), start=row))
         if not masks:
             return None
         words = np.stack(list(masks.values()))
@@ -216,7 +215,7 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
     Args:
         logits: [S, vocab], any float type; not changed.
         requests: the request of each of the S rows.
-        masks: of the rows that have a grammar.
+        masks: of the rows that have any.
     """
     return choose(logits, SamplingInputs.of(requests, masks, logits.shape[-1], logits.device))
 

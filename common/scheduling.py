@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config import EngineConfig
 from common.kv import SchedulerPool
@@ -70,16 +71,22 @@ class Scheduler(ABC):
     A step calls `retire`, `make_room`, `admit` and `plan`, in that order. The engine releases the memory of the
     requests that `retire` and `make_room` return.
 
-    Requests wait in a queue of `max_waiting_requests`, first come, first served, for one of `max_batch_size` seats.
+    Requests wait in a queue of `max_waiting_requests` for one of `max_batch_size` seats. Preempted requests go
+    first, then the others by their `rank`: first come, first served among requests of the same priority. A request
+    may starve: it waits as long as requests of a lower priority number keep coming.
+
     A phase decides when seats are filled (`admit`), when they are cleared (`_clear_seats`), and which tokens of the
     seated requests a step computes (`plan`).
 
     Attributes:
+        has_priorities: whether requests may have a priority.
         waiting: requests that are not admitted yet, or preempted; the first in line in front.
         active: requests that were admitted and not yet retired, in order of admission.
         preemptions: how many requests were preempted since the start.
         failed_drafters: how many times guessing a request's tokens failed since the start (phase 10).
     """
+
+    has_priorities: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
         self.config = config
@@ -95,7 +102,14 @@ class Scheduler(ABC):
         """Queue a request. False: the queue is full, nothing has changed."""
         if self.queue_room() < 1:
             return False
-        self.waiting.append(request)
+        place = len(self.waiting)
+        while (
+            place
+            and self.waiting[place - 1].priority > request.priority
+            and not self.waiting[place - 1].preempted
+        ):
+            place -= 1
+        self.waiting.insert(place, request)
         return True
 
     def queue_room(self) -> int:
@@ -164,25 +178,23 @@ class Scheduler(ABC):
     def _fill_seats(self, pool: SchedulerPool) -> None:
         """Seat waiting requests. Stops at the first request that finds no seat or no memory."""
         while (request := self.next_waiting()) and self._seat(request, pool):
-            self.waiting.popleft()
+            pass
 
     def next_waiting(self) -> Request | None:
-        """Bring the next request to the front of the queue and return it; None if no seat is free or none waits.
+        """Return the request that is seated next; None if no seat is free or none waits.
 
-        First come, first served, except that a group which holds its share of the seats lets others go first. So
-        the 32 choices of one answer do not take every seat while other clients wait.
+        This is the first in the queue, except that a group which holds its share of the seats lets others go first.
+        So the 32 choices of one answer do not take every seat while other clients wait.
         """
         if not self.waiting or self.free_seats < 1:
             return None
         first = self.waiting[0]
         if first.group and (entitled := self._entitled()):
-            first = entitled[0]
-            self.waiting.remove(first)
-            self.waiting.appendleft(first)
+            return entitled[0]
         return first
 
     def _over_share(self) -> Request | None:
-        """Return the latest request of a group that holds too many seats while others wait; None if none does.
+        """Return the last in line of the groups that hold too many seats while others wait; None if none does.
 
         A group may take many seats while no other request waits. Without preemption it would keep them until its
         answers are complete.
@@ -191,7 +203,7 @@ class Scheduler(ABC):
             return None
         share, held = self._share(), self._held()
         over = [r for r in self.active if r.group and held[r.group] > share and not r.is_terminal]
-        return max(over, key=lambda request: request.arrival, default=None)
+        return max(over, key=lambda request: request.rank, default=None)
 
     def _entitled(self) -> list[Request]:
         """Return the waiting requests whose group holds less than its share of the seats."""
@@ -208,9 +220,10 @@ class Scheduler(ABC):
         return Counter(request.group for request in self.active if request.group)
 
     def _seat(self, request: Request, pool: SchedulerPool) -> bool:
-        """Give a request its memory and make it active. False: there is not enough memory."""
+        """Give a waiting request its memory and make it active. False: there is not enough memory."""
         if not pool.reserve(request, len(request.token_ids)):
             return False
+        self.waiting.remove(request)
         request.start_prefill()
         self.active.append(request)
         return True

@@ -36,6 +36,7 @@ class Tokenizer:
         self.vocab_size = vocab_size  # the model's
         known = backend.get_vocab_size(with_added_tokens=True)
         self.foreign_from = known
+        self.num_ids = max(vocab_size, known)  # the tokenizer may have more tokens than the model, or fewer
         self._longest_token = max((len(token) for token in backend.get_vocab()), default=1)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -127,6 +128,14 @@ class IncrementalDetokenizer:
     ```
 
     A stop string that one of the first `min_tokens` tokens completes is ignored.
+
+    Args:
+        tokenizer: the model's.
+        prompt_token_ids: the tokens before the text.
+        stop: stop strings.
+        min_tokens: see above.
+        include_stop: the text ends with the stop string that ends it, instead of before it.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     #: After so many tokens in a row without decoded text, their bytes are checked (`_is_broken`). UTF-8 needs at
@@ -142,8 +151,13 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int],
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
         self._unstoppable = min_tokens  # number of next tokens at which stop strings are ignored
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in self._stop), default=0)
@@ -158,18 +172,18 @@ class IncrementalDetokenizer:
     def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         """Return a prompt's last tokens, from the start of a character: half of one would appear in the answer."""
         tail = [i for i in prompt_token_ids[-self.CONTEXT :] if not self._tokenizer.is_foreign(i)]
-        while tail and self._tokenizer.decode(tail).startswith(REPLACEMENT):
+        while tail and self._decoded(tail).startswith(REPLACEMENT):
             tail = tail[1:]
         return tail
 
     def _new_stream(self, context: Sequence[int]) -> DecodeStream:
         """Return a decode stream that has decoded `context`, so that the next token is spaced correctly."""
-        stream = DecodeStream(skip_special_tokens=True)
+        stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         for token_id in context:
             try:
                 stream.step(self._tokenizer.backend, token_id)
             except Exception:
-                stream = DecodeStream(skip_special_tokens=True)
+                stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         return stream
 
     def add(self, token_id: int) -> str:
@@ -207,6 +221,9 @@ class IncrementalDetokenizer:
             self._unfinished.append(token_id)
         return broken + (self._flush_broken() if self._is_broken() else "")
 
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
     def _is_broken(self) -> bool:
         """Return whether a character before the last unfinished one is broken.
 
@@ -214,13 +231,13 @@ class IncrementalDetokenizer:
         """
         if len(self._unfinished) < self.MAX_UNFINISHED:
             return False
-        return REPLACEMENT in self._tokenizer.decode(self._unfinished)[:-1]
+        return REPLACEMENT in self._decoded(self._unfinished)[:-1]
 
     def _flush_broken(self) -> str:
         """Return U+FFFD for tokens that will never form a character, so that later tokens can be decoded."""
         if not self._unfinished:
             return ""
-        text = self._tokenizer.decode(self._unfinished)
+        text = self._decoded(self._unfinished)
         self._unfinished.clear()
         self._stream = self._new_stream(self._context)
         return text
@@ -241,9 +258,9 @@ class IncrementalDetokenizer:
             if (start := self._held.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if ends and stoppable:
-            _, start = min(ends)
+            end, start = min(ends)
             self.stopped = True
-            said, self._held = self._held[:start], ""
+            said, self._held = self._held[: end if self._include_stop else start], ""
             return said
         keep = self._longest_unfinished_stop()
         cut = len(self._held) - keep

@@ -13,6 +13,7 @@ from typing import NoReturn
 USAGE = """\
 usage: infer serve PHASE [options]      serve a phase; infer serve --help lists the options
        infer cluster [options]          serve replicas of a phase behind one address, on Ray
+       infer chat [options]             chat with a model in the terminal; --url for a server that runs already
        infer fetch [MODEL]              download a real model, for --model; without MODEL, list what there is
        infer phases                     list the phases: PHASE is a number or a name
        infer compare [options]          start servers in turn and compare them
@@ -64,6 +65,10 @@ def _run(words: list[str]) -> int:
             print(HELP)
         case ["fetch", name]:
             return _fetch(name)
+        case ["chat", *options]:
+            from infer.chat import main as chat
+
+            return chat(options)
         case ["compare" | "run" | "plots" | "demo" as word, *options]:
             return _measure(word, options)
         case _:

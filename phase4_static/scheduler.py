@@ -12,6 +12,8 @@ time ──>
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from common.kv import SchedulerPool
 from common.request import Request, RequestState
 from common.scheduling import Clock, PrefillChunk, Scheduler, StepPlan
@@ -24,6 +26,8 @@ class StaticScheduler(Scheduler):
     A batch starts when `max_batch_size` requests wait, or `batch_wait_timeout_s` seconds after the first of them
     reached an idle engine. If requests wait already when a batch retires, the time starts then.
     """
+
+    has_priorities: ClassVar[bool] = False  # while a batch runs, nothing could give way
 
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)

@@ -2,7 +2,7 @@
 
 ```text
           free blocks                       a decode step needs a block and none is free:
-  admit ──> prompt's blocks taken now       the latest arrival gives up all of its own,
+  admit ──> prompt's blocks taken now       the last in line gives up all of its own,
   step  ──> one more where a block is full  goes to the front of the queue with what it has
   retire ─> all of them back                generated, and later prefills prompt + generated
 ```
@@ -21,15 +21,15 @@ class PagedScheduler(ContinuousScheduler):
     """Continuous batching with a budget of blocks. With a pool of slots it behaves like phase 5."""
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
-        """Reserve memory for each decoding request's next token. If it runs out, preempt the latest arrival.
+        """Reserve memory for each decoding request's next token. If it runs out, preempt the last in line.
 
-        The oldest request reserves first and so always goes on.
+        The first in line reserves first and so always goes on.
         """
         if preempted := super().make_room(pool):
             return preempted
-        for request in sorted(self.active, key=lambda r: r.arrival):
+        for request in sorted(self.active, key=lambda r: r.rank):
             if request.wants_token and not pool.reserve(request, request.num_tokens):
-                return self._make_way(max(self.active, key=lambda r: r.arrival))
+                return self._make_way(max(self.active, key=lambda r: r.rank))
         return []
 
     def admit(self, pool: SchedulerPool) -> None:
@@ -41,5 +41,4 @@ class PagedScheduler(ContinuousScheduler):
             # With no active request none grows: a prompt that fits the pool must not wait forever.
             if (cost > budget and self.active) or not self._seat(request, pool):
                 return
-            self.waiting.popleft()
             budget -= cost

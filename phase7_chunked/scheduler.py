@@ -47,9 +47,9 @@ class ChunkedScheduler(PagedScheduler):
         prefilling = [r for r in self.active if r.state is RequestState.PREFILL]
         return sorted(prefilling, key=self.prefill_priority)[: self.config.max_prefill_chunks_per_step]
 
-    def prefill_priority(self, request: Request) -> tuple[int, int]:
-        """Return a sort key: prompts that have begun go first, and among equals the oldest."""
-        return not request.has_begun, request.arrival
+    def prefill_priority(self, request: Request) -> tuple[int, int, int]:
+        """Return a sort key: prompts that have begun go first, and among equals the first in line."""
+        return not request.has_begun, *request.rank
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
         """Yield the next chunk of each request until the step's token budget is used up.

@@ -400,15 +400,15 @@ class Bench:
         self.pool: Any = builder.pool(config, SMALLEST, CPU)
         self._arrivals = itertools.count()
 
-    def request(self, prompt: int, new: int = 64) -> Request:
+    def request(self, prompt: int, new: int = 64, **fields: Any) -> Request:
         """Return the next request of r0, r1, …, with a prompt of so many tokens."""
         arrival = next(self._arrivals)
-        request = Request(f"r{arrival}", [1] * prompt, greedy(new))
+        request = Request(f"r{arrival}", [1] * prompt, greedy(new), **fields)
         request.arrival = arrival
         return request
 
-    def add(self, *prompts: int) -> list[Request]:
-        requests = [self.request(prompt) for prompt in prompts]
+    def add(self, *prompts: int, **fields: Any) -> list[Request]:
+        requests = [self.request(prompt, **fields) for prompt in prompts]
         for request in requests:
             assert self.scheduler.add_request(request)
         return requests

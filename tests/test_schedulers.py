@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from common.phases import phase_names
+from common.errors import InvalidRequestError
+from common.phases import phase_names, phase_number
 from common.request import RequestState
-from tests.engine_helpers import Bench, Variant
+from tests.engine_helpers import (
+    Bench,
+    RememberingModel,
+    Variant,
+    assert_all_free,
+    assert_answered,
+    build,
+    greedy,
+    run,
+)
+
+PAGED = [name for name in phase_names() if phase_number(name) >= 6]
 
 #: Options, where a phase has them, under which memory is ample, a chunk is short and no time passes.
 OPTIONS: dict[str, float] = {"batch_wait_timeout_s": 0.0, "num_blocks": 64, "prefill_chunk_size": 4}
@@ -80,3 +92,92 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_at_the_next_retiremen
     assert bench.scheduler.num_waiting == 2
     assert bench.scheduler.retire() == [second]
     assert list(bench.scheduler.waiting) == [third]
+
+
+# ---------------------------------------------------------------------- priorities
+
+
+@pytest.fixture
+def ranked(bench: Bench) -> Bench:
+    """A bench of a phase that has priorities."""
+    if not bench.scheduler.has_priorities:
+        pytest.skip("requests are served in the order of their arrival")
+    return bench
+
+
+def test_the_lowest_priority_goes_first_and_then_the_earliest(ranked: Bench) -> None:
+    ranked.add(3, 3)
+    ranked.begin()
+    for priority in (5, 0, -2):
+        ranked.add(3, priority=priority)
+    assert ranked.waiting == ["r4", "r3", "r2"]
+    order: list[str] = []
+    while ranked.scheduler.has_work:
+        for request in ranked.scheduler.active:
+            request.cancel()
+        order += ranked.admitted()
+        if order == ["r4", "r3"]:
+            ranked.add(3, priority=5)
+            ranked.add(3, priority=1)
+    assert order == ["r4", "r3", "r6", "r2", "r5"]
+
+
+def test_a_running_request_does_not_give_way_to_one_that_arrives(ranked: Bench) -> None:
+    ranked.add(3, 3, priority=9)
+    ranked.begin()
+    ranked.add(3, priority=-9)
+    for _ in range(4):
+        ranked.step()
+    assert (ranked.active, ranked.waiting) == (["r0", "r1"], ["r2"])
+
+
+def test_a_preempted_request_goes_before_all_others(ranked: Bench) -> None:
+    preempted, *_ = ranked.add(3, 3, priority=7)
+    ranked.begin()
+    ranked.add(3, priority=-1)
+    ranked.pool.release(*ranked.scheduler._make_way(preempted))
+    ranked.add(3, priority=-5)
+    assert ranked.waiting == ["r0", "r3", "r2"]
+    assert ranked.admitted() == ["r0"]
+
+
+@pytest.mark.parametrize("phase", PAGED)
+def test_the_last_in_line_gives_its_memory_up(phase: str) -> None:
+    """Not the latest arrival, which has the better priority here."""
+    bench = Variant(phase, {"block_size": 1, "num_blocks": 8}).bench(max_batch_size=2, max_seq_len=8)
+    bench.hold(4).priority = 3
+    bench.hold(4)
+    assert bench.active == ["r0", "r1"]
+    for request in bench.scheduler.active:
+        request.token_ids.append(1)
+    bench.make_room()
+    assert (bench.active, bench.waiting) == (["r1"], ["r0"])
+
+
+@pytest.mark.parametrize("phase", phase_names())
+def test_requests_of_mixed_priorities_end_in_the_order_of_their_rank(phase: str) -> None:
+    engine = build(phase, max_batch_size=1, max_waiting_requests=8)
+    priorities = [0, 2, -1, 2, 0, 1]
+    if not engine.scheduler.has_priorities:
+        with pytest.raises(
+            InvalidRequestError, match="phase4_static serves requests as they arrive"
+        ) as refused:
+            engine.create_request([1], greedy(3), priority=-1)
+        assert refused.value.param == "priority"
+        priorities = [0] * 6
+    requests = [
+        engine.create_request([i + 1, *[7] * i], greedy(3), f"r{i}", priority=priority)
+        for i, priority in enumerate(priorities)
+    ]
+    assert all(map(engine.add_request, requests))
+    outputs = run(engine)
+    assert_answered(outputs, requests)
+    ranked = [i for _, i in sorted((priority, i) for i, priority in enumerate(priorities))]
+    assert [output.request_id for output in outputs if output.finished] == [f"r{i}" for i in ranked]
+    model = engine.runner.model
+    assert isinstance(model, RememberingModel)
+    prompts = [call.kv_lengths for call in model.calls if call.kv_lengths == call.query_lengths]
+    assert prompts == [(i + 1,) for i in ranked], (
+        "the model computes the prompts in this order, one after another"
+    )
+    assert_all_free(engine)

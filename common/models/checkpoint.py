@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.models.compressed import Scheme
-from common.models.config import ModelConfig
+from common.models.config import JsonObject, ModelConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly, load_weights
 from common.text import Tokenizer
@@ -33,15 +33,17 @@ class Checkpoint(ABC):
         quantization: the types in which weights are stored that are dequantized when they are read, for the log;
             None if none is.
         is_int8: whether weights are stored as int8, and are computed with as they are.
+        generation_config: the object in its `generation_config.json`; empty if it has none.
     """
 
     folder: Path | None = None
     quantization: str | None = None
     is_int8: bool = False
 
-    def __init__(self, name: str, config: ModelConfig) -> None:
+    def __init__(self, name: str, config: ModelConfig, generation_config: JsonObject | None = None) -> None:
         self.name = name
         self.config = config
+        self.generation_config = generation_config or {}
 
     @abstractmethod
     def fill(self, model: CausalLM, device: torch.device) -> None:
@@ -63,8 +65,15 @@ class Checkpoint(ABC):
 class FolderCheckpoint(Checkpoint):
     """A Hugging Face folder."""
 
-    def __init__(self, name: str, config: ModelConfig, folder: Path, scheme: Scheme | None = None) -> None:
-        super().__init__(name, config)
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        folder: Path,
+        scheme: Scheme | None = None,
+        generation_config: JsonObject | None = None,
+    ) -> None:
+        super().__init__(name, config, generation_config)
         self.folder: Path = folder
         self.is_int8 = scheme is not None
         if scheme is not None and scheme.quantizes_activations:

@@ -22,6 +22,7 @@ from common.models.compressed import read_scheme
 from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id_set
 from common.models.fetch import FETCHABLE, find_fetched
 from common.models.gemma3 import Gemma3
+from common.models.generation_config import suggested_params
 from common.models.gguf import GGUFCheckpoint, config_of
 from common.models.gguf_file import GGUFFile
 from common.models.layers import CausalLM
@@ -30,6 +31,7 @@ from common.models.loader import read_json
 from common.models.mistral import Mistral
 from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
+from common.request import SamplingParams
 from common.zoo.presets import PRESETS, TOKENIZER_OF
 
 T = TypeVar("T")
@@ -46,10 +48,12 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
 
+GENERATION_CONFIG = "generation_config.json"
+
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
 _HUB_FILES = [
     "config.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -90,11 +94,17 @@ def open_checkpoint(name: str) -> Checkpoint:
 def _open_folder(name: str, folder: Path) -> Checkpoint:
     config, scheme = _read(folder / "config.json", lambda raw: (parse_config(raw), read_scheme(raw)))
     # Chat models have the token ids that end a turn in their generation config.
-    path = folder / "generation_config.json"
-    if path.is_file():
-        more = _read(path, lambda raw: token_id_set(raw.get("eos_token_id")))
-        config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
-    return FolderCheckpoint(name, config, folder, scheme)
+    path = folder / GENERATION_CONFIG
+    generation = read_json(path) if path.is_file() else {}
+    more = _parse(path, generation, lambda raw: token_id_set(raw.get("eos_token_id")))
+    config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
+    return FolderCheckpoint(name, config, folder, scheme, generation)
+
+
+def default_params(checkpoint: Checkpoint) -> SamplingParams:
+    """Return the sampling parameters that a checkpoint suggests. StartupError: a value cannot be sampled with."""
+    origin = Path(checkpoint.folder or checkpoint.name) / GENERATION_CONFIG
+    return _parse(origin, checkpoint.generation_config, suggested_params)
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:

@@ -22,6 +22,7 @@ from common.errors import (
     InvalidPromptError,
     InvalidRequestError,
     NaNLogitsError,
+    NoTokenLeftError,
     QueueFullError,
     RequestTimeoutError,
     ShuttingDownError,
@@ -121,6 +122,8 @@ def from_exception(error: Exception) -> ApiError:
             return unavailable(str(error), code="engine_dead", retry_after_s=30)
         case GrammarFailedError():
             return ApiError(422, str(error), code="grammar_failed")
+        case NoTokenLeftError():
+            return ApiError(422, str(error), code="no_token_left")
         case NaNLogitsError():
             return ApiError(500, str(error), type=SERVER_ERROR, code="nan_logits")
         case _:

@@ -190,13 +190,14 @@ class Intake:
                 requests += [
                     self._engine.create_request(
                         token_ids,
-                        wanted.sampling_params(choice, max_new_tokens),
+                        wanted.sampling_params(choice, max_new_tokens, self._engine.default_params),
                         f"{answer_id}-{len(requests) + choice}",
                         cache_salt=wanted.cache_salt or "",
                         group=answer_id,
                         arrived_s=arrived_s,
                         matcher=matchers[len(requests) + choice],
                         prediction=prediction,
+                        priority=wanted.priority or 0,
                     )
                     for choice in range(wanted.choices_per_prompt)
                 ]

@@ -110,9 +110,11 @@ _TEXT = {
 _NAMED_EVENTS = Stream(
     "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. `done` or `error`: "
     "exactly one for each choice, its last. `usage`: last of all, if asked for.",
-    'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    'event: token\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
+    '"system_fingerprint":"fp_1","choices":'
     '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":null}],"token":"Hello","token_id":9906}\n\n'
-    'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    'event: done\ndata: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
+    '"system_fingerprint":"fp_1","choices":'
     '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
     '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
     '"prompt_tokens_details":{"cached_tokens":0},'
@@ -123,7 +125,8 @@ _NAMED_EVENTS = Stream(
 _COMPLETION_CHUNKS = Stream(
     "Server-sent events without names. A chunk for each sampled token; the one with a `finish_reason` is its "
     "choice's last. A chunk without choices has the usage, if asked for. `[DONE]` is last of all.",
-    'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":'
+    'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
+    '"system_fingerprint":"fp_1","choices":'
     '[{"index":0,"text":"Hello","logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n',
     CompletionChunk,
 )
@@ -131,9 +134,11 @@ _CHAT_CHUNKS = Stream(
     "Server-sent events without names. A choice's first chunk has the role; then a chunk for each sampled token, "
     "and the one with a `finish_reason` is its last. A chunk without choices has the usage, if asked for. `[DONE]` "
     "is last of all.",
-    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":'
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m",'
+    '"system_fingerprint":"fp_1","choices":'
     '[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":'
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m",'
+    '"system_fingerprint":"fp_1","choices":'
     '[{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n',
     ChatCompletionChunk,
 )

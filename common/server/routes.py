@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import ShuttingDownError
+from common.request import SamplingParams
 from common.server.bodies import check_model, refused
 from common.server.errors import ApiError, from_exception, status_at
 from common.server.live_view import TraceStream
@@ -182,7 +183,9 @@ async def take_in(
     number = uuid.uuid4().hex if request.state.named else request.state.request_id
     answer_id = f"{route.id_prefix}-{number}"
     streams = await service.intake.submit(wanted, answer_id, arrived_s)
-    answer = Answer.to(wanted, answer_id, service.model_name, service.engine.tokenizer, streams)
+    answer = Answer.to(
+        wanted, answer_id, service.model_name, service.fingerprint, service.engine.tokenizer, streams
+    )
     try:
         answer.show_prompts(wanted)
     except Exception:
@@ -232,6 +235,7 @@ async def retrieve_model(service: Served, model: str) -> Response:
 
 def model_card(service: Service, name: str) -> ModelCard:
     """Return the served model's description under one of its names."""
+    params = service.engine.default_params
     return {
         "id": name,
         "object": "model",
@@ -239,6 +243,14 @@ def model_card(service: Service, name: str) -> ModelCard:
         "owned_by": "infer",
         "max_model_len": service.engine.max_seq_len,
         "phase": service.engine.phase.slug,
+        "sampling_defaults": {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+        },
+        "sampling_defaults_from": "server" if params == SamplingParams() else "generation_config.json",
     }
 
 

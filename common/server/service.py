@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,6 +28,7 @@ class Service:
 
     Attributes:
         model_name: the model's name in answers.
+        fingerprint: see `fingerprint_of`.
         admission: bounds the work that requests cause beside the engine's steps.
         created: the time of the server's start, in seconds since 1970.
         answers: the number of HTTP answers by status and error code.
@@ -54,6 +57,7 @@ class Service:
         self.engine = engine
         self.worker = worker
         self.model_name = model_names[0]
+        self.fingerprint = fingerprint_of(engine, self.model_name)
         self.answers = Counter[tuple[int, str]]()
         self.bodies = bodies
         self.backlogs = backlogs
@@ -90,6 +94,14 @@ class Service:
                 code="engine_stuck",
                 retry_after_s=30,
             )
+
+
+def fingerprint_of(engine: Engine, model_name: str) -> str:
+    """Return the `system_fingerprint` of answers: a digest of version, phase, model and number types."""
+    model = engine.runner.model
+    version = importlib.metadata.version("infer-phases")
+    named = (version, engine.phase.slug, model_name, str(model.dtype), str(model.weight_dtype))
+    return f"fp_{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}"
 
 
 async def service_of(request: Request) -> Service:

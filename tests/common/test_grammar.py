@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import common.grammar_trial
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
-from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher
+from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher, without
 from common.grammar_trial import MaskBudget, OverBudgetError
 from common.mask_threads import MASK_THREADS
 from common.models.registry import open_checkpoint
@@ -33,7 +33,7 @@ COMPILER = GrammarCompiler(byte_tokenizer(PIECES), [EOS])
 
 
 def allowed(matcher: Matcher, held_back: Sequence[int] = ()) -> set[int]:
-    mask = matcher.mask(held_back)
+    mask = without(matcher.mask(), held_back)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import common.generate
 import common.runner
+from common.allowed_tokens import AllowedTokens
 from common.engine import Engine
 from common.generate import generate
 from common.grammar import GrammarCompiler
@@ -157,7 +158,9 @@ class Subject:
         self, prompt: Sequence[int], params: SamplingParams, sampled_from: Sequence[Tensor]
     ) -> Solo:
         matcher = None if params.grammar is None else self.grammars.new_matcher(params.grammar)
-        request = Request("alone", list(prompt), params, self.model.config.eos_token_ids, matcher=matcher)
+        allowed = AllowedTokens.of(self.tokenizer, params.allowed_token_ids, params.bad_words)
+        eos_token_ids = self.model.config.eos_token_ids
+        request = Request("alone", list(prompt), params, eos_token_ids, matcher=matcher, allowed=allowed)
         with recorded_logits({"alone": sampled_from}) as logits:
             for _ in generate(self.model, request):
                 pass

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
 
 
 def requests_of(engine: Any) -> list[Request]:
-    """Requests of every kind: greedy and sampled, filters, penalties, biases, endings, choices and grammars."""
+    """Requests of every kind: greedy and sampled, filters, penalties, biases, endings, grammars and bad words."""
     draw = random.Random(3)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -46,6 +46,10 @@ def requests_of(engine: Any) -> list[Request]:
         {"temperature": 1.0, "seed": 5, "stop": ("e ",)},
         *({"temperature": 1.0, "seed": 6 + i, "grammar": form.grammar} for i, form in enumerate(FORMS[:6])),
         {"temperature": 0.0, "grammar": FORMS[0].grammar},
+        {"temperature": 0.0, "bad_words": ("the", "fox", "to the", "in a", "e")},
+        {"temperature": 1.0, "seed": 20, "bad_words": ("he", ". She", "q"), "min_tokens": 4},
+        {"temperature": 1.0, "seed": 21, "allowed_token_ids": tuple(range(0, 1000, 3))},
+        {"temperature": 0.0, "grammar": FORMS[1].grammar, "bad_words": ("x",)},
     ]
     return [
         engine.create_request(

@@ -36,7 +36,7 @@ def chat(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str,
 
 def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, prefix: str) -> None:
     answer = chat(server, prefix, max_tokens=20)
-    assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
+    assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
     assert (answer["object"], answer["model"]) == ("chat.completion", server.model)
     assert answer["id"].startswith("chatcmpl-")
     (choice,) = answer["choices"]

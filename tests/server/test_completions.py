@@ -84,7 +84,16 @@ def test_joined_stream_equals_the_json_answer(server: ServerProcess, fields: dic
 
 def test_json_answer_has_openais_shape(server: ServerProcess) -> None:
     answer = server.complete(max_tokens=3, ignore_eos=True)
-    assert set(answer) == {"id", "object", "created", "model", "choices", "finish_reason", "usage"}
+    assert set(answer) == {
+        "id",
+        "object",
+        "created",
+        "model",
+        "system_fingerprint",
+        "choices",
+        "finish_reason",
+        "usage",
+    }
     (choice,) = answer["choices"]
     assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
     assert (choice["logprobs"], choice["finish_reason"], answer["finish_reason"]) == (

@@ -89,10 +89,10 @@ def test_neutral_values_are_accepted_and_others_refused_by_name(title: str, name
 
 
 def test_numbers_stand_for_no_booleans() -> None:
-    for fields in ({"store": 0}, {"parallel_tool_calls": 1}, {"length_penalty": True}, {"priority": False}):
+    for fields in ({"store": 0}, {"parallel_tool_calls": 1}, {"length_penalty": True}):
         with pytest.raises(ApiError, match=next(iter(fields))):
             send(ChatRequest, CHAT | fields)
-    send(ChatRequest, CHAT | {"length_penalty": 1, "priority": 0.0})
+    send(ChatRequest, CHAT | {"length_penalty": 1})
 
 
 # ---------------------------------------------------------------------- nobody's field is forgotten

@@ -24,7 +24,7 @@ def test_nothing_streams_unless_asked_to(
 ) -> None:
     body = server.body(max_tokens=2, **stream)
     answer = server.client.post(PATH, json=body, headers={"Accept": accept}).json()
-    assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
+    assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
     assert answer["choices"] == server.complete(max_tokens=2)["choices"]
 
 
@@ -35,7 +35,7 @@ def test_the_last_text_comes_with_the_finish_reason(server: ServerProcess) -> No
     text = "".join(chunk["choices"][0]["text"] for chunk in said)
     assert text == server.text(max_tokens=7, ignore_eos=True)
     for chunk in said:
-        assert set(chunk) == {"id", "object", "created", "model", "choices"}
+        assert set(chunk) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
         assert (chunk["object"], chunk["id"]) == ("text_completion", said[0]["id"])
 
 

@@ -94,6 +94,7 @@ class Answer:
 
     Attributes:
         created: seconds since 1970.
+        fingerprint: stands for the software, the phase, the model and its number type.
         streams: the engine's requests for the choices, in order.
         text_only: whether nothing is shown beside the text of its choices.
     """
@@ -101,6 +102,7 @@ class Answer:
     id: str
     created: int
     model: str
+    fingerprint: str
     tokenizer: Tokenizer
     choices: Sequence[Choice]
     shown: Shown = dataclasses.field(default_factory=Shown)
@@ -117,6 +119,7 @@ class Answer:
         wanted: GenerationRequest,
         answer_id: str,
         model: str,
+        fingerprint: str,
         tokenizer: Tokenizer,
         streams: Sequence[RequestStream],
     ) -> Answer:
@@ -128,22 +131,26 @@ class Answer:
             for number, prompt in enumerate(prompts)
             for j in range(per_prompt)
         ]
-        return cls(answer_id, int(time.time()), model, tokenizer, choices, wanted.shown, streams)
+        created = int(time.time())
+        return cls(answer_id, created, model, fingerprint, tokenizer, choices, wanted.shown, streams)
 
     def show_prompts(self, wanted: GenerationRequest) -> None:
         """Fill in each prompt's token ids and echoed text, if the request asked for them."""
         if self.text_only:
             return
-        sent = wanted.prompts(None) if self.shown.echo else ()
         for choice, stream in zip(self.choices, self.streams, strict=True):
             prompt = choice.prompt
             if prompt.token_ids:  # filled in for an earlier choice
                 continue
             prompt.token_ids = stream.request.prompt_token_ids
             if self.shown.echo:
-                text = sent[choice.index // wanted.choices_per_prompt]
-                as_sent = isinstance(text, str) and wanted.truncate_prompt_tokens is None
-                prompt.echo = str(text) if as_sent else self.tokenizer.decode(prompt.token_ids)
+                text = wanted.echo_of(choice.index // wanted.choices_per_prompt)
+                skipped = stream.request.params.skip_special_tokens
+                prompt.echo = (
+                    self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skipped)
+                    if text is None
+                    else text
+                )
 
     def ready(self, index: int, output: StepOutput) -> Sequence[tuple[Choice, StepOutput]]:
         """Return the outputs that can be sent now that `output` has arrived. They have no token if only the prompt

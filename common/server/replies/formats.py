@@ -33,9 +33,10 @@ from typing import Generic, TypeVar
 
 from common.request import FinishReason, StepOutput
 from common.server.errors import from_exception
-from common.server.replies.answer import Answer, Choice, WireFormat, is_first
+from common.server.replies.answer import Answer, Choice, Prompt, WireFormat, is_first
 from common.server.replies.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from common.server.replies.shapes import (
+    AnswerTokens,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
@@ -48,6 +49,7 @@ from common.server.replies.shapes import (
     ErrorEvent,
     OpenAIReason,
     PlainCompletion,
+    PromptTokens,
     ShownTokens,
     event,
 )
@@ -95,6 +97,7 @@ class NamedCompletionEvents(WireFormat):
             "object": "text_completion",
             "created": answer.created,
             "model": answer.model,
+            "system_fingerprint": answer.fingerprint,
             "choices": choices,
         }
 
@@ -168,6 +171,7 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
             "object": "text_completion",
             "created": answer.created,
             "model": answer.model,
+            "system_fingerprint": answer.fingerprint,
             "choices": choices,
         }
 
@@ -184,49 +188,64 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
     def __init__(self, answer: Answer, options: StreamOptions) -> None:
         super().__init__(answer, options)
         self._begun: set[int] = set()  # indices of choices whose role has been sent
+        self._sent_prompt = False  # whether the fields about the prompt have been sent
 
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChatChunkChoice]:
         if choice.index not in self._begun:
             self._begun.add(choice.index)
-            yield _chat_chunk(choice, {"role": "assistant", "content": ""})
-        yield _chat_chunk(
+            yield _chat_chunk(choice, {"role": "assistant", "content": choice.prompt.echo})
+        chunk = _chat_chunk(
             choice,
             {"content": output.text_delta},
             logprobs=chat_logprobs(self.answer.tokenizer, [output]),
             finish_reason=output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason],
         )
+        yield {**chunk, **answer_tokens(self.answer, [output])}
 
     def chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         answer = self.answer
-        return {
+        chunk: ChatCompletionChunk = {
             "id": answer.id,
             "object": "chat.completion.chunk",
             "created": answer.created,
             "model": answer.model,
+            "system_fingerprint": answer.fingerprint,
             "choices": choices,
         }
+        if not self._sent_prompt:
+            self._sent_prompt = True
+            show_prompt(chunk, answer, answer.choices[0].prompt)
+        return chunk
 
     def empty_choice(self, choice: Choice) -> Mapping[str, object]:
         return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": None}
 
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ChatCompletion:
         answer = self.answer
-        return {
+        completion: ChatCompletion = {
             "id": answer.id,
             "object": "chat.completion",
             "created": answer.created,
             "model": answer.model,
+            "system_fingerprint": answer.fingerprint,
             "choices": [
                 {
                     "index": choice.index,
-                    "message": {"role": "assistant", "content": joined_text(outputs), "refusal": None},
+                    "message": {
+                        "role": "assistant",
+                        "content": choice.prompt.echo + joined_text(outputs),
+                        "refusal": None,
+                    },
                     "logprobs": chat_logprobs(answer.tokenizer, outputs),
                     "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
+                    **answer_tokens(answer, outputs),
                 }
                 for choice, outputs in zip(answer.choices, said, strict=True)
             ],
             "usage": answer.usage(),
         }
+        show_prompt(completion, answer, answer.choices[0].prompt)
+        return completion
 
 
 def _chat_chunk(
@@ -264,6 +283,7 @@ def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCom
         "object": "text_completion",
         "created": answer.created,
         "model": answer.model,
+        "system_fingerprint": answer.fingerprint,
         "choices": [
             {
                 "index": choice.index,
@@ -300,16 +320,29 @@ def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkCho
 
 def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ShownTokens:
     """Return vLLM's extension fields for these outputs. Fields about the prompt go with a choice's first output."""
-    shown = answer.shown
-    first = bool(said) and is_first(said[0])
     fields: ShownTokens = {}
-    if shown.token_ids:
-        fields["token_ids"] = [output.token_id for output in said if output.token_id is not None]
-        if first:
-            fields["prompt_token_ids"] = list(choice.prompt.token_ids)
-    if shown.prompt_logprobs is not None and first:
-        fields["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, choice.prompt, shown.prompt_logprobs)
+    if answer.shown.token_ids:
+        fields["token_ids"] = token_ids(said)
+    if said and is_first(said[0]):
+        show_prompt(fields, answer, choice.prompt)
     return fields
+
+
+def answer_tokens(answer: Answer, said: Sequence[StepOutput]) -> AnswerTokens:
+    """Return the token ids of these outputs, if the request asked for token ids."""
+    return {"token_ids": token_ids(said)} if answer.shown.token_ids else {}
+
+
+def token_ids(said: Sequence[StepOutput]) -> list[int]:
+    return [output.token_id for output in said if output.token_id is not None]
+
+
+def show_prompt(fields: PromptTokens, answer: Answer, prompt: Prompt) -> None:
+    """Add the token ids and log-probabilities of a prompt to an object, as far as the request asked for them."""
+    if answer.shown.token_ids:
+        fields["prompt_token_ids"] = list(prompt.token_ids)
+    if answer.shown.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, prompt, answer.shown.prompt_logprobs)
 
 
 def joined_text(said: Sequence[StepOutput]) -> str:

@@ -57,6 +57,9 @@ class Header(TypedDict):
     id: str
     created: Annotated[int, Field(description="seconds since 1970")]
     model: str
+    system_fingerprint: Annotated[
+        str, Field(description="stands for the version, the phase, the model and its number types")
+    ]
 
 
 class PromptTokensDetails(TypedDict):
@@ -103,11 +106,18 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class ShownTokens(TypedDict):
-    """Fields of a choice that are present only if asked for."""
+class AnswerTokens(TypedDict):
+    """A field of a choice that is present only if asked for."""
 
     token_ids: NotRequired[Annotated[list[int], Field(description="with `return_token_ids`")]]
-    prompt_token_ids: NotRequired[Annotated[list[int], Field(description="the same; in a stream, once")]]
+
+
+class PromptTokens(TypedDict):
+    """Fields about the prompt that are present only if asked for."""
+
+    prompt_token_ids: NotRequired[
+        Annotated[list[int], Field(description="with `return_token_ids`; in a stream, once")]
+    ]
     prompt_logprobs: NotRequired[
         Annotated[
             PromptLogprobs | None,
@@ -116,6 +126,10 @@ class ShownTokens(TypedDict):
             ),
         ]
     ]
+
+
+class ShownTokens(AnswerTokens, PromptTokens):
+    """Both, in a choice of a completion. Chat has the fields about the prompt beside its choices."""
 
 
 class CompletionChoice(ShownTokens):
@@ -204,14 +218,14 @@ class AssistantMessage(TypedDict):
     refusal: None
 
 
-class ChatChoice(TypedDict):
+class ChatChoice(AnswerTokens):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: OpenAIReason
 
 
-class ChatCompletion(Header):
+class ChatCompletion(Header, PromptTokens):
     """The JSON answer."""
 
     object: Literal["chat.completion"]
@@ -224,14 +238,14 @@ class Delta(TypedDict):
     content: str
 
 
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(AnswerTokens):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: OpenAIReason | None
 
 
-class ChatCompletionChunk(Header):
+class ChatCompletionChunk(Header, PromptTokens):
     """The `data` of a stream's event."""
 
     object: Literal["chat.completion.chunk"]
@@ -244,6 +258,14 @@ class ChatCompletionChunk(Header):
 # ---------------------------------------------------------------------- the other routes
 
 
+class SamplingDefaults(TypedDict):
+    temperature: float
+    top_p: float
+    top_k: Annotated[int | None, Field(description="null: all tokens")]
+    min_p: float
+    repetition_penalty: float
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
@@ -251,6 +273,15 @@ class ModelCard(TypedDict):
     owned_by: str
     max_model_len: Annotated[int, Field(description="prompt and new tokens of one request at the most")]
     phase: str
+    sampling_defaults: Annotated[
+        SamplingDefaults, Field(description="the sampling parameters of requests that name none")
+    ]
+    sampling_defaults_from: Annotated[
+        Literal["generation_config.json", "server"],
+        Field(
+            description="`server` if the checkpoint suggests none, or `--generation-config none` ignores them"
+        ),
+    ]
 
 
 class ModelList(TypedDict):

@@ -209,7 +209,6 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
     top_logprobs: int | None = Field(
         default=None, ge=0, le=20, description="and of so many that were likeliest; with `logprobs`"
     )
-
     prediction: Prediction | None = Field(
         default=None,
         description="text that the answer will probably have; phase 10 answers quicker where it has it, and no "
@@ -226,6 +225,10 @@ class ChatRequest(GenerationRequest, TemplateOptions, OpenAIChatFields, VllmChat
 
     def prompts(self, template: ChatTemplate | None) -> list[str]:
         return [self.render(self.messages, template)]
+
+    def echo_of(self, number: int) -> str:  # noqa: ARG002 - there is one
+        last = self.messages[-1]
+        return _joined(last.content) if last.role == "assistant" else ""
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
@@ -63,19 +64,6 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
         description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
     )
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool | None = Field(
-        default=False,
-        description="the prompt before the answer, with log-probabilities of its own if asked for",
-    )
-    prompt_logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=20,
-        description="what the model makes of the prompt's tokens, for each but the first",
-    )
-    return_token_ids: bool | None = Field(
-        default=False, description="of prompt and answer, beside their text"
-    )
     best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
 
     @property
@@ -98,18 +86,16 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
 
     @property
     def scored_prompt(self) -> int | None:
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        wanted = [super().scored_prompt, self.logprobs if self.echo else None]
         return max((each for each in wanted if each is not None), default=None)
 
     @property
     def shown(self) -> Shown:
-        return Shown(
-            echo=bool(self.echo),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            token_ids=bool(self.return_token_ids),
-            prompt_only=self.max_tokens == 0,
-        )
+        return dataclasses.replace(super().shown, logprobs=self.logprobs, prompt_only=self.max_tokens == 0)
+
+    def echo_of(self, number: int) -> str | None:
+        text = self.prompts(None)[number]
+        return text if isinstance(text, str) and self.truncate_prompt_tokens is None else None
 
     def _check_fields(self) -> None:
         super()._check_fields()

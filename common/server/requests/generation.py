@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,8 @@ Stop = Annotated[
         custom_error_message="Input should be a string or a list of strings",
     ),
 ]
+
+BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 
 JsonSchema = Annotated[
     Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
@@ -156,11 +159,16 @@ class GenerationRequest(Body, VllmFields):
     model: str | None = Field(
         default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
     )
-    temperature: float | None = Field(default=1.0, ge=0.0, description="0 is greedy")
-    top_p: float | None = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="0 and -1: all tokens")
-    min_p: float | None = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(default=1.0, gt=0.0)
+    # Without a value, these five are the model's: `Engine.default_params`.
+    temperature: float | None = Field(
+        default=None, ge=0.0, description="0 is greedy; default: the model's, or 1"
+    )
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="default: the model's, or 1")
+    top_k: int | None = Field(
+        default=None, ge=-1, lt=2**31, description="0 and -1: all tokens; default: the model's, or all tokens"
+    )
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0, description="default: the model's, or 0")
+    repetition_penalty: float | None = Field(default=None, gt=0.0, description="default: the model's, or 1")
     presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
     stop: Stop | None = Field(default=None, description="at most 16 strings, left out of the text")
@@ -202,6 +210,38 @@ class GenerationRequest(Body, VllmFields):
         default=None,
         description="whether a prompt of text gets the tokenizer's special tokens; default: true for completions, "
         "false for chat, whose template writes its own",
+    )
+    priority: int | None = Field(
+        default=0,
+        ge=-(2**31),
+        lt=2**31,
+        description="requests with a lower one go first, then those that came first; phase 4 takes only 0",
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="no other token is sampled, EOS neither"
+    )
+    bad_words: list[BadWord] | None = Field(
+        default=None, max_length=256, fail_fast=True, description="words that no token may complete"
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=False, description="the text ends with the stop string, instead of before it"
+    )
+    skip_special_tokens: bool | None = Field(
+        default=True, description="special tokens are left out of the text"
+    )
+    echo: bool | None = Field(
+        default=False,
+        description="the prompt comes before the answer, with log-probabilities of its own if asked for; in a "
+        "chat, the last message does, if that is an assistant's",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="what the model makes of the prompt's tokens, for each but the first",
+    )
+    return_token_ids: bool | None = Field(
+        default=False, description="of prompt and answer, beside their text"
     )
     # Labels change nothing: this server has no accounts that they could belong to.
     user: str | None = Field(default=None, max_length=256, description="a label; the server's log has it")
@@ -247,13 +287,22 @@ class GenerationRequest(Body, VllmFields):
     @property
     def scored_prompt(self) -> int | None:
         """`SamplingParams.prompt_logprobs` of this request."""
-        return None
+        return self.prompt_logprobs
 
     @property
     def shown(self) -> Shown:
         """The fields that the client asked for in addition to the answer's text (echo, log-probabilities of the
         prompt, token ids)."""
-        return Shown()
+        return Shown(
+            echo=bool(self.echo),
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+        )
+
+    def echo_of(self, number: int) -> str | None:
+        """Return the text that the choices of prompt `number` begin with if `echo` is set; None: the text of the
+        prompt's tokens."""
+        raise NotImplementedError
 
     @property
     def predicted_text(self) -> str:
@@ -308,12 +357,12 @@ class GenerationRequest(Body, VllmFields):
         ((field, value),) = form.given.items()  # one: see `_check_form`
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
-    def sampling_params(self, choice: int, max_new_tokens: int) -> SamplingParams:
-        """Return the engine's parameters for choice `choice` of each prompt. Nulls become the engine's defaults."""
+    def sampling_params(self, choice: int, max_new_tokens: int, defaults: SamplingParams) -> SamplingParams:
+        """Return the engine's parameters for choice `choice` of each prompt. Nulls become `defaults`."""
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k in (0, -1) else self.top_k,
+            "top_k": self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
@@ -321,16 +370,23 @@ class GenerationRequest(Body, VllmFields):
             "seed": None if self.seed is None else self.seed + choice,
             "logprobs": self.reported_logprobs,
             "prompt_logprobs": self.scored_prompt if choice == 0 else None,  # the other choices show the same
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
             "grammar": None if self.named_grammar is None else self.named_grammar[1],
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(
+        if self.top_k in (0, -1):
+            values["top_k"] = None
+        return dataclasses.replace(
+            defaults,
             **values,
             max_new_tokens=max_new_tokens,
             stop=self.stop_strings,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
             logit_bias=tuple(
                 (int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items()
             ),

@@ -63,7 +63,7 @@ TOOLS = "tool calling is not supported yet; response_format with type json_schem
 _WRITES_TEXT = "answers are text"
 _STRUCTURED = "structured_outputs has answers of a form"
 _READS_TEXT = "this server reads text only"
-_ONE_QUEUE = "all requests wait in one queue, first come, first served"
+_ONE_QUEUE = "all requests wait in one queue, which priority orders"
 _NO_REASONING = (
     "reasoning is not kept apart from the text; templates may know a variable in chat_template_kwargs"
 )
@@ -122,8 +122,6 @@ class OpenAIMessageFields(Table):
 class VllmFields(Table):
     """Fields that vLLM adds to both bodies."""
 
-    allowed_token_ids: Annotated[Any, Neutral(reason="logit_bias raises or lowers single tokens")] = None
-    bad_words: Annotated[Any, Neutral([], reason="logit_bias with -100 keeps a token out")] = None
     ec_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
     guided_choice: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
     guided_decoding_backend: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
@@ -131,24 +129,17 @@ class VllmFields(Table):
     guided_json: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
     guided_regex: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
     guided_whitespace_pattern: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
-    include_stop_str_in_output: Annotated[
-        Any, Neutral(False, reason="stop strings are left out of the text")
-    ] = None
     kv_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
     length_penalty: Annotated[Any, Neutral(1.0, reason="it belongs to beam search")] = None
     logits_processors: Annotated[Any, Neutral([], reason="clients bring no code")] = None
-    priority: Annotated[Any, Neutral(0, reason=_ONE_QUEUE)] = None
     repetition_detection: Annotated[Any, Neutral(reason="frequency_penalty works against repetition")] = None
     request_id: Annotated[Any, Neutral(reason="send it as the header x-request-id")] = None
     return_token_offsets: Annotated[Any, Neutral(False, reason="logprobs has text_offset")] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False, reason="completions have return_token_ids")] = (
         None
     )
-    skip_special_tokens: Annotated[Any, Neutral(True, reason="special tokens are left out of the text")] = (
-        None
-    )
     spaces_between_special_tokens: Annotated[
-        Any, Neutral(True, reason="special tokens are left out of the text")
+        Any, Neutral(True, reason="the tokenizer puts spaces where its texts have them")
     ] = None
     structural_tag: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
     thinking_token_budget: Annotated[Any, Neutral(-1, reason=_NO_REASONING)] = None
@@ -162,14 +153,11 @@ class VllmChatFields(Table):
     """Fields that vLLM adds to the body of chat."""
 
     best_of: Annotated[Any, Neutral(reason="every choice is sent; n says how many")] = None
-    echo: Annotated[Any, Neutral(False, reason="completions have echo")] = None
     include_reasoning: Annotated[Any, Neutral(True, reason=_NO_REASONING)] = None
-    prompt_logprobs: Annotated[Any, Neutral(reason="completions have prompt_logprobs")] = None
     return_assistant_tokens_mask: Annotated[
         Any, Neutral(False, reason="answers of chat do not show the prompt")
     ] = None
     return_prompt_text: Annotated[Any, Neutral(False, reason="answers of chat do not show the prompt")] = None
-    return_token_ids: Annotated[Any, Neutral(False, reason="completions have return_token_ids")] = None
 
 
 class VllmCompletionFields(Table):

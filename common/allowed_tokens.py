@@ -1,0 +1,93 @@
+"""The tokens that a request may sample at all: `allowed_token_ids` and `bad_words`.
+
+```text
+bad_words = ["fox"]      fox  ->  8 · 9     9 is not sampled after 8
+                        _fox  ->  7         7 is never sampled
+```
+
+As in vLLM, a word is forbidden without and with a space before it, and as the tokens that the tokenizer makes of
+it: a model may still spell it with other tokens. (vLLM forbids it with a space only if it has as many tokens then.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from common.text import Tokenizer
+
+#: A mask of tokens: [W], token i is allowed if bit i % 32 of word i // 32 is set.
+Mask = npt.NDArray[np.uint32]
+
+
+class AllowedTokens:
+    """The mask of the tokens that may come next, by the tokens that were generated. It never changes.
+
+    Args:
+        num_ids: number of token ids that a mask covers.
+        allowed: tokens that may be sampled; None: all.
+        forbidden: token sequences that may not be completed.
+
+    Attributes:
+        context: number of generated tokens that the next token's mask depends on.
+    """
+
+    def __init__(
+        self,
+        num_ids: int,
+        allowed: Collection[int] | None = None,
+        forbidden: Iterable[Sequence[int]] = (),
+    ) -> None:
+        words = [tuple(word) for word in forbidden]
+        self._longer = [word for word in words if len(word) > 1]
+        self.context = max((len(word) - 1 for word in self._longer), default=0)
+        always = np.full(-(-num_ids // 32), np.uint32(0xFFFFFFFF))
+        if allowed is not None:
+            always = ~without_tokens(always, allowed)
+        self._mask = without_tokens(always, [word[0] for word in words if len(word) == 1])
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, allowed: Collection[int] | None, bad_words: Sequence[str]
+    ) -> AllowedTokens | None:
+        """Return the tokens that a request's fields allow; None if they allow all."""
+        if allowed is None and not bad_words:
+            return None
+        spelled = [tokens for word in bad_words for tokens in spellings(tokenizer, word)]
+        return cls(tokenizer.num_ids, allowed, spelled)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no token is allowed, whatever was generated."""
+        return not self._mask.any()
+
+    def mask(self, generated: Sequence[int]) -> Mask:
+        """Return the mask of the next token: [W]. Do not change it.
+
+        Args:
+            generated: the latest generated tokens, at least `context` of them if there are so many.
+        """
+        ends = [
+            last
+            for *before, last in self._longer
+            if list(generated[len(generated) - len(before) :]) == before
+        ]
+        return without_tokens(self._mask, ends) if ends else self._mask
+
+
+def without_tokens(mask: Mask, token_ids: Iterable[int]) -> Mask:
+    """Return a copy of a mask without some tokens."""
+    others = mask.copy()
+    for token_id in token_ids:
+        others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return others
+
+
+def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """Return the tokens of a word without a space before it, and with one unless they end with the former."""
+    alone, inside = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+    if not alone:  # a tokenizer may drop characters
+        return []
+    return [alone] if inside[-len(alone) :] == alone else [alone, inside]

@@ -1,0 +1,42 @@
+"""The sampling parameters that a checkpoint suggests, in its `generation_config.json`."""
+
+from __future__ import annotations
+
+from common.errors import StartupError
+from common.models.config import JsonObject
+from common.request import SamplingParams
+
+#: The entries that are read. `do_sample` is not, as in vLLM: its default in transformers is greedy for every model.
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+TOP_K = "top_k"
+
+
+def suggested_params(raw: JsonObject) -> SamplingParams:
+    """Return the sampling parameters of a `generation_config.json` object, with the usual defaults for the rest.
+
+    Raises:
+        StartupError: an entry has a value that cannot be sampled with. The message names the entry.
+    """
+    given = {name: raw[name] for name in (*NUMBERS, TOP_K) if raw.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == TOP_K else int | float):
+            raise StartupError(
+                f"{name} must be a number, not {value!r}; --generation-config none leaves it out"
+            )
+    if given.get(TOP_K) in (0, -1):  # all tokens
+        del given[TOP_K]
+    try:
+        return SamplingParams(**given)
+    except ValueError as error:
+        raise StartupError(f"{error}; --generation-config none leaves it out") from None
+
+
+def in_words(params: SamplingParams) -> str:
+    """Return the parameters that a `generation_config.json` may set, in words; without those that do nothing."""
+    usual = SamplingParams()
+    values = {name: getattr(params, name) for name in (*NUMBERS, TOP_K)}
+    return ", ".join(
+        f"{name} {value:g}"
+        for name, value in values.items()
+        if name == "temperature" or value != getattr(usual, name)
+    )

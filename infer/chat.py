@@ -1,0 +1,330 @@
+"""`infer chat`: a conversation with a model in the terminal, over OpenAI's chat API.
+
+```text
+infer chat                         starts a server of the last phase with the bundled model, for this chat
+infer chat --model smollm2         the same with another model; further options go to the server
+infer chat --url http://HOST:PORT  talks to a server that runs already, this project's or another
+echo "Who are you?" | infer chat   answers what it reads, and exits
+```
+
+Answers go to stdout; figures, errors and notes go to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+import httpx
+
+from benchmarks.servers import RunningServer, Target
+from common.errors import StartupError
+from common.phases import phase_names
+
+DEFAULT_MODEL = "zoo:llama-tiny"
+CONNECT_S = 10.0  # a server that listens accepts a connection far sooner; its first token may take minutes
+
+HELP = """\
+/reset          forget the conversation
+/system TEXT    the system prompt from now on; without TEXT there is none
+/help           this list
+/quit           end the chat, as Ctrl-D does
+Ctrl-C stops an answer; what it said so far stays in the conversation"""
+
+#: Control characters that a terminal would obey. Line ends and tabs are printed.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class ChatError(Exception):
+    """A question got no answer. The message is for people."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """How an answer came: its usage, if the server sends one, and times in seconds."""
+
+    asked_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    last_s: float | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    stopped: bool = False
+
+    def note_token(self) -> None:
+        self.last_s = time.monotonic()
+        self.first_s = self.last_s if self.first_s is None else self.first_s
+
+    def __str__(self) -> str:
+        """Return the figures that are known, in one line."""
+        known: list[str] = []
+        new = self.usage.get("completion_tokens", 0)
+        if self.usage:
+            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            known += [
+                f"{self.usage.get('prompt_tokens', 0)} prompt tokens, {cached} of them cached",
+                f"{new} new",
+            ]
+        if self.first_s is not None and self.last_s is not None:
+            known.append(f"first after {self.first_s - self.asked_s:.2f} s")
+            if new > 1 and self.last_s > self.first_s:
+                known.append(f"{(new - 1) / (self.last_s - self.first_s):.1f} tokens/s")
+        if self.finish_reason == "length":
+            known.append("cut at the most tokens allowed")
+        if self.stopped:
+            known.append("stopped")
+        return f"[{'; '.join(known)}]"
+
+
+class Chat:
+    """A conversation with a model behind OpenAI's API.
+
+    Args:
+        client: its base URL ends with the API's prefix, such as `/v1/`.
+        model: the model's name.
+        system: the system prompt; None: none.
+        sampling: fields of every request, such as `temperature`.
+
+    Attributes:
+        history: the messages so far, without the system prompt.
+    """
+
+    def __init__(
+        self, client: httpx.Client, model: str, system: str | None = None, **sampling: float | int
+    ) -> None:
+        self._client = client
+        self.model = model
+        self.system = system
+        self.history: list[dict[str, str]] = []
+        self._sampling = sampling
+
+    def ask(self, question: str) -> Figures:
+        """Ask a question, and print the answer as it comes. Ctrl-C stops it.
+
+        Raises:
+            ChatError: the server refused the question, failed, or cannot be reached. The history is as before.
+        """
+        asked = {"role": "user", "content": question}
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        body = {
+            "model": self.model,
+            "messages": [*system, *self.history, asked],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._sampling,
+        }
+        figures, text = Figures(), ""
+        try:
+            with self._client.stream("POST", "chat/completions", json=body) as response:
+                for chunk in _chunks(response):
+                    figures.usage = chunk.get("usage") or figures.usage
+                    for choice in chunk.get("choices") or ():
+                        delta = (choice.get("delta") or {}).get("content") or ""
+                        figures.finish_reason = choice.get("finish_reason")
+                        if delta:
+                            figures.note_token()
+                            print(delta.translate(_CONTROLS), end="", flush=True)
+                            text += delta
+        except KeyboardInterrupt:
+            figures.stopped = True
+        except httpx.HTTPError as error:
+            raise ChatError(
+                f"{self._client.base_url} does not answer: {error or type(error).__name__}"
+            ) from None
+        finally:
+            if text:
+                print(flush=True)
+        if text:
+            self.history += [asked, {"role": "assistant", "content": text}]
+        return figures
+
+
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of an answer's stream. Raises ChatError if the server sends an error instead."""
+    if response.status_code != 200:
+        raise ChatError(_message_of(response.read().decode("utf-8", "replace"), response.status_code))
+    for line in response.iter_lines():
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            continue
+        chunk: dict[str, Any] = json.loads(line.removeprefix("data:"))
+        if "error" in chunk:
+            raise ChatError(_message_of(line.removeprefix("data:"), 200))
+        yield chunk
+
+
+def _message_of(body: str, status: int) -> str:
+    """Return the message of an error in OpenAI's form, or the beginning of any other."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return f"status {status}: {' '.join(body.split())[:200]}"
+
+
+# ---------------------------------------------------------------------- terminal and pipe
+
+
+def talk(chat: Chat) -> int:
+    """Read questions and commands from the terminal until the user ends the chat. Returns the exit code."""
+    with contextlib.suppress(ImportError):  # not on every platform; then lines cannot be edited
+        import readline  # noqa: F401 - `input` uses it
+    say(f"{chat.model}: /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat")
+    while True:
+        try:
+            line = input("> ")
+            if line.startswith("/"):
+                if not _obey(chat, line):
+                    return 0
+            elif line.strip():
+                say(str(chat.ask(line)))
+        except ChatError as error:
+            say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("\n(Ctrl-D or /quit ends the chat)")
+        except EOFError:
+            print()
+            return 0
+
+
+def _obey(chat: Chat, line: str) -> bool:
+    """Run a command. Returns False if it ends the chat."""
+    word, _, rest = line.partition(" ")
+    match word:
+        case "/quit" | "/exit":
+            return False
+        case "/reset":
+            chat.history.clear()
+            say("the conversation begins anew")
+        case "/system":
+            chat.system = rest.strip() or None
+            say("there is no system prompt now" if chat.system is None else "the system prompt is set")
+        case "/help":
+            say(HELP)
+        case _:
+            say(
+                f"error: there is no command {word}; /help lists them, and a space before a / makes it a question"
+            )
+    return True
+
+
+def answer(chat: Chat, question: str) -> int:
+    """Answer one question. Returns the exit code."""
+    try:
+        figures = chat.ask(question)
+    except ChatError as error:
+        say(f"error: {error}")
+        return 1
+    say(str(figures))
+    return 130 if figures.stopped else 0
+
+
+def say(text: str) -> None:
+    """Print a line that is no part of an answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `infer chat`. Returns the exit code."""
+    options, further = _parser().parse_known_args(arguments)
+    if options.url and further:
+        _parser().error(f"with --url there is no option {further[0]}")
+    sampling = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a server that was started for the chat ends with it
+        signal.signal(number, _exit)
+    try:
+        with _server(options, further) as url, _client(url, options.api_key) as client:
+            model = options.model if options.url and options.model else _first_model(client)
+            given = {name: value for name, value in sampling.items() if value is not None}
+            chat = Chat(client, model, options.system, **given)
+            return talk(chat) if sys.stdin.isatty() else answer(chat, _whole_input())
+    except StartupError as error:
+        say(f"error: {error}")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infer chat",
+        description="Chat with a model. Without --url, a server is started for the chat, and further options are "
+        "that server's: see infer serve --help.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--url", help="address of a running server with OpenAI's API, this project's or another"
+    )
+    parser.add_argument(
+        "--api-key", help="what that server wants as a bearer token; better set as INFER_API_KEY"
+    )
+    parser.add_argument(
+        "--model",
+        help="with --url, a name that the server knows (default: its first model); else a model as for infer serve "
+        f"(default: {DEFAULT_MODEL})",
+    )
+    parser.add_argument(
+        "--phase", default=phase_names()[-1], help="the phase that serves it (default: the last)"
+    )
+    parser.add_argument("--system", help="the system prompt")
+    parser.add_argument("--temperature", type=float, help="default: the model's or the server's")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: as many as fit)")
+    parser.add_argument("--seed", type=int, help="of the random numbers")
+    return parser
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _whole_input() -> str:
+    return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+
+
+@contextlib.contextmanager
+def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str]:
+    """Context manager: the address of the server to talk to. A server that it starts, it also ends.
+
+    Raises:
+        StartupError: the server did not start. The message has what it printed last.
+    """
+    if options.url:
+        yield options.url.rstrip("/").removesuffix("/v1")
+        return
+    os.environ.pop("INFER_API_KEY", None)  # nobody else is to use the server that is started here
+    model = options.model or DEFAULT_MODEL
+    command = [sys.executable, "-m", "infer", "serve", options.phase, "--model", model]
+    command += ["--host", "127.0.0.1", "--port", "0", *further]
+    say(f"starting {options.phase} with {model} …")
+    # In a process group of its own: Ctrl-C stops an answer, not the server.
+    target = Target(f"infer serve {options.phase}", 0, None, {}, program=tuple(command))
+    with RunningServer(target, own_group=True) as server:
+        yield server.url
+
+
+def _client(url: str, api_key: str | None) -> httpx.Client:
+    key = api_key or os.environ.get("INFER_API_KEY", "").partition(",")[0]
+    return httpx.Client(
+        base_url=f"{url}/v1/",
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        trust_env=False,
+    )
+
+
+def _first_model(client: httpx.Client) -> str:
+    """Return the first model that a server lists. Raises StartupError if it lists none."""
+    try:
+        response = client.get("models")
+    except httpx.HTTPError as error:
+        raise StartupError(f"{client.base_url} does not answer: {error or type(error).__name__}") from None
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return str(response.json()["data"][0]["id"])
+    said = _message_of(response.text, response.status_code)
+    raise StartupError(f"{client.base_url}models names no model ({said}); give --model")
