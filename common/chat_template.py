@@ -102,6 +102,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return a conversation as text, with all its special tokens.
 
@@ -110,6 +111,7 @@ class ChatTemplate:
             add_generation_prompt: end with the tokens that precede an answer.
             continue_final_message: end within the last message, so that the model continues it.
             variables: further variables of the template.
+            tools: functions that the model may call, as OpenAI's field has them.
 
         Raises:
             InvalidRequestError: the template rejects the messages, or changes the message to continue.
@@ -122,7 +124,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **given,

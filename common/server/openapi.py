@@ -121,7 +121,8 @@ _NAMED_EVENTS = Stream(
     '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
     '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
     '"prompt_tokens_details":{"cached_tokens":0},'
-    '"completion_tokens_details":{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}}\n\n',
+    '"completion_tokens_details":{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0,'
+    '"reasoning_tokens":0}}}\n\n',
     CompletionEvent,
     names=("token", "done", "error", "usage"),
 )

@@ -194,7 +194,13 @@ async def take_in(
     answer_id = f"{route.id_prefix}{number}"
     streams = await service.intake.submit(wanted, answer_id, arrived_s)
     answer = Answer.to(
-        wanted, answer_id, service.model_name, service.fingerprint, service.engine.tokenizer, streams
+        wanted,
+        answer_id,
+        service.model_name,
+        service.fingerprint,
+        service.engine.tokenizer,
+        streams,
+        service.dialect,
     )
     try:
         answer.show_prompts(wanted)

@@ -48,6 +48,9 @@ PLACES: dict[str, list[Place]] = {
     "`text` of responses": [(ResponsesRequest, lambda fields: RESPONSE | {"text": fields})],
     "`reasoning` of responses": [(ResponsesRequest, lambda fields: RESPONSE | {"reasoning": fields})],
     "`input` of responses": [(ResponsesRequest, lambda fields: {"input": [ITEM | fields]})],
+    "`tools` of responses": [
+        (ResponsesRequest, lambda fields: RESPONSE | {"tools": [{"type": "function", "name": "f"} | fields]})
+    ],
     "parts of an `input`": [
         (ResponsesRequest, lambda fields: {"input": [ITEM | {"content": [PART | fields]}]})
     ],

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import ServerProcess
+from tests.server.support import ServerProcess, assert_error
+from tests.server.test_responses import respond, settled, stream
 
 #: Qwen 3's: thoughts of earlier turns are left out, and `enable_thinking` false puts an empty thought before the
 #: answer. Its variable `reasoning_effort` is not Qwen's.
@@ -84,7 +85,7 @@ def test_thoughts_are_kept_apart_from_the_answer(server: ServerProcess, opens: b
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == THOUGHT
     assert "".join(delta.get("content", "") for delta in deltas) == ANSWER
-    assert chunks[-1]["usage"] == answer["usage"]
+    assert chunks[-1]["usage"]["completion_tokens_details"] == details
     kinds = [next(iter(delta)) for delta in deltas if delta and "role" not in delta]
     assert kinds == sorted(kinds, reverse=True), "thoughts come first"
 
@@ -178,7 +179,9 @@ def test_an_answer_that_is_only_a_thought(server: ServerProcess) -> None:
     whole = respond(server, **fields, max_output_tokens=64)
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
     assert (whole["status"], whole["output"][1]["content"][0]["text"]) == ("completed", "")
-    cut = respond(server, **fields | {"structured_outputs": {"regex": "<think>[a-z]{99}"}}, max_output_tokens=9)
+    cut = respond(
+        server, **fields | {"structured_outputs": {"regex": "<think>[a-z]{99}"}}, max_output_tokens=9
+    )
     assert [item["type"] for item in cut["output"]] == ["reasoning"]
     assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
 

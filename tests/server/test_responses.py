@@ -290,6 +290,115 @@ def test_a_client_that_leaves_ends_its_request(gated: ServerProcess) -> None:
     assert respond(gated, max_output_tokens=1)["output"]
 
 
+# ---------------------------------------------------------------------- tools
+
+FOX: dict[str, Any] = {
+    "type": "function",
+    "name": "find_fox",
+    "description": "Finds a fox.",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"enum": ["forest", "river"]}, "brave": {"type": "boolean"}},
+        "required": ["place", "brave"],
+        "additionalProperties": False,
+    },
+}
+OWL: dict[str, Any] = {"type": "function", "name": "wake_owl", "parameters": None, "strict": None}
+TOOLS = {"tools": [FOX, OWL], "max_output_tokens": 200}
+
+
+def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Name and arguments of each call, all with ids of their own."""
+    items = [item for item in answer["output"] if item["type"] == "function_call"]
+    assert len({item[name] for item in items for name in ("id", "call_id")}) == 2 * len(items)
+    return [(item["name"], json.loads(item["arguments"])) for item in items]
+
+
+def test_a_required_call_follows_its_schema(server: ServerProcess, prefix: str) -> None:
+    answer = respond(server, prefix, **TOOLS, tool_choice={"type": "function", "name": "find_fox"})
+    ((name, arguments),) = calls_of(answer)
+    assert (name, set(arguments)) == ("find_fox", {"place", "brave"})
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
+    assert (answer["status"], answer["output"][0]["status"]) == ("completed", "completed")
+    assert answer["tool_choice"] == {"type": "function", "name": "find_fox"}
+    assert answer["tools"] == [
+        FOX | {"strict": True},
+        {"description": None} | OWL | {"strict": True},
+    ]
+    only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "wake_owl"}]}
+    called = calls_of(respond(server, prefix, **TOOLS, tool_choice=only, parallel_tool_calls=False))
+    assert called == [("wake_owl", {})]
+
+
+def test_a_streamed_call_has_openais_events(server: ServerProcess) -> None:
+    fields = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = respond(server, **fields)
+    events = stream(server, **fields)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(names)) == [
+        *("created", "in_progress", "output_item.added"),
+        *("function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    last = events[-1]["response"]
+    assert calls_of(last) == calls_of(whole)
+    by_name = dict(zip(names, events, strict=True))
+    (call,) = last["output"]
+    assert by_name["output_item.added"]["item"] == call | {"status": "in_progress", "arguments": ""}
+    assert by_name["output_item.done"]["item"] == call
+    assert by_name["function_call_arguments.done"]["arguments"] == call["arguments"]
+    deltas = [event["delta"] for name, event in zip(names, events, strict=True) if name.endswith(".delta")]
+    assert "".join(deltas) == call["arguments"]
+    assert {event["item_id"] for event in events if "item_id" in event} == {call["id"]}
+
+
+def test_a_call_that_is_cut_off_is_incomplete(server: ServerProcess) -> None:
+    fields = TOOLS | {"max_output_tokens": 14, "tool_choice": {"type": "function", "name": "find_fox"}}
+    answer = respond(server, **fields)
+    assert (answer["status"], answer["output"][-1]["status"]) == ("incomplete", "incomplete")
+
+
+def test_a_model_need_not_call(server: ServerProcess) -> None:
+    for choice in ("auto", "none", None):
+        answer = respond(server, **TOOLS | {"max_output_tokens": 8}, tool_choice=choice)
+        assert text_of(answer)
+        assert answer["tool_choice"] == (choice or "auto")
+    told, untold = (
+        respond(server, **TOOLS | {"max_output_tokens": 1}, tool_choice=choice)["usage"]["input_tokens"]
+        for choice in ("auto", "none")
+    )
+    assert told > untold == len(rendered(MESSAGES))
+
+
+def test_the_loop_of_an_agent(server: ServerProcess) -> None:
+    """A call and its output go back, as items of the answer and as those of another server."""
+    first = respond(server, **TOOLS, tool_choice="required")
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "There is one fox."}
+        for item in first["output"]
+    ]
+    parts = [each | {"output": [{"type": "input_text", "text": each["output"]}]} for each in outputs]
+    counts = []
+    for sent in (outputs, parts):
+        second = respond(server, **TOOLS | {"input": [*MESSAGES, *first["output"], *sent]})
+        assert text_of(second)
+        counts.append(second["usage"]["input_tokens"])
+    assert counts[0] == counts[1] > first["usage"]["input_tokens"]
+    less = respond(server, **TOOLS | {"input": [*MESSAGES, *first["output"]]})["usage"]["input_tokens"]
+    assert less < counts[0]
+
+
+def test_an_answer_beside_tools_may_follow_a_schema(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {"done": {"type": "boolean"}}, "required": ["done"]}
+    form = {
+        "format": {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}
+    }
+    answer = respond(server, **TOOLS, text=form)
+    (item,) = answer["output"]
+    assert (
+        calls_of(answer) if item["type"] == "function_call" else set(json.loads(text_of(answer))) == {"done"}
+    )
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -325,6 +434,11 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
         ({"input": "word " * 5000}, "input", "tokens"),
         ({"max_output_tokens": 1024}, "max_output_tokens", "leaves no room"),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [FOX, FOX]}, "tools[1]", "find_fox"),
+        ({"tools": [FOX | {"defer_loading": True}]}, "tools[0].defer_loading", "all functions"),
+        ({"tools": [FOX], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"n": 2}, "n", "one answer"),
         ({"store": True}, "store", "not stored"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
@@ -370,6 +484,7 @@ def test_refusals(server: ServerProcess, prefix: str, fields: dict[str, Any], pa
         ({"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input"),
         ({"instructions": 5}, "instructions"),
         ({"text": []}, "text"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"max_output_tokens": "8"}, "max_output_tokens"),
     ],
     ids=lambda value: str(value)[:40],

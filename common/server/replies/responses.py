@@ -89,7 +89,8 @@ class ResponseEvents(WireFormat):
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
         (choice,), (outputs,) = self.answer.choices, said
         events = [each for output in outputs for each in self._events(choice, output)]
-        for each in events:  # a stream has log-probabilities beside the pieces only: its last events repeat the text
+        # A stream has log-probabilities beside the pieces only: its last events repeat the text four times.
+        for each in events:
             for entry in each.get("logprobs", ()):
                 self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
         return events[-1]["response"]

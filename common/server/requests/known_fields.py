@@ -59,15 +59,12 @@ def _same_json(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
 
 
-TOOLS = "tool calling is not supported yet; response_format with type json_schema is, for answers of a form"
+OLD_TOOLS = "the older form of tools; send tools, tool_choice and tool_calls instead"
 _WRITES_TEXT = "answers are text"
 _STRUCTURED = "structured_outputs has answers of a form"
 _READS_TEXT = "this server reads text only"
 _ONE_QUEUE = "all requests wait in one queue, which priority orders"
 _NO_SUMMARY = "reasoning is not summarized: an item of type reasoning has its text"
-_NO_REASONING = (
-    "reasoning is not kept apart from the text; templates may know a variable in chat_template_kwargs"
-)
 
 
 class Table(BaseModel):
@@ -94,11 +91,9 @@ class OpenAIChatFields(OpenAISharedFields):
     """Fields of OpenAI's `POST /v1/chat/completions` alone."""
 
     audio: Annotated[Any, Neutral(reason=_WRITES_TEXT)] = None
-    function_call: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
-    functions: Annotated[Any, Neutral([], reason=TOOLS)] = None
+    function_call: Annotated[Any, Neutral("none", "auto", reason=OLD_TOOLS)] = None
+    functions: Annotated[Any, Neutral([], reason=OLD_TOOLS)] = None
     modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
-    parallel_tool_calls: Annotated[Any, Neutral(True, False, reason=TOOLS)] = None
-    tool_choice: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
     verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in a message")] = None
     web_search_options: Annotated[Any, Neutral(reason="the web is not searched")] = None
 
@@ -193,9 +188,7 @@ class OpenAIMessageFields(Table):
     refusal: Annotated[Any, Neutral(reason="send the message's text as content")] = None
     annotations: Annotated[Any, Neutral([], reason="send the message's text as content")] = None
     audio: Annotated[Any, Neutral(reason=_READS_TEXT)] = None
-    function_call: Annotated[Any, Neutral(reason=TOOLS)] = None
-    reasoning: Annotated[Any, Neutral("", reason=_NO_REASONING)] = None
-    reasoning_content: Annotated[Any, Neutral("", reason=_NO_REASONING)] = None
+    function_call: Annotated[Any, Neutral(reason=OLD_TOOLS)] = None
 
 
 class VllmFields(Table):
@@ -221,7 +214,7 @@ class VllmFields(Table):
         Any, Neutral(True, reason="the tokenizer puts spaces where its texts have them")
     ] = None
     structural_tag: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
-    thinking_token_budget: Annotated[Any, Neutral(-1, reason=_NO_REASONING)] = None
+    thinking_token_budget: Annotated[Any, Neutral(-1, reason="a thought ends where the model ends it")] = None
     use_beam_search: Annotated[Any, Neutral(False, reason="tokens are sampled; temperature 0 is greedy")] = (
         None
     )
@@ -232,7 +225,7 @@ class VllmChatFields(Table):
     """Fields that vLLM adds to the body of chat."""
 
     best_of: Annotated[Any, Neutral(reason="every choice is sent; n says how many")] = None
-    include_reasoning: Annotated[Any, Neutral(True, reason=_NO_REASONING)] = None
+    include_reasoning: Annotated[Any, Neutral(True, reason="thoughts are in a field of their own")] = None
     return_assistant_tokens_mask: Annotated[
         Any, Neutral(False, reason="answers of chat do not show the prompt")
     ] = None
@@ -248,7 +241,6 @@ class VllmCompletionFields(Table):
 class TemplateFields(Table):
     """Fields that fill a chat template, of chat, responses and `/tokenize`."""
 
-    tools: Annotated[Any, Neutral([], reason=TOOLS)] = None
     documents: Annotated[Any, Neutral([], reason="put documents into a message")] = None
     chat_template: Annotated[Any, Neutral(reason="the template comes with the model")] = None
     media_io_kwargs: Annotated[Any, Neutral({}, reason=_READS_TEXT)] = None

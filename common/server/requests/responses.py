@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import orjson
 from pydantic import BaseModel, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from common.calls import Function, ToolUse
-from common.chat_template import ChatTemplate
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.replies.response_shapes import Settings
-from common.server.requests.chat import EFFORT, ReasoningEffort, TemplateOptions
-from common.server.requests.generation import GenerationRequest
-from common.server.requests.items import Input, by_kind, check_items
+from common.server.requests.chat import EFFORT, ChatMessage, ConversationRequest, ReasoningEffort
+from common.server.requests.items import Input, by_kind, check_items, message
 from common.server.requests.known_fields import (
     OpenAIReasoningFields,
     OpenAIResponsesFields,
@@ -25,7 +23,14 @@ from common.server.requests.known_fields import (
     OpenAITextFields,
     OpenAIToolFields,
 )
-from common.server.requests.tools import FunctionFields, FunctionName, OtherTool, choice_form, functions_of, tool_use_of
+from common.server.requests.tools import (
+    CHOICE,
+    FunctionFields,
+    FunctionName,
+    OtherTool,
+    choice_form,
+    tool_use_of,
+)
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -115,10 +120,8 @@ class ReasoningOptions(OpenAIReasoningFields):
     effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
 
 
-class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions):
+class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
     """The body of `POST /v1/responses`. null means the default, for all but `input`."""
-
-    adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes the special tokens
 
     input: Input = Field(
         description="a text, or a list of items: messages, reasoning, function calls and their outputs"
@@ -129,11 +132,10 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
     )
     text: TextOptions | None = Field(default=None, description="the form of the answer")
     reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="functions that the model may call"
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(  # type: ignore[assignment]  # chat has them in an envelope
+        default=None, description="functions that the model may call, each with a name and a JSON Schema"
     )
-    tool_choice: ToolChoice | None = Field(default="auto", description="")
-    parallel_tool_calls: bool | None = Field(default=True, description="an answer may have several calls")
+    tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
         default=None, description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text"
     )
@@ -148,14 +150,7 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
     stream_options: OpenAIStreamFields | None = None  # type: ignore[assignment]  # the last event has the usage
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    def prompts(self, template: ChatTemplate | None) -> list[str]:
-        return [self.render(self.messages, template)]
-
-    @property
-    def conversation(self) -> list[ChatMessage]:
+    def turns(self) -> list[ChatMessage]:
         given: Any = self.input
         messages = [] if self.instructions is None else [message("system", self.instructions)]
         if isinstance(given, str):
@@ -166,15 +161,13 @@ class ResponsesRequest(OpenAIResponsesFields, GenerationRequest, TemplateOptions
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
-        choice: Any = self.tool_choice
-        functions = functions_of(self.tools or ())
-        parallel = self.parallel_tool_calls is not False
+        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
         if isinstance(choice, NamedTool):
-            return tool_use_of(functions, "required", names=[choice.name], parallel=False)
+            return tool_use_of(self.told_functions, "required", names=[choice.name], parallel=False)
         if isinstance(choice, AllowedTools):
             names = [each.name for each in choice.tools]
-            return tool_use_of(functions, choice.mode, names=names, parallel=parallel)
-        return tool_use_of(functions, choice, parallel=parallel)
+            return tool_use_of(self.told_functions, choice.mode, names=names, parallel=parallel)
+        return tool_use_of(self.told_functions, choice, parallel=parallel)
 
     @property
     def max_new_tokens(self) -> int | None:
