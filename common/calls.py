@@ -18,6 +18,7 @@ schema stands in the grammar between the words of the syntax.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,18 @@ class ToolUse:
         return Grammar.context_free(_Writer(self, dialect, thinking, otherwise).text())
 
 
+def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: bool) -> Grammar:
+    """Return the grammar of a thought, and JSON that follows a schema behind it.
+
+    Args:
+        schema: a JSON Schema.
+        dialect: the model's, which thinks.
+        thinking: the prompt ends within the thought. Otherwise the answer may have none.
+    """
+    dialect = dataclasses.replace(dialect, calls=dialect.calls or "hermes")  # there are no calls in it
+    return Grammar.context_free(_Writer(ToolUse((), ()), dialect, thinking, schema).text_without_calls())
+
+
 class _Writer:
     """Writes a grammar in llguidance's form of Lark, in which `%json` holds a schema, and `<[7]>` is a token.
 
@@ -228,6 +241,12 @@ class _Writer:
         elif self._takes_text:
             answer += f" | {self._free_text()}"
         self._rules.append(f"start: {self._thought()} ({answer})")
+        return "\n".join(self._rules)
+
+    def text_without_calls(self) -> str:
+        """Return the grammar of an answer that follows a schema."""
+        assert self._otherwise is not None, "an answer of any text needs no grammar"
+        self._rules.append(f"start: {self._thought()} {_schema(self._otherwise)}")
         return "\n".join(self._rules)
 
     def _calls(self) -> str:

@@ -41,8 +41,8 @@ class Dialect:
         calls: the syntax of its tool calls; None: the server takes no tools.
         knows_tools: the chat template shows tools and calls in this syntax. Otherwise messages do (`common.calls`).
         thinks: an answer may begin with thoughts.
-        special: the markers that are special tokens, with their ids. Special tokens are left out of an answer's
-            text unless the request says otherwise.
+        special: the markers that are tokens of their own, with their ids. A grammar names them by these ids. If
+            they are special tokens, an answer's text leaves them out unless the request says otherwise.
     """
 
     template: ChatTemplate | None = None
@@ -75,7 +75,7 @@ class Dialect:
             calls=(known or "hermes") if calls == "auto" else calls,
             knows_tools=template.reads("tools") and (known is not None or calls != "auto"),
             thinks=reasoning == "think" or (reasoning == "auto" and THOUGHT_MARKERS[1] in template.source),
-            special={marker: number for marker, number in ids.items() if number in tokenizer.special_ids},
+            special={marker: number for marker, number in ids.items() if number is not None},
         )
 
     def opens_thought(self, variables: Mapping[str, Any] | None = None) -> bool:

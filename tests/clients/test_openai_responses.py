@@ -101,6 +101,23 @@ def test_parsing(client: openai.OpenAI, asked: dict[str, Any]) -> None:
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
+def test_a_function_of_a_pydantic_class(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    """`responses.parse` and `responses.stream` with a function of a pydantic class, under both prefixes."""
+    asked |= {"tools": [openai.pydantic_function_tool(Fox)], "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False}
+    (call,) = client.responses.parse(**asked).output
+    assert call.type == "function_call"
+    assert isinstance(call.parsed_arguments, Fox)
+    with client.responses.stream(**asked) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert "".join(pieces) == call.arguments
+    assert streamed.parsed_arguments == call.parsed_arguments  # type: ignore[union-attr]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is."}
+    asked |= {"input": [*MESSAGES, call, output], "tool_choice": "auto"}
+    assert client.responses.parse(**asked).output_text
+
+
 def test_an_answer_can_be_sent_back(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     """A conversation whose items go along with the next question, as objects and as dicts, under both prefixes."""
     items: list[Any] = list(MESSAGES)

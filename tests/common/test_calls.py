@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -17,7 +18,7 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from common import grammar_trial
-from common.calls import MAX_CALLS, Function, ToolUse
+from common.calls import MAX_CALLS, Function, ToolUse, behind_thought
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
 from tests.tool_schemas import parameters
@@ -32,7 +33,7 @@ ADD = Function(
 
 
 def byte_tokenizer(*, special: bool) -> tokenizers.Tokenizer:
-    """A token for each byte, some of words, one for each marker, and EOS."""
+    """A token for each byte, some of words, and EOS. `special`: one for each marker."""
     letters = list(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = ['{"', '":', '"}', "})", ")]", "ci", "we", "na", "ar"]
     vocabulary = {piece: number for number, piece in enumerate(sorted(letters) + words)}
@@ -40,7 +41,8 @@ def byte_tokenizer(*, special: bool) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(BPE(vocabulary, merges))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    (backend.add_special_tokens if special else backend.add_tokens)(list(MARKERS))
+    if special:
+        backend.add_special_tokens(list(MARKERS))
     backend.add_special_tokens(["<eos>"])
     return backend
 
@@ -75,6 +77,7 @@ def random_answer(grammar: Any, seed: int, *, special: bool = False) -> str:
     matcher, backend, draw = matcher_of(grammar, special=special), BACKENDS[special], random.Random(seed)
     ids: list[int] = []
     eos = backend.token_to_id("<eos>")
+    closing = backend.encode(THOUGHT_MARKERS[1]).ids
     ends = [backend.token_to_id(piece) for piece in ('"', "}", "]", ")", ",")]
     while not matcher.is_stopped():
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -85,7 +88,12 @@ def random_answer(grammar: Any, seed: int, *, special: bool = False) -> str:
         if len(ids) > 40:
             if eos in allowed:
                 break
-            token_id = next((each for each in ends if each in allowed), token_id)
+            said = backend.decode(ids, skip_special_tokens=False)
+            if THOUGHT_MARKERS[0] in said and THOUGHT_MARKERS[1] not in said:
+                begun = max(n for n in range(len(closing)) if n == 0 or ids[-n:] == closing[:n])
+                token_id = closing[begun] if closing[begun] in allowed else token_id  # within a character
+            else:
+                token_id = next((each for each in ends if each in allowed), token_id)
         if token_id == eos:
             break
         assert matcher.consume_token(token_id), matcher.get_error()
@@ -145,3 +153,22 @@ def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
 @given(st.data())
 def test_required_calls_follow_many_random_schemas(drawn: st.DataObject) -> None:
     check_schemas(drawn)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("syntax", [None, *SYNTAXES])
+def test_a_schema_holds_behind_the_thought(syntax: CallSyntax | None, special: bool) -> None:
+    which = dataclasses.replace(dialect("hermes", special=special, thinks=True), calls=syntax)
+    answer = '{"city": "Rome"}'
+    may, must = (behind_thought(CITY, which, thinking=thinking) for thinking in (False, True))
+    for thought in ("Hm, {[ <b> Rome?\n</think>\n\n", "</think>"):
+        assert accepts(may, "<think>" + thought + answer, special=special)
+        assert accepts(must, thought + answer, special=special)
+    assert accepts(may, answer, special=special)
+    assert not accepts(must, answer, special=special)
+    for grammar, text in (
+        (may, "Hm. " + answer),
+        (must, "Hm.</think>" + answer + "!"),
+        (must, "Hm.</think>"),
+    ):
+        assert not accepts(grammar, text, special=special)

@@ -5,6 +5,7 @@ A template like Qwen 3's stands beside the bundled model. Grammars make it think
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,3 +198,29 @@ def test_reasoning_items_go_back_to_the_template(server: ServerProcess) -> None:
     encrypted = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"}
     response = server.ask("/v1/responses", input=[*ASKED, encrypted])
     assert_error(response, 422, "input[1].encrypted_content", says="its maker")
+
+
+# ---------------------------------------------------------------------- schemas
+
+
+SCHEMA = {"type": "object", "properties": {"brave": {"type": "boolean"}}, "required": ["brave"]}
+FORM = {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}, "name": "fox"}
+CHAT_FORM = {"type": "json_schema", "json_schema": {name: FORM[name] for name in ("name", "schema")}}
+
+
+def test_a_schema_is_not_forced_on_a_thought(server: ServerProcess) -> None:
+    """If the prompt has opened a thought, a short answer is all thought. Otherwise the answer may begin at once."""
+    opened = {"chat_template_kwargs": {"opens_thought": True}}
+    message = chat(server, response_format=CHAT_FORM, max_tokens=9, **opened)["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert not message["content"]
+    biased = {"logit_bias": {str(first_token("<")): -100}}
+    message = chat(server, response_format=CHAT_FORM, **biased)["choices"][0]["message"]
+    assert set(json.loads(message["content"])) == {"brave"}
+    answer = respond(server, input=ASKED, text={"format": FORM}, max_output_tokens=64, **biased)
+    assert answer["output"][0]["content"][0]["text"] == message["content"]
+
+
+def first_token(text: str) -> int:
+    tokens: list[int] = open_checkpoint("zoo:llama-tiny").tokenizer().encode(text, add_special_tokens=False)
+    return tokens[0]

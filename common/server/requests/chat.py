@@ -11,7 +11,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from common.calls import Call, Function, ToolUse, told_in_messages
+from common.calls import Call, Function, ToolUse, behind_thought, told_in_messages
 from common.chat_template import RESERVED
 from common.dialect import Dialect
 from common.errors import InvalidRequestError
@@ -288,13 +288,14 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
 
     def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:
         use, plain = self.tool_use, self.named_grammar
-        if use is None:
-            return plain
-        require_tools(dialect)
+        schema = None if plain is None else _schema_of(plain[1])
         thinking = self._begins_message and dialect.opens_thought(self.chat_template_kwargs)
-        grammar = use.grammar(
-            dialect, thinking=thinking, otherwise=None if plain is None else json.loads(plain[1].text)
-        )
+        if use is None:
+            if plain is None or schema is None or not dialect.thinks:
+                return plain
+            return plain[0], behind_thought(schema, dialect, thinking=thinking)
+        require_tools(dialect)
+        grammar = use.grammar(dialect, thinking=thinking, otherwise=schema)
         return None if grammar is None else ("tools", grammar)
 
     def _check_form(self) -> None:
@@ -306,12 +307,17 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
             raise refused(
                 field, "not together with tools, beside which an answer is text or follows a JSON Schema"
             )
-        try:
-            is_object = isinstance(json.loads(grammar.text), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
+        if _schema_of(grammar) is None:
             raise refused(field, "no JSON Schema")
+
+
+def _schema_of(grammar: Grammar) -> dict[str, Any] | None:
+    """Return the JSON Schema of a grammar; None if it is another grammar, or no object."""
+    try:
+        schema = json.loads(grammar.text) if grammar.kind == "json_schema" else None
+    except ValueError:
+        return None
+    return schema if isinstance(schema, dict) else None
 
 
 class Prediction(BaseModel):
