@@ -72,7 +72,7 @@ def accepts(grammar: Any, text: str, *, special: bool = False) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
 
-def random_answer(grammar: Any, seed: int, *, special: bool = False) -> str:
+def random_answer(grammar: Any, seed: int, *, special: bool = False, thinking: bool = False) -> str:
     """An answer of allowed tokens, at random at first, and then of those that bring it to its end."""
     matcher, backend, draw = matcher_of(grammar, special=special), BACKENDS[special], random.Random(seed)
     ids: list[int] = []
@@ -89,7 +89,7 @@ def random_answer(grammar: Any, seed: int, *, special: bool = False) -> str:
             if eos in allowed:
                 break
             said = backend.decode(ids, skip_special_tokens=False)
-            if THOUGHT_MARKERS[0] in said and THOUGHT_MARKERS[1] not in said:
+            if (thinking or THOUGHT_MARKERS[0] in said) and THOUGHT_MARKERS[1] not in said:
                 begun = max(n for n in range(len(closing)) if n == 0 or ids[-n:] == closing[:n])
                 token_id = closing[begun] if closing[begun] in allowed else token_id  # within a character
             else:
@@ -134,7 +134,7 @@ def check_schemas(drawn: st.DataObject) -> None:
     thinking = thinks and drawn.draw(st.booleans())
     grammar = use.grammar(which, thinking=thinking)
     for seed in range(3):
-        text = random_answer(grammar, seed, special=special)
+        text = random_answer(grammar, seed, special=special, thinking=thinking)
         said, _, calls = read(which, text, use.names, thinking=thinking)
         assert said == "", text
         assert 1 <= len(calls) <= (MAX_CALLS if use.parallel else 1), text
