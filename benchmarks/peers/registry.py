@@ -66,6 +66,7 @@ def _vllm(setup: Setup, folder: str) -> Target:
             "kv-cache-memory-bytes": str(setup.kv_tokens * weights.kv_bytes_per_token),
             "max-model-len": str(setup.max_seq_len),
             "max-num-seqs": str(setup.slots * SEQUENCES_PER_SLOT),
+            "generation-config": "vllm",  # vLLM's own sampling defaults, not the checkpoint's
             "enable-prefix-caching": "",  # vLLM's default, given so that results show it
             "host": "127.0.0.1",
             "port": str(_free_port()),

@@ -212,6 +212,7 @@ HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, An
     EngineDeadError: answer_api_error,
     GrammarFailedError: answer_api_error,
     NaNLogitsError: answer_api_error,
+    NoTokenLeftError: answer_api_error,
     HTTPException: answer_http_error,
     RequestValidationError: answer_invalid_query,
     ClientDisconnect: answer_nobody,

@@ -207,9 +207,7 @@ class VllmFields(Table):
     repetition_detection: Annotated[Any, Neutral(reason="frequency_penalty works against repetition")] = None
     request_id: Annotated[Any, Neutral(reason="send it as the header x-request-id")] = None
     return_token_offsets: Annotated[Any, Neutral(False, reason="logprobs has text_offset")] = None
-    return_tokens_as_token_ids: Annotated[Any, Neutral(False, reason="completions have return_token_ids")] = (
-        None
-    )
+    return_tokens_as_token_ids: Annotated[Any, Neutral(False, reason="return_token_ids has the ids")] = None
     spaces_between_special_tokens: Annotated[
         Any, Neutral(True, reason="the tokenizer puts spaces where its texts have them")
     ] = None
