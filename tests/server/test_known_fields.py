@@ -201,11 +201,13 @@ VLLM_COMPLETION: dict[str, Any] = nulls("best_of logprobs prompt_embeds suffix")
 }
 
 
+def neutral(*titles: str) -> dict[str, Any]:
+    """The last neutral value of every field of these tables."""
+    return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}
+
+
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, prefix: str) -> None:
-    def neutral(*titles: str) -> dict[str, Any]:
-        return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}
-
     both, stream = neutral("all three (vLLM)"), {"stream_options": neutral("`stream_options`")}
     message = CHAT["messages"][0] | {"tool_calls": [], "tool_call_id": None} | neutral("`messages`")
     # OpenAI's own table comes last: what it shares with vLLM's is neutral in both.
@@ -223,6 +225,23 @@ def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, 
         assert answers[0] == answers[1]
         streamed = server.client.post(f"{prefix}/{path}", json=fields | asked | stream | {"stream": True})
         assert streamed.headers["content-type"].startswith("text/event-stream"), streamed.text
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_responses_take_everything_at_its_neutral_value(server: ServerProcess, prefix: str) -> None:
+    part = {"type": "input_text", "text": RESPONSE["input"]} | neutral("parts of an `input`")
+    item = {"role": "user", "content": [part]} | neutral("`input` of responses")
+    fields = VLLM_BOTH | neutral("all three (vLLM)", "chat, responses and `/tokenize`", "responses")
+    fields |= {"input": [item], "stream_options": neutral("`stream_options`")}
+    fields |= {name: neutral(f"`{name}` of responses") for name in ("text", "reasoning")}
+    fields |= {"tools": [], "include": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}}
+    fields |= {"top_logprobs": 0, "truncation": "disabled", "instructions": None}
+    asked = {"max_output_tokens": 4, "temperature": 0}
+    said = [
+        server.client.post(f"{prefix}/responses", json=body | asked).json()["output"][0]["content"]
+        for body in (RESPONSE, fields)
+    ]
+    assert said[0] == said[1]
 
 
 # ---------------------------------------------------------------------- labels, and values that mean "all"

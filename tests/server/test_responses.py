@@ -451,6 +451,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
         ({"text": {"verbosity": "high"}}, "text.verbosity", ""),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "go together"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "go together"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "a label"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
             "text.format.schema",

@@ -268,5 +268,7 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
         wanted = self._format
         if (wanted.type == "json_schema") is not (wanted.schema_ is not None):
             raise refused("text.format", "schema and type 'json_schema' go together; send both or neither")
+        if wanted.schema_ is not None and wanted.name is None:
+            raise refused("text.format.name", "a schema needs a name, which is a label")
         if wanted.type != "text" and self.structured_outputs is not None:
             raise refused("structured_outputs", "text.format says already what answers look like; send one")
