@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 class AllowedTokens:
-    """The mask of the tokens that may come next, by the tokens that were generated. It never changes.
+    """The mask of the tokens that may come next, given the latest generated tokens. Immutable.
 
     Args:
         num_ids: number of token ids that a mask covers.
@@ -43,7 +43,7 @@ class AllowedTokens:
         bits = np.full(-(-num_ids // 32) * 32, allowed is None)
         bits[list(allowed or ())] = True
         self.context = 0
-        # By a token: what comes before the last tokens of the words in which this one is the last but one.
+        # By the last token but one of a word: all of its tokens but the last, and the last.
         self._ends: dict[int, list[tuple[list[int], int]]] = {}
         for *before, last in forbidden:
             if before:

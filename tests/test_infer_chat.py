@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import termios
@@ -21,6 +22,7 @@ from typing import Any, Self
 import psutil
 import pytest
 
+from common.models.registry import ZOO
 from tests.server.support import HANG_S, ServerProcess, called_from_python, rendered
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +32,6 @@ PHASE = "phase8_prefix"  # it finds the beginning of a conversation in its cache
 FIGURES = re.compile(r"\[(\d+) prompt tokens, (\d+) of them cached; (\d+) new; first after [\d.]+ s")
 PROMPT = re.compile(r"> $")
 
-#: Sampling of answers that go on for thousands of tokens: all tokens are nearly as likely as the end.
-ENDLESS = ("--temperature", "50", "--seed", "3")
-
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "infer", "chat", *arguments]
@@ -41,7 +40,7 @@ def command(*arguments: str) -> list[str]:
 class Terminal:
     """`infer chat` with a terminal of its own, which types and reads."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
         self._end, end = pty.openpty()
         self.process = subprocess.Popen(
             command(*arguments),
@@ -49,7 +48,7 @@ class Terminal:
             stdout=end,
             stderr=end,
             cwd=ROOT,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | variables,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
         )
@@ -110,7 +109,18 @@ class Terminal:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    flags = ("--max-seq-len", "4096", *called_from_python(PHASE))
+    with ServerProcess(PHASE, "--max-seq-len", "4096") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model without EOS, whose answers go on for thousands of tokens. A test may hold its passes."""
+    folder = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(ZOO / "llama-tiny", folder)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
+    flags = ("--model", str(folder), "--max-seq-len", "4096", *called_from_python(PHASE))
     with ServerProcess(PHASE, *flags, module="tests.server.gated_server") as process:
         yield process
 
@@ -158,45 +168,45 @@ def test_a_conversation_has_a_history(server: ServerProcess) -> None:
         assert terminal.wait() == 0
 
 
-def test_an_answer_is_stopped_and_the_next_question_works(server: ServerProcess) -> None:
-    with Terminal("--url", server.url, *ENDLESS) as terminal:
+def test_an_answer_is_stopped_and_the_next_question_works(endless: ServerProcess) -> None:
+    with Terminal("--url", endless.url) as terminal:
         terminal.type("Tell me all.\n")
         terminal.expect(r"(?s)Tell me all\.\n.{3}")
-        server.order("hold")
+        endless.order("hold")
         terminal.type("\x03")
         terminal.expect(r"\[first after [\d.]+ s; stopped\]")
         terminal.expect(PROMPT)
-        server.order("open")
+        endless.order("open")
         terminal.type("Again.\n")
         terminal.expect(r"(?s)Again\.\n.{3}")
-        server.order("hold")
+        endless.order("hold")
         terminal.type("\x03")
         terminal.expect("stopped")
-        server.order("open")
+        endless.order("open")
         terminal.expect(PROMPT)
         terminal.type("\x03")
         terminal.expect(re.escape("(Ctrl-D or /quit ends the chat)"))
         terminal.expect(PROMPT)
         terminal.type("\x04")
         assert terminal.wait() == 0
-    server.begin_test()  # the engine has no request left
+    endless.begin_test()  # the engine has no request left
 
 
-def test_a_stopped_answer_stays_in_the_conversation(server: ServerProcess) -> None:
-    with Terminal("--url", server.url, *ENDLESS, "--max-tokens", "3000") as terminal:
+def test_a_stopped_answer_stays_in_the_conversation(endless: ServerProcess) -> None:
+    with Terminal("--url", endless.url) as terminal:
         terminal.type("Go on.\n")
         terminal.expect(r"(?s)Go on\.\n.{3}")
-        server.order("hold")
+        endless.order("hold")
         terminal.type("\x03")
         terminal.expect("stopped")
-        server.order("open")
+        endless.order("open")
         terminal.expect(PROMPT)
-        server.begin_test()
+        endless.begin_test()
         terminal.type("And now?\n")
         terminal.expect(r"(?s)And now\?\n.{3}")
         terminal.type("\x03")
         terminal.expect("stopped")
-        assert server.counters()["prompt_tokens"] > prompt_tokens("Go on.", "", "And now?")
+        assert endless.counters()["prompt_tokens"] > prompt_tokens("Go on.", "", "And now?")
 
 
 def test_commands_and_what_is_none(server: ServerProcess) -> None:
@@ -332,7 +342,7 @@ def test_a_server_with_a_key() -> None:
 
 def test_a_server_lives_as_long_as_its_chat() -> None:
     options = ("--phase", "4", "--max-seq-len", "256", "--dtype", "float32", "--max-tokens", "2")
-    with Terminal(*options) as terminal:
+    with Terminal(*options, INFER_API_KEY="of another server") as terminal:
         (server,) = psutil.Process(terminal.process.pid).children()
         terminal.type("\x03")
         terminal.expect(PROMPT)
