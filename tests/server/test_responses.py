@@ -85,10 +85,11 @@ def stream(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> list[di
 
 
 def settled(answer: dict[str, Any]) -> dict[str, Any]:
-    """A response without the fields that no two have in common: ids and times."""
+    """A response without the fields that no two have in common: ids, times and tokens found in the cache."""
     items = [{name: value for name, value in item.items() if name != "id"} for item in answer["output"]]
     rest = {name: value for name, value in answer.items() if name not in ("id", "created_at", "completed_at")}
-    return rest | {"output": items}
+    usage = {name: value for name, value in answer["usage"].items() if name != "input_tokens_details"}
+    return rest | {"output": items, "usage": usage}
 
 
 # ---------------------------------------------------------------------- answers
