@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -24,6 +25,16 @@ def test_text(report: dict[str, Any], server: ServerProcess) -> None:
     """`text_completion`, whole and streamed."""
     assert_same(part(report, "text"), completed(server))
     assert_same(part(report, "text_stream"), completed(server))
+
+
+def test_tools(report: dict[str, Any]) -> None:
+    """`completion` with a tool, required and named, whole and streamed, and with its result."""
+    said = part(report, "tools")
+    assert said["reasons"] == ["tool_calls"] * 2
+    for name, arguments in said["calls"]:
+        assert (name, set(json.loads(arguments))) == ("find_fox", {"brave"})
+    assert len(said["calls"]) == 2
+    assert said["text"]
 
 
 def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -239,6 +239,71 @@ def test_the_clients_helpers(client: openai.OpenAI, server: ServerProcess) -> No
     )
     assert written.choices[0].message.content == parsed.content
     assert json.loads(parsed.content) == parsed.parsed.model_dump()
+
+
+CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "Fox"}}, "auto", "none"]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "auto", "none"])
+def test_tools(client: openai.OpenAI, server: ServerProcess, choice: Any) -> None:
+    """`create`, `parse` and `stream` of chat with a pydantic class as a tool, each `tool_choice`, both prefixes."""
+    fields: dict[str, Any] = {
+        "model": server.model,
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 100,
+        "stop": ["."],
+        "tools": [openai.pydantic_function_tool(Fox)],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+    answer = client.chat.completions.create(**fields).choices[0]
+    parsed = client.chat.completions.parse(**fields).choices[0]
+    with client.chat.completions.stream(**fields) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0]
+    assert answer.finish_reason == parsed.finish_reason == final.finish_reason
+    assert answer.message.content == parsed.message.content == final.message.content
+    if choice in ("auto", "none"):
+        assert answer.message.content
+        assert (answer.message.tool_calls, parsed.message.tool_calls, done) == (None, None, [])
+        return
+    (call,) = answer.message.tool_calls or ()
+    (same,) = parsed.message.tool_calls or ()
+    (event,) = done
+    assert call.type == "function"
+    assert call.function.arguments == same.function.arguments == event.arguments
+    assert isinstance(same.function.parsed_arguments, Fox)
+    assert same.function.parsed_arguments == event.parsed_arguments
+    assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is brave."}
+    messages = [*MESSAGES, answer.message, result]
+    told = client.chat.completions.create(**fields | {"messages": messages, "tool_choice": "auto"})
+    assert told.choices[0].message.content
+
+
+def test_a_class_or_a_tool(client: openai.OpenAI, server: ServerProcess) -> None:
+    """`parse` with a pydantic class and a tool: the answer is the one or the other, under both prefixes."""
+
+    class Search(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+
+        place: Literal["forest", "river"]
+
+    for seed in range(3):
+        (choice,) = client.chat.completions.parse(
+            model=server.model,
+            messages=MESSAGES,
+            seed=seed,
+            max_tokens=80,
+            tools=[openai.pydantic_function_tool(Search)],
+            response_format=Fox,
+            parallel_tool_calls=False,
+        ).choices
+        if choice.message.tool_calls:
+            assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Search)
+        else:
+            assert isinstance(choice.message.parsed, Fox)
 
 
 def test_structured_outputs(api: Api, server: ServerProcess, prompt: Any) -> None:

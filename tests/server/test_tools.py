@@ -70,7 +70,7 @@ def settled(chunks: list[dict[str, Any]], choices: int) -> list[dict[str, Any]]:
             assert choice["reason"] is None, "nothing comes behind the reason"
             assert ("role" in delta) is (part["index"] not in begun), "the role comes first, and once"
             begun.add(part["index"])
-            choice["text"] += delta.get("content", "")
+            choice["text"] += delta.get("content") or ""
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
                     assert call["index"] == len(choice["calls"])

@@ -58,6 +58,38 @@ def text_stream() -> Any:
     return {"text": "".join(pieces), "pieces": pieces}
 
 
+def tools() -> Any:
+    fox = {
+        "type": "function",
+        "function": {
+            "name": "find_fox",
+            "parameters": {
+                "type": "object",
+                "properties": {"brave": {"type": "boolean"}},
+                "required": ["brave"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    asked = CHAT | {"max_tokens": 60, "tools": [fox]}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    named = {"tool_choice": {"type": "function", "function": {"name": "find_fox"}}}
+    whole = litellm.completion(**asked, **one)
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(**asked, **named, stream=True)))
+    message = whole.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "There is one fox."}
+    told = asked | {"messages": [*GIVEN["messages"], message, result]}
+    return {
+        "reasons": [answer.choices[0].finish_reason for answer in (whole, streamed)],
+        "calls": [
+            [call.function.name, call.function.arguments]
+            for answer in (whole, streamed)
+            for call in answer.choices[0].message.tool_calls
+        ],
+        "text": litellm.completion(**told).choices[0].message.content,
+    }
+
+
 def refusals() -> Any:
     return {
         "key": caught(lambda: litellm.completion(**CHAT | {"api_key": "wrong"})),
@@ -68,4 +100,4 @@ def refusals() -> Any:
     }
 
 
-report(chat, chat_stream, asynchronous, text, text_stream, refusals)
+report(chat, chat_stream, asynchronous, text, text_stream, tools, refusals)
