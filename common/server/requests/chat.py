@@ -111,6 +111,9 @@ class ChatMessage(OpenAIMessageFields):
         description="an assistant's thoughts, as its answer had them; the template may leave them out",
     )
     reasoning: str | None = Field(default=None, description="another name of the same")
+    provider_specific_fields: dict[str, Any] | None = Field(
+        default=None, description="litellm's copy of an answer's fields, which it sends back; not read"
+    )
     tool_call_id: str | None = Field(
         default=None, max_length=256, description="of the call whose result a `tool` message has"
     )

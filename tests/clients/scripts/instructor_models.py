@@ -5,11 +5,13 @@ from typing import Any, Literal
 import instructor
 import openai
 from harness import GIVEN, caught, report
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Fox(BaseModel):
     """A fox of a story."""
+
+    model_config = ConfigDict(extra="forbid")  # this model would invent properties without end
 
     colour: Literal["red", "white"]
     brave: bool

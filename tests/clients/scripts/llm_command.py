@@ -87,7 +87,7 @@ def tools() -> Any:
 
     model = llm.get_model("served")
     options = {"temperature": 0, "max_tokens": GIVEN["max_tokens"]}
-    chain = model.chain(QUESTION, system=SYSTEM, tools=[find_fox], options=options, chain_limit=3)
+    chain = model.chain(QUESTION, system=SYSTEM, tools=[find_fox], options=options)
     answers = list(chain.responses())
     tokens = answers[0].usage().input
     call = llm.ToolResult(name="find_fox", output="There is one fox.", tool_call_id="call_1")
