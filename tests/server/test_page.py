@@ -123,7 +123,9 @@ def write(tab: Tab, text: str, **settings: float | str) -> None:
 
 def answered(tab: Tab) -> str:
     """Wait until the answer in the shown conversation has ended. Return its last line."""
-    tab.ask("new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")  # what was sent is drawn
+    tab.ask(
+        "new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))"
+    )  # what was sent is drawn
     tab.until("document.getElementById('stop').hidden && document.querySelectorAll('.turn').length")
     about: str = tab.ask("document.querySelector('.turn:last-of-type .about').textContent")
     return about
@@ -208,8 +210,10 @@ def test_conversations_at_once_are_seen_in_seats_and_blocks(
     running = tab.ask(
         "[...document.querySelectorAll('.sv-chip:not(.sv-waits) b')].map(each => each.textContent)"
     )
-    colours = "(selector => Object.fromEntries([...document.querySelectorAll(selector)]"
+    colours = (
+        "(selector => Object.fromEntries([...document.querySelectorAll(selector)]"
         ".map(each => [each.textContent, getComputedStyle(each).backgroundColor])))"
+    )
     in_list, in_picture = tab.ask(f"[{colours}('#list .badge'), {colours}('.sv-chip:not(.sv-waits) b')]")
     assert {letter: in_list[letter] for letter in running} == in_picture
     assert set("".join(texts(tab, ".sv-memory text"))) <= {*"ABCD×234"}
