@@ -1,4 +1,4 @@
-"""The JavaScript of the viewer and of the server's page against the types that its comments give, by TypeScript's compiler."""
+"""The JavaScript of the viewer and the page against the types in its comments, by TypeScript's compiler."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@
   const [list, prompt] = [element("list"), element("prompt")];
   /** @type {Map<Conversation, HTMLElement>} */
   const entries = new Map();
+  const leaving = new AbortController();
   let due = 0, saving = 0;
 
   const isOpen = chat => chat.isOpen;
@@ -178,6 +179,13 @@
     for (const chat of conversations.all) chat.connection?.abort();
   });
   element("load").addEventListener("click", startSeveral);
+  addEventListener("pagehide", () => { /* browsers keep a page that was left for a while, with its connections */
+    leaving.abort();
+    for (const chat of conversations.all) chat.connection?.abort();
+  });
+  addEventListener("pageshow", event => {
+    if (event.persisted) location.reload();
+  });
   element("new").addEventListener("click", () => {
     show(conversations.all.find(chat => !chat.turns.length) ?? conversations.add());
     prompt.focus();
@@ -219,7 +227,7 @@
 
   /** @param {StepViewer} viewer @param {(message: string) => void} tell */
   async function watch(viewer, tell) {
-    const response = await ask("steps");
+    const response = await ask("steps", { signal: leaving.signal });
     tell("");
     for await (const [name, data] of eventsOf(response.body)) {
       if (name === "begin") viewer.begin(data);
