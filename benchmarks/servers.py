@@ -150,6 +150,7 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
         "device": setup.device,
         "dtype": setup.dtype,
         "seed": str(setup.seed),
+        "generation-config": "none",  # requests are greedy: a model's repetition_penalty would change their tokens
         "max-seq-len": str(setup.max_seq_len),
         "host": "127.0.0.1",
         "port": "0",

@@ -37,9 +37,11 @@ from cluster.answer import Answer
 from cluster.forwarding import GENERATING, Forwarded, Whole, read_keys, replica_lost
 from cluster.merging import HEALTH, MERGES, health, merge
 from common.errors import ShuttingDownError
+from common.memory import return_freed_memory
 from common.server.bodies import Bodies, says_json
 from common.server.connections import Config, ConnectionLimits
 from common.server.errors import ApiError, from_exception, unavailable
+from common.server.logs import PULSE_EVERY_S
 from common.server.middleware import (
     REQUEST_ID,
     AllowedHosts,
@@ -132,6 +134,7 @@ class Front:
         self._probing: asyncio.Task[None] | None = None
         self._draining = False
         self._answers: set[Answer] = set()  # those that are not complete
+        self._returning = asyncio.create_task(keep_returning_memory())
         self.guarded = guarded(self._answer, server_options, is_computing=self._is_computing)
         if listen_at is not None:
             self._serving = await serve_http(
@@ -322,6 +325,13 @@ def _headers_of(request: Request) -> tuple[tuple[bytes, bytes], ...]:
         return tuple(headers)
     name = REQUEST_ID.encode()
     return (*((key, value) for key, value in headers if key != name), (name, request_id.encode()))
+
+
+async def keep_returning_memory() -> None:
+    """Return freed memory to the operating system every `PULSE_EVERY_S` seconds, as replicas do."""
+    while True:
+        await asyncio.to_thread(return_freed_memory)
+        await asyncio.sleep(PULSE_EVERY_S)
 
 
 class HttpServer(uvicorn.Server):

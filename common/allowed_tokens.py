@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 class AllowedTokens:
-    """The mask of the tokens that may come next, by the tokens that were generated. It never changes.
+    """The mask of the tokens that may come next, given the latest generated tokens. Immutable.
 
     Args:
         num_ids: number of token ids that a mask covers.
@@ -40,13 +40,18 @@ class AllowedTokens:
         allowed: Collection[int] | None = None,
         forbidden: Iterable[Sequence[int]] = (),
     ) -> None:
-        words = [tuple(word) for word in forbidden]
-        self._longer = [word for word in words if len(word) > 1]
-        self.context = max((len(word) - 1 for word in self._longer), default=0)
-        always = np.full(-(-num_ids // 32), np.uint32(0xFFFFFFFF))
-        if allowed is not None:
-            always = ~without_tokens(always, allowed)
-        self._mask = without_tokens(always, [word[0] for word in words if len(word) == 1])
+        bits = np.full(-(-num_ids // 32) * 32, allowed is None)
+        bits[list(allowed or ())] = True
+        self.context = 0
+        # By the last token but one of a word: all of its tokens but the last, and the last.
+        self._ends: dict[int, list[tuple[list[int], int]]] = {}
+        for *before, last in forbidden:
+            if before:
+                self.context = max(self.context, len(before))
+                self._ends.setdefault(before[-1], []).append((before, last))
+            else:
+                bits[last] = False
+        self._mask: Mask = np.packbits(bits, bitorder="little").view(np.uint32)
 
     @classmethod
     def of(
@@ -69,11 +74,8 @@ class AllowedTokens:
         Args:
             generated: the latest generated tokens, at least `context` of them if there are so many.
         """
-        ends = [
-            last
-            for *before, last in self._longer
-            if list(generated[len(generated) - len(before) :]) == before
-        ]
+        known = self._ends.get(generated[-1], ()) if generated else ()
+        ends = [last for before, last in known if list(generated[-len(before) :]) == before]
         return without_tokens(self._mask, ends) if ends else self._mask
 
 

@@ -44,8 +44,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
         self.source = source
-        self._template = _environment().from_string(source)
+        self._template = environment.from_string(source)
+        self._variables = meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -91,7 +93,7 @@ class ChatTemplate:
 
     def reads(self, variable: str) -> bool:
         """Return whether the program reads a variable that it does not set itself."""
-        return variable in meta.find_undeclared_variables(_environment().parse(self.source))
+        return variable in self._variables
 
     def render(
         self,
@@ -100,6 +102,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return a conversation as text, with all its special tokens.
 
@@ -108,6 +111,7 @@ class ChatTemplate:
             add_generation_prompt: end with the tokens that precede an answer.
             continue_final_message: end within the last message, so that the model continues it.
             variables: further variables of the template.
+            tools: functions that the model may call, as OpenAI's field has them.
 
         Raises:
             InvalidRequestError: the template rejects the messages, or changes the message to continue.
@@ -120,7 +124,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **given,

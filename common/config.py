@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.errors import StartupError
 
@@ -67,6 +67,12 @@ class EngineConfig(BaseModel):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="what requests without a seed of their own draw from"
     )
+
+    @field_validator("quantize", "generation_config", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        """Keep `none` a value of these options. On the command line it stands for no value."""
+        return "none" if value is None else value
 
     def resolve_max_seq_len(self, model_limit: int) -> int:
         """Return the longest sequence served, in tokens. StartupError: the option exceeds the model's positions."""

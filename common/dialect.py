@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from common.chat_template import ChatTemplate
+from common.errors import InvalidRequestError
 from common.text import Tokenizer
 
 CallSyntax = Literal["hermes", "llama3_json", "pythonic"]
@@ -35,13 +37,15 @@ class Dialect:
     """How one model marks its thoughts and calls.
 
     Attributes:
+        template: renders conversations; None: the model has no template.
         calls: the syntax of its tool calls; None: the server takes no tools.
         knows_tools: the chat template shows tools and calls in this syntax. Otherwise messages do (`common.calls`).
         thinks: an answer may begin with thoughts.
-        special: the markers that are special tokens, with their ids. Special tokens are left out of an answer's
-            text unless the request says otherwise.
+        special: the markers that are tokens of their own, with their ids. A grammar names them by these ids. If
+            they are special tokens, an answer's text leaves them out unless the request says otherwise.
     """
 
+    template: ChatTemplate | None = None
     calls: CallSyntax | None = None
     knows_tools: bool = False
     thinks: bool = False
@@ -67,11 +71,23 @@ class Dialect:
         markers = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG)
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
         return cls(
+            template=template,
             calls=(known or "hermes") if calls == "auto" else calls,
             knows_tools=template.reads("tools") and (known is not None or calls != "auto"),
             thinks=reasoning == "think" or (reasoning == "auto" and THOUGHT_MARKERS[1] in template.source),
-            special={marker: number for marker, number in ids.items() if number in tokenizer.special_ids},
+            special={marker: number for marker, number in ids.items() if number is not None},
         )
+
+    def opens_thought(self, variables: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the template begins the model's thought in the prompt. `variables`: the template's."""
+        if not self.thinks or self.template is None:
+            return False
+        try:
+            return opens_thought(
+                self.template.render([{"role": "user", "content": "?"}], variables=variables)
+            )
+        except InvalidRequestError:  # raised again for the conversation, with a reason
+            return False
 
 
 def _syntax_of(source: str) -> CallSyntax | None:

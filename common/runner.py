@@ -20,7 +20,7 @@ import torch
 
 from common.commit import commit_token, fail, without_frames
 from common.config import EngineConfig
-from common.errors import EngineDeadError
+from common.errors import EngineDeadError, GrammarFailedError, NoTokenLeftError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
@@ -324,6 +324,9 @@ class Runner(ABC):
                 wrong = request
             try:
                 outputs.append(commit_token(request, token_id, row_logprobs))
+            except (GrammarFailedError, NoTokenLeftError) as error:  # its own fields are the cause
+                logger.warning("request %s failed: %s", request.request_id, error)
+                outputs.append(fail(request, error))
             except Exception as error:
                 logger.exception("request %s failed", request.request_id)
                 outputs.append(fail(request, error))

@@ -7,7 +7,7 @@ infer chat --url http://HOST:PORT  talks to a server that runs already, this pro
 echo "Who are you?" | infer chat   answers what it reads, and exits
 ```
 
-Answers go to stdout; figures, errors and notes go to stderr.
+Answers go to stdout. The thoughts of a reasoning model, figures, errors and notes go to stderr.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import httpx
 
-from benchmarks.servers import RunningServer, Target
 from common.errors import StartupError
-from common.phases import phase_names
 
 DEFAULT_MODEL = "zoo:llama-tiny"
 CONNECT_S = 10.0  # a server that listens accepts a connection far sooner; its first token may take minutes
@@ -121,18 +119,24 @@ class Chat:
             "stream_options": {"include_usage": True},
             **self._sampling,
         }
-        figures, text = Figures(), ""
+        figures, text, thought = Figures(), "", ""
         try:
             with self._client.stream("POST", "chat/completions", json=body) as response:
                 for chunk in _chunks(response):
                     figures.usage = chunk.get("usage") or figures.usage
                     for choice in chunk.get("choices") or ():
-                        delta = (choice.get("delta") or {}).get("content") or ""
+                        delta = choice.get("delta") or {}
                         figures.finish_reason = choice.get("finish_reason")
-                        if delta:
+                        if more := delta.get("reasoning_content"):
                             figures.note_token()
-                            print(delta.translate(_CONTROLS), end="", flush=True)
-                            text += delta
+                            _show(more, sys.stderr)
+                            thought += more
+                        if more := delta.get("content"):
+                            figures.note_token()
+                            if thought and not text:
+                                say("")
+                            _show(more, sys.stdout)
+                            text += more
         except KeyboardInterrupt:
             figures.stopped = True
         except httpx.HTTPError as error:
@@ -142,9 +146,16 @@ class Chat:
         finally:
             if text:
                 print(flush=True)
+            elif thought:
+                say("")
         if text:
             self.history += [asked, {"role": "assistant", "content": text}]
         return figures
+
+
+def _show(text: str, file: TextIO) -> None:
+    """Print a piece of a text without the characters that a terminal would obey."""
+    print(text.translate(_CONTROLS), end="", file=file, flush=True)
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -215,6 +226,9 @@ def _obey(chat: Chat, line: str) -> bool:
 
 def answer(chat: Chat, question: str) -> int:
     """Answer one question. Returns the exit code."""
+    if not question:
+        say("error: there is no question in the input")
+        return 1
     try:
         figures = chat.ask(question)
     except ChatError as error:
@@ -269,9 +283,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --url, a name that the server knows (default: its first model); else a model as for infer serve "
         f"(default: {DEFAULT_MODEL})",
     )
-    parser.add_argument(
-        "--phase", default=phase_names()[-1], help="the phase that serves it (default: the last)"
-    )
+    parser.add_argument("--phase", help="the phase that serves it (default: the last)")
     parser.add_argument("--system", help="the system prompt")
     parser.add_argument("--temperature", type=float, help="default: the model's or the server's")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: as many as fit)")
@@ -297,13 +309,17 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
     if options.url:
         yield options.url.rstrip("/").removesuffix("/v1")
         return
+    from benchmarks.servers import RunningServer, Target  # with torch, which takes seconds
+    from common.phases import phase_names
+
+    phase = options.phase or phase_names()[-1]
     os.environ.pop("INFER_API_KEY", None)  # nobody else is to use the server that is started here
     model = options.model or DEFAULT_MODEL
-    command = [sys.executable, "-m", "infer", "serve", options.phase, "--model", model]
+    command = [sys.executable, "-m", "infer", "serve", phase, "--model", model]
     command += ["--host", "127.0.0.1", "--port", "0", *further]
-    say(f"starting {options.phase} with {model} …")
+    say(f"starting {phase} with {model} …")
     # In a process group of its own: Ctrl-C stops an answer, not the server.
-    target = Target(f"infer serve {options.phase}", 0, None, {}, program=tuple(command))
+    target = Target(f"infer serve {phase}", 0, None, {}, program=tuple(command))
     with RunningServer(target, own_group=True) as server:
         yield server.url
 

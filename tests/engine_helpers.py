@@ -185,7 +185,7 @@ class RememberingModel:
             num_kv_heads=1, head_dim=1, layers=(LayerConfig(None, RopeConfig(10_000.0)),)
         )
     )
-    dtype = torch.float32
+    dtype = weight_dtype = torch.float32
     device = CPU
     max_positions = 1024
     is_packed = False

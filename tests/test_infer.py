@@ -48,8 +48,8 @@ def test_serve_is_the_phases_own_command(name: str, capsys: pytest.CaptureFixtur
     assert said.split()[4:] == own.split()[4:]
 
 
-@pytest.mark.parametrize("word", ["compare", "run", "plots", "demo"])
-def test_measuring_commands_have_their_name(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["chat", "compare", "run", "plots", "demo"])
+def test_commands_have_their_name(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert help_of(capsys, word).startswith(f"usage: infer {word} [-h]")
 
 
@@ -81,7 +81,7 @@ def test_phases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 0
     said = capsys.readouterr().out
-    for word in ("serve PHASE", "phases", "compare", "run", "plots", "demo"):
+    for word in ("serve PHASE", "chat", "phases", "compare", "run", "plots", "demo"):
         assert f"infer {word} " in said
 
 

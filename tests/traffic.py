@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,13 @@ def answer(token_ids: list[int]) -> int | Tensor:
 
 
 class Traffic:
-    """An engine around a model that only remembers, and what each of its requests must come to."""
+    """An engine around a model that only remembers, and what each of its requests must come to.
+
+    Attributes:
+        priorities: of the requests, in turn.
+    """
+
+    priorities: Sequence[int] = (0,)
 
     def __init__(self, phase: str, **options: Any) -> None:
         self.model = RememberingModel(rule=answer)
@@ -50,7 +57,8 @@ class Traffic:
     def add(self, first: int, prompt_tokens: int, new_tokens: int) -> None:
         self.operations += 1
         params: SamplingParams = greedy(min(new_tokens, MAX_SEQ_LEN - prompt_tokens))
-        request = self.engine.create_request([first] + [7] * (prompt_tokens - 1), params)
+        priority = self.priorities[self.operations % len(self.priorities)]
+        request = self.engine.create_request([first] + [7] * (prompt_tokens - 1), params, priority=priority)
         room = self.engine.scheduler.queue_room()
         accepted = self.engine.add_request(request)
         assert accepted == (room > 0)
@@ -117,12 +125,16 @@ class Traffic:
         assert None not in slots
         assert len(set(slots)) == len(slots) <= 3, "a slot is shared"
         assert set(pool._lengths) == set(slots), "a slot is held by nobody, or not by its pool"
-        latest = max((request.arrival for request in active), default=-1)
+        line = [request for request in scheduler.waiting if not request.preempted]
+        assert line == sorted(line, key=lambda request: request.rank)
+        assert list(scheduler.waiting)[-len(line) :] == line or not line, "preempted requests go first"
+        latest = {request.priority: request.arrival for request in sorted(active, key=lambda r: r.arrival)}
         for request in self.live.values():
             waits = request.state is RequestState.WAITING
             assert waits == (request.slot is None)
             assert waits != (request in active)
-            assert not waits or (request.arrival > latest and request.prefill_progress == 0), "overtaken"
+            assert not waits or request.prefill_progress == 0
+            assert not waits or request.arrival > latest.get(request.priority, -1), "overtaken"
             if request.slot is not None:
                 columns = pool.get_seq_len(request.slot)
                 assert columns == request.prefill_progress

@@ -66,6 +66,7 @@ def _vllm(setup: Setup, folder: str) -> Target:
             "kv-cache-memory-bytes": str(setup.kv_tokens * weights.kv_bytes_per_token),
             "max-model-len": str(setup.max_seq_len),
             "max-num-seqs": str(setup.slots * SEQUENCES_PER_SLOT),
+            "generation-config": "vllm",  # vLLM's own sampling defaults, not the checkpoint's
             "enable-prefix-caching": "",  # vLLM's default, given so that results show it
             "host": "127.0.0.1",
             "port": str(_free_port()),
@@ -93,8 +94,8 @@ def _llama_server(setup: Setup, program: str) -> Target:
     options = {
         "alias": setup.model,
         "ctx-size": str(setup.kv_tokens),
-        "parallel": str(setup.slots * SEQUENCES_PER_SLOT),
-        "kv-unified": "",  # one memory for all sequences, as the phases from 6 on have
+        # As many sequences as fit at their longest: it fails a request whose memory runs out instead of waiting.
+        "parallel": str(setup.slots),
         "threads": str(len(os.sched_getaffinity(0))),
         "host": "127.0.0.1",
         "port": str(_free_port()),

@@ -71,7 +71,7 @@ class Service:
         )
         self.dialect = dialect
         self.admission = Admission()
-        self.intake = Intake(engine, worker, self.admission, self.limits)
+        self.intake = Intake(engine, worker, self.admission, self.limits, dialect)
         self.live_view = LiveView(worker) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
         self.tracer = Tracer(engine)

@@ -34,6 +34,7 @@ def small(death: Path) -> Iterator[ServerProcess]:
     with running(
         "tests.cluster.mortal",
         *("--max-batch-size", "1", "--max-waiting-requests", "1", "--body-timeout", "2"),
+        *("--quantize", "int8"),
         env={DEATH: str(death), "INFER_API_KEY": KEY},
         headers={"Authorization": f"Bearer {KEY}"},
     ) as process:
@@ -148,6 +149,11 @@ def first_answer(connection: socket.socket) -> bytes:
     while b'"code":' not in said:
         said += connection.recv(4096)
     return said
+
+
+def test_replicas_have_the_weights_that_were_asked_for(small: ServerProcess) -> None:
+    assert small.client.get("/version").json()["weights"] == "int8"
+    assert small.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(small: ServerProcess) -> None:

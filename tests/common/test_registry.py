@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from common.errors import StartupError
 from common.models import registry
 from common.models.layers import CausalLM
-from common.models.registry import ARCHITECTURES, load_model, open_checkpoint, weight_bytes
+from common.models.registry import ARCHITECTURES, default_params, load_model, open_checkpoint, weight_bytes
+from common.request import SamplingParams
 from common.zoo.presets import PRESETS
 from tests.helpers import (
     CPU,
@@ -154,6 +156,57 @@ def test_a_broken_generation_config_is_refused(tmp_path: Path) -> None:
     assert f"{tmp_path / 'generation_config.json'}: eos_token_id" in refusal(str(tmp_path))
     (tmp_path / "generation_config.json").write_text("{")
     assert "generation_config.json" in refusal(str(tmp_path))
+
+
+# ---------------------------------------------------------------------- sampling defaults
+
+
+SUGGESTED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("entries", "params"),
+    [
+        (SUGGESTED, SamplingParams(**SUGGESTED)),
+        ({"temperature": 1, "top_k": 0, "top_p": None, "do_sample": False}, SamplingParams()),
+        ({"top_k": 64, "max_new_tokens": 5, "eos_token_id": 7}, SamplingParams(top_k=64)),
+        ({}, SamplingParams()),
+    ],
+    ids=str,
+)
+def test_a_generation_config_suggests_sampling_parameters(
+    entries: dict[str, Any], params: SamplingParams, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text(json.dumps(entries))
+    assert default_params(open_checkpoint(str(tmp_path))) == params
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"top_k": 2.5}, "top_k must be a number, not 2.5"),
+        ({"top_p": True}, "top_p must be a number, not True"),
+        ({"top_p": 1.5}, "top_p is out of range: 1.5"),
+        ({"top_k": -3}, "top_k is out of range: -3"),
+    ],
+    ids=str,
+)
+def test_a_suggestion_that_cannot_be_sampled_with_stops_the_start(
+    entries: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text(json.dumps(entries))
+    with pytest.raises(StartupError) as refused:
+        default_params(open_checkpoint(str(tmp_path)))
+    assert f"{tmp_path / 'generation_config.json'}: {says}" in str(refused.value)
+    assert str(refused.value).endswith("; --generation-config none leaves it out")
+
+
+def test_models_without_that_file_suggest_nothing() -> None:
+    for name in ("dummy:llama-60m", "zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny"):
+        assert default_params(open_checkpoint(name)) == SamplingParams()
 
 
 # ---------------------------------------------------------------------- dummies

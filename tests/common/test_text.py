@@ -205,6 +205,16 @@ def test_special_tokens_are_left_out_and_foreign_ids_print_as_numbers(tokenizer:
     assert "".join(tell(tokenizer, b, prompt=[*a, foreign])) == "b"
 
 
+def test_special_tokens_may_be_shown(tokenizer: Tokenizer) -> None:
+    special = sorted(tokenizer.special_ids)
+    a, emoji = encode(tokenizer, "a"), encode(tokenizer, "😀")
+    for ids in ([*special, *a, special[0], *emoji, special[-1]], [special[0]] * 10, [*a, special[1], *a]):
+        shown = IncrementalDetokenizer(tokenizer, a, skip_special_tokens=False)
+        text = "".join(map(shown.add, ids)) + shown.finish()
+        assert text == tokenizer.decode(ids, skip_special_tokens=False)
+        assert all(tokenizer.token_text(token_id) in text for token_id in ids if token_id in special)
+
+
 def test_each_token_by_itself_is_decoded_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     decode = Tokenizer.decode
@@ -310,6 +320,10 @@ def test_stop_strings_against_a_plain_reading(text: str, stops: list[str], seed:
         assert said == heard[: len(heard) - longest_begun_stop(heard, stops)]
     said += detokenizer.finish()
     assert (said, detokenizer.stopped) == (expected, stopped)
+    shown = IncrementalDetokenizer(tokenizer, (), stops, include_stop=True)
+    said = "".join(shown.add(token_id) for token_id in ids if not shown.stopped)
+    ends = (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
+    assert (said + shown.finish(), shown.stopped) == (text[: next(ends, len(text))], stopped)
 
 
 @pytest.mark.parametrize(

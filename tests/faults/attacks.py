@@ -34,6 +34,8 @@ MAY_BE_CUT = {"one_byte_chunks", "unread_bytes"}
 ANSWERS_EACH, ATTACKED_S = 2, 5.0
 #: Bytes that a server may hold after a second attack and did not after the first: the allocator keeps what it took.
 SLACK_BYTES = 128 * 2**20
+#: Seconds after which freed memory has gone back to the system.
+RETURNED_AFTER_S = logs.PULSE_EVERY_S + 1
 
 
 def target_of(server: ServerProcess) -> Target:
@@ -42,16 +44,21 @@ def target_of(server: ServerProcess) -> Target:
 
 
 def memory_bytes(server: ServerProcess) -> int:
-    """Return the resident memory of the server and of the processes that it has started.
+    """Return the resident memory of the server and of the processes that it has started."""
+    return sum(memory_by_role(server).values())
+
+
+def memory_by_role(server: ServerProcess) -> Counter[str]:
+    """Return the resident memory in bytes of the server and of the processes that it has started, by what they do.
 
     Shared memory does not count: each process that maps Ray's object store would count it again, and the store
     keeps its pages.
     """
-    process, total = psutil.Process(server.process.pid), 0
+    process, total = psutil.Process(server.process.pid), Counter[str]()
     for each in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             held = each.memory_info()
-            total += held.rss - getattr(held, "shared", 0)
+            total[role_of(each.cmdline())] += held.rss - getattr(held, "shared", 0)
     return total
 
 
@@ -108,9 +115,7 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)
         server.begin_test()  # when all requests have ended
-        returned_by = (
-            time.monotonic() + logs.PULSE_EVERY_S + 1
-        )  # freed memory has gone back to the system by then
+        returned_by = time.monotonic() + RETURNED_AFTER_S
         while (held := memory_bytes(server)) > most and time.monotonic() < returned_by:
             time.sleep(0.5)
         assert most == 0 or held <= most, f"{held} bytes after the second attack, {most} at most"
@@ -126,6 +131,7 @@ def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None
     target = target_of(server)
     clients = OrdinaryClients(target)
     asyncio.run(clients.learn())
+    print_memory(server, "before")
     rates = []
     for moment in ("alone", "beside", "alone again"):
         attackers = Attackers(target, names, seconds + 60) if moment == "beside" else None
@@ -148,7 +154,15 @@ def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None
                 said = ", ".join(f"{count} x {outcome}" for outcome, count in counted.items())
                 print(f"  {name}: {said or 'nothing was answered'}")
     server.begin_test()
-    print(f"idle: {memory_bytes(server) / 2**20:.0f} MiB")
+    print_memory(server, "idle")
+    time.sleep(RETURNED_AFTER_S)
+    print_memory(server, f"{RETURNED_AFTER_S:.0f} s later")
+
+
+def print_memory(server: ServerProcess, moment: str) -> None:
+    held = memory_by_role(server)
+    roles = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in sorted(held.items()))
+    print(f"{moment}: {held.total() / 2**20:.0f} MiB ({roles})", flush=True)
 
 
 async def watching_memory(

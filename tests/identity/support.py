@@ -91,6 +91,7 @@ MODELS = (
     "random:llama",
     "random:qwen3",
     "random:gemma3",
+    "int8:gemma3-tiny",
 )
 RARE = ("random:qwen3", "random:gemma3")  # slow in every variant
 
@@ -101,9 +102,10 @@ PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values()
 
 def is_quick(model: str, variant: Variant) -> bool:
     """Gemma has most of what can go wrong (windows, two thetas), and random weights hide nothing."""
-    if "gemma3" in model:
+    kind, _, architecture = model.partition(":")
+    if kind != "int8" and "gemma3" in architecture:
         return True
-    return variant in (PLAIN if "random" in model else (PLAIN[0], PLAIN[-1]))
+    return variant in (PLAIN if kind == "random" else (PLAIN[0], PLAIN[-1]))
 
 
 def pairs(
@@ -252,7 +254,8 @@ def random_model(architecture: str) -> CausalLM:
 
 @functools.cache
 def subject_of(name: str) -> Subject:
-    """Return the model `zoo:…` with its trained weights, or `random:…` with weights that hide nothing."""
+    """Return the model `zoo:…` with its trained weights, `int8:…` with these quantized, or `random:…` with weights
+    that hide nothing."""
     kind, _, architecture = name.removesuffix("-tiny").partition(":")
     checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
     if kind == "random":
@@ -261,6 +264,8 @@ def subject_of(name: str) -> Subject:
         model = load_model(
             checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=MAX_POSITIONS
         )
+    if kind == "int8":
+        model.quantize()
     return as_served(model, checkpoint.tokenizer())
 
 

@@ -210,6 +210,14 @@ def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.Monke
     assert getattr(read_options(package, [])[1], name) is None
 
 
+@pytest.mark.parametrize("name", ["quantize", "generation_config"])
+def test_none_may_be_a_word_like_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = find_phase("phase7_chunked")
+    assert getattr(read_options(package, [f"--{name.replace('_', '-')}", "none"])[1], name) == "none"
+    monkeypatch.setenv(f"INFER_{name.upper()}", "none")
+    assert getattr(read_options(package, [])[1], name) == "none"
+
+
 def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str]) -> None:
     """A chunk size alone sets a budget of as many tokens. A wrong chunk size is named as the chunk size."""
     package, name = find_phase("phase7_chunked"), "prefill_token_budget"

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from common.phases import find_phase
 from common.server.logs import FIELDS, JsonLines
 from common.server.options import read_options
+from common.server.service import fingerprint_of
+from tests.engine_helpers import build, tiny_model
 from tests.server.support import HANG_S, ServerProcess, app_with, assert_error, eventually, in_background
 
 PHASE = "phase5_continuous"
@@ -259,3 +262,15 @@ def test_all_that_a_server_says_from_its_start_to_its_end() -> None:
         ended = subprocess.run(second, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 1
         assert "no/such/model/anywhere" in json_lines(ended.stderr)[-1]["message"]
+
+
+def test_a_fingerprint_tells_phases_models_and_types_apart() -> None:
+    def fingerprint(phase: str, name: str, dtype: torch.dtype = torch.float32) -> str:
+        model = tiny_model()
+        model.dtype = dtype
+        return fingerprint_of(build(phase, model), name)
+
+    found = {fingerprint("continuous", "a"), fingerprint("continuous", "b"), fingerprint("paged", "a")}
+    found.add(fingerprint("paged", "a", torch.bfloat16))
+    assert len(found) == 4
+    assert fingerprint("continuous", "a") in found

@@ -79,11 +79,16 @@ class PartsReader:
     Attributes:
         calls: number of calls so far.
         in_call: True inside a call whose end has not come.
+        thinks: the model may think, whether this answer does or not.
+        thoughts: number of deltas up to the end of the thoughts, markers included. They come first.
     """
 
     def __init__(self, *, thinks: bool = False, thinking: bool = False, names: Collection[str] = ()) -> None:
+        self.thinks = thinks or thinking
+        self.thoughts = 0
         self.calls = 0
         self.in_call = False
+        self._deltas = 0
         self._names = frozenset(names)
         self._held = ""
         self._before = ""  # of what may be a call; text if it is none
@@ -94,9 +99,15 @@ class PartsReader:
         if not thinking:
             self._state = self._begin if thinks else self._answer
 
+    @property
+    def has_called(self) -> bool:
+        """True behind one call or several, all complete."""
+        return self.calls > 0 and not self.in_call
+
     def add(self, delta: str) -> list[Part]:
         """Return the parts that are certain now that `delta` has come."""
         self._held += delta
+        self._deltas += not self._final
         while self._state():
             pass
         parts, self._parts = self._parts, []
@@ -120,12 +131,14 @@ class PartsReader:
         return True
 
     def _begin_thought(self) -> bool:
+        self.thoughts = self._deltas
         self._held, self._state = self._held.lstrip(), self._thought
         if not self._held:
             self._state = self._begin_thought
         return bool(self._held)
 
     def _thought(self) -> bool:
+        self.thoughts = self._deltas
         thought, marker, rest = self._held.partition(THOUGHT_MARKERS[1])
         if marker:
             self._held, self._state = rest, self._end_thought

@@ -1,0 +1,83 @@
+"""`LLM.chat`: conversations offline, as the server answers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.llm import LLM
+from common.request import SamplingParams
+from tests.engine_helpers import build, llm_of
+from tests.server.support import MESSAGES, rendered
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
+OTHER = [{"role": "user", "content": "What does a fox like to eat?"}]
+
+
+@pytest.fixture(scope="module", params=["static", "speculative"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM("zoo:llama-tiny", phase=request.param, dtype="float32", max_seq_len=512, seed=3)
+
+
+def test_a_conversation_is_answered_as_its_rendered_prompt(llm: LLM) -> None:
+    (answer,) = llm.chat(MESSAGES, GREEDY, progress=False)
+    (expected,) = llm.generate(rendered(MESSAGES), GREEDY, progress=False)
+    assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+    assert answer.prompt_tokens == len(rendered(MESSAGES))
+    assert isinstance(answer.prompt, str)
+    assert answer.prompt.startswith("<|begin_of_text|>")
+    assert answer.prompt.count("<|begin_of_text|>") == 1
+
+
+def test_several_conversations_come_in_order(llm: LLM) -> None:
+    params = [GREEDY, SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)]
+    answers = llm.chat([MESSAGES, OTHER], params, progress=False)
+    alone = [llm.chat(each, p, progress=False)[0] for each, p in zip((MESSAGES, OTHER), params, strict=True)]
+    assert [answer.text for answer in answers] == [answer.text for answer in alone]
+    assert answers[1].completion_tokens == 3
+    assert llm.chat([], progress=False) == []
+
+
+def test_the_last_message_is_continued(llm: LLM) -> None:
+    begun = [*OTHER, {"role": "assistant", "content": "A fox likes"}]
+    (answer,) = llm.chat(begun, GREEDY, progress=False, continue_final_message=True)
+    ids = rendered(begun, add_generation_prompt=False, continue_final_message=True)
+    (expected,) = llm.generate(ids, GREEDY, progress=False)
+    assert answer.text == expected.text
+    assert str(answer.prompt).endswith("A fox likes")
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([[]], "a conversation needs a message"),
+        ([{"role": "user"}], r"messages\[0\]: its content must be a text"),
+        ([*OTHER, {"content": "x"}], r"messages\[1\]: its role must be a text"),
+        ([{"role": "user", "content": "fox " * 3000}], "the prompt has"),
+        ([OTHER, [{"role": "user", "content": None}]], r"messages\[0\]: its content must be a text"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_conversation_that_cannot_be_answered_stops_all(llm: LLM, messages: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        llm.chat(messages, GREEDY, progress=False)
+    assert not llm.engine.has_work
+
+
+def test_a_template_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("zoo:gemma3-tiny", phase="continuous", dtype="float32", max_seq_len=128)
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InvalidRequestError, match="the model's chat template says"):
+        llm.chat(twice, GREEDY, progress=False)
+    assert llm.chat(OTHER, GREEDY, progress=False)[0].text
+
+
+def test_a_model_without_a_template_reads_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of(build("continuous"), monkeypatch)
+    with pytest.raises(
+        InvalidRequestError, match=r"no chat template.*generate\(\) continues text"
+    ) as refused:
+        llm.chat(OTHER)
+    assert refused.value.param == "messages"

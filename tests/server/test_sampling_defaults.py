@@ -1,0 +1,84 @@
+"""The sampling parameters of requests that name none: the checkpoint's, unless the server was told otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.llm import LLM
+from common.models.registry import ZOO
+from common.request import SamplingParams
+from tests.server.support import MESSAGES, ServerProcess
+
+PHASE = "phase5_continuous"
+SUGGESTED = {"temperature": 0.0, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2}
+PROMPT = "Once there was"
+
+
+def folder_with(tmp_path: Path, **entries: Any) -> str:
+    """A copy of the bundled model whose generation config has these entries beside its EOS ids."""
+    folder = tmp_path / "model"
+    shutil.copytree(ZOO / "llama-tiny", folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return str(folder)
+
+
+def ask(server: ServerProcess, route: str = "/v1/completions", **fields: Any) -> str:
+    given = {"messages": MESSAGES} if "/chat/" in route else {"prompt": PROMPT}
+    body = {"max_tokens": 24, "stream": False, "seed": 1} | given | fields
+    response = server.client.post(route, json=body)
+    assert response.status_code == 200, response.text
+    return json.dumps(response.json()["choices"])
+
+
+def card(server: ServerProcess) -> tuple[dict[str, Any], str]:
+    (model,) = server.client.get("/v1/models").json()["data"]
+    return model["sampling_defaults"], model["sampling_defaults_from"]
+
+
+def test_a_checkpoints_suggestions_are_the_defaults(tmp_path: Path) -> None:
+    model = folder_with(tmp_path, **SUGGESTED, do_sample=False, max_new_tokens=3)
+    with ServerProcess(PHASE, "--model", model) as server:
+        log = "temperature 0, top_p 0.9, repetition_penalty 1.2, top_k 7: its generation_config.json"
+        assert log in server.log_text
+        assert card(server) == (SUGGESTED | {"min_p": 0.0}, "generation_config.json")
+        for route in ("/v1/completions", "/openai/v1/completions", "/v1/chat/completions"):
+            unnamed = ask(server, route)
+            assert unnamed == ask(server, route, **SUGGESTED)
+            assert unnamed == ask(server, route, temperature=None, top_k=None)
+            assert unnamed != ask(server, route, repetition_penalty=1.0)
+            sampled = ask(server, route, temperature=1.5)
+            assert sampled == ask(server, route, temperature=1.5, top_p=0.9, top_k=7)
+            for top_k in (-1, 0):  # all tokens, whatever the model suggests
+                assert ask(server, route, temperature=3, top_p=1, top_k=top_k) != ask(
+                    server, route, temperature=3, top_p=1
+                )
+
+
+def test_none_of_them_unless_wanted(tmp_path: Path) -> None:
+    flags = ("--model", folder_with(tmp_path, **SUGGESTED), "--generation-config", "none")
+    with ServerProcess(PHASE, *flags) as server:
+        assert "get temperature 1: the server's defaults" in server.log_text
+        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
+        assert card(server) == (usual, "server")
+        assert ask(server) == ask(server, temperature=1)
+        assert ask(server) != ask(server, **SUGGESTED)
+        # The EOS ids of that file hold all the same: a chat would not end without them.
+        answer = server.ask("/v1/chat/completions", max_tokens=400).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("generation_config", ["auto", "none"])
+def test_offline_they_hold_where_no_parameters_are_given(tmp_path: Path, generation_config: str) -> None:
+    model = folder_with(tmp_path, **SUGGESTED)
+    llm = LLM(model, phase=PHASE, dtype="float32", max_seq_len=256, generation_config=generation_config)
+    suggested = SamplingParams(**SUGGESTED) if generation_config == "auto" else SamplingParams()
+    assert llm.default_params == suggested
+    (unnamed,) = llm.generate(PROMPT, progress=False)
+    (named,) = llm.generate(PROMPT, SamplingParams(**SUGGESTED), progress=False)
+    assert (unnamed.token_ids == named.token_ids) is (generation_config == "auto")

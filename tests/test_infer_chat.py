@@ -1,0 +1,359 @@
+"""`infer chat` in a real terminal (a pty) and in a pipe, with real servers."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from common.models.registry import ZOO
+from tests.server.support import HANG_S, ServerProcess, called_from_python, rendered
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
+PHASE = "phase8_prefix"  # it finds the beginning of a conversation in its cache
+
+FIGURES = re.compile(r"\[(\d+) prompt tokens, (\d+) of them cached; (\d+) new; first after [\d.]+ s")
+PROMPT = re.compile(r"> $")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "infer", "chat", *arguments]
+
+
+class Terminal:
+    """`infer chat` with a terminal of its own, which types and reads."""
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        self._end, end = pty.openpty()
+        self.process = subprocess.Popen(
+            command(*arguments),
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            cwd=ROOT,
+            env=ENVIRONMENT | variables,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+        )
+        os.close(end)
+        self._read = ""
+
+    def __enter__(self) -> Self:
+        self.expect(PROMPT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            for process in [*psutil.Process(self.process.pid).children(), self.process]:
+                process.kill()
+        self.process.wait()
+        os.close(self._end)
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def expect(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
+        """Read until a pattern comes, and return its match. The text up to its end counts as read."""
+        deadline = time.monotonic() + HANG_S
+        while not (match := re.search(pattern, self._read)):
+            ready, _, _ = select.select([self._end], [], [], deadline - time.monotonic())
+            assert ready, f"{pattern!r} did not come, but {self._read!r}"
+            try:
+                more = os.read(self._end, 4096).decode("utf-8", "replace")
+            except OSError:  # how Linux says that the other end is closed
+                more = ""
+            assert more, f"the chat ended with {self._read!r}"
+            self._read += more.replace("\r\n", "\n")
+        self._read = self._read[match.end() :]
+        return match
+
+    def ask(self, line: str) -> tuple[int, int, int]:
+        """Ask a question: tokens of the prompt, those of them that were cached, and new ones."""
+        self.type(line + "\n")
+        prompt, cached, new = map(int, self.expect(FIGURES).groups())
+        self.expect(PROMPT)
+        return prompt, cached, new
+
+    def say(self, line: str, answer: str) -> None:
+        """Type a command, and expect what it says."""
+        self.type(line + "\n")
+        self.expect(re.escape(answer))
+        self.expect(PROMPT)
+
+    def wait(self) -> int:
+        while True:  # a process that nobody reads from would wait for its terminal
+            try:
+                if not os.read(self._end, 4096):
+                    break
+            except OSError:
+                break
+        return self.process.wait(HANG_S)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(PHASE, "--max-seq-len", "4096") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model without EOS, whose answers go on for thousands of tokens. A test may hold its passes."""
+    folder = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(ZOO / "llama-tiny", folder)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
+    flags = ("--model", str(folder), "--max-seq-len", "4096", *called_from_python(PHASE))
+    with ServerProcess(PHASE, *flags, module="tests.server.gated_server") as process:
+        yield process
+
+
+def prompt_tokens(*contents: str, system: str | None = None) -> int:
+    """The tokens of a conversation, in which user and assistant take turns."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages += [
+        {"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)
+    ]
+    return len(rendered(messages))
+
+
+def answer_to(server: ServerProcess, *contents: str, **fields: Any) -> str:
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)
+    ]
+    body = {"messages": messages, "temperature": 0} | fields
+    answer = server.client.post("/v1/chat/completions", json=body).json()
+    return str(answer["choices"][0]["message"]["content"])
+
+
+# ---------------------------------------------------------------------- a conversation
+
+
+def test_a_conversation_has_a_history(server: ServerProcess) -> None:
+    first, second = "What does a fox like to eat?", "And what does an owl like to eat, dear?"
+    said = answer_to(server, first)
+    with Terminal("--url", server.url, "--temperature", "0") as terminal:
+        terminal.type(first + "\n")
+        terminal.expect(re.escape(said))
+        prompt, _, new = map(int, terminal.expect(FIGURES).groups())
+        assert prompt == prompt_tokens(first)
+        assert new > 8
+        terminal.expect(r"; [\d.]+ tokens/s\]")
+        prompt, cached, _ = terminal.ask(second)
+        assert prompt == prompt_tokens(first, said, second)
+        assert 0 < cached < prompt
+        terminal.say("/reset", "the conversation begins anew")
+        assert terminal.ask(first)[0] == prompt_tokens(first)
+        terminal.say("/system You are an owl.", "the system prompt is set")
+        assert terminal.ask(second)[0] == prompt_tokens(first, said, second, system="You are an owl.")
+        terminal.say("/system", "there is no system prompt now")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+
+
+def test_an_answer_is_stopped_and_the_next_question_works(endless: ServerProcess) -> None:
+    with Terminal("--url", endless.url) as terminal:
+        terminal.type("Tell me all.\n")
+        terminal.expect(r"(?s)Tell me all\.\n.{3}")
+        endless.order("hold")
+        terminal.type("\x03")
+        terminal.expect(r"\[first after [\d.]+ s; stopped\]")
+        terminal.expect(PROMPT)
+        endless.order("open")
+        terminal.type("Again.\n")
+        terminal.expect(r"(?s)Again\.\n.{3}")
+        endless.order("hold")
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        endless.order("open")
+        terminal.expect(PROMPT)
+        terminal.type("\x03")
+        terminal.expect(re.escape("(Ctrl-D or /quit ends the chat)"))
+        terminal.expect(PROMPT)
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    endless.begin_test()  # the engine has no request left
+
+
+def test_a_stopped_answer_stays_in_the_conversation(endless: ServerProcess) -> None:
+    with Terminal("--url", endless.url) as terminal:
+        terminal.type("Go on.\n")
+        terminal.expect(r"(?s)Go on\.\n.{3}")
+        endless.order("hold")
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        endless.order("open")
+        terminal.expect(PROMPT)
+        endless.begin_test()
+        terminal.type("And now?\n")
+        terminal.expect(r"(?s)And now\?\n.{3}")
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        assert endless.counters()["prompt_tokens"] > prompt_tokens("Go on.", "", "And now?")
+
+
+def test_commands_and_what_is_none(server: ServerProcess) -> None:
+    with Terminal("--url", server.url, "--system", "You are a fox.", "--max-tokens", "2") as terminal:
+        assert terminal.ask("Who?")[::2] == (prompt_tokens("Who?", system="You are a fox."), 2)
+        for word in ("/reset", "/system TEXT", "/quit", "Ctrl-C"):
+            terminal.say("/help", word)
+        terminal.say("/hlep", "error: there is no command /hlep")
+        terminal.say("", "")
+        assert terminal.ask(" /hlep")[0] > 20
+
+
+def test_a_refused_question_is_forgotten(server: ServerProcess) -> None:
+    with Terminal("--url", server.url, "--max-tokens", "2") as terminal:
+        terminal.say("/system " + "fox " * 4200, "the system prompt is set")
+        terminal.say("Who?", "error: the prompt has")
+        terminal.say("/system", "there is no system prompt now")
+        assert terminal.ask("Who?")[0] == prompt_tokens("Who?")
+
+
+# ---------------------------------------------------------------------- a pipe
+
+
+def piped(text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        input=text,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT | variables,
+        timeout=HANG_S,
+        check=False,
+    )
+
+
+def test_a_pipe_is_one_question(server: ServerProcess) -> None:
+    question = "What does a fox like to eat?\nAnd an owl?"
+    ended = piped(question + "\n", "--url", server.url + "/v1", "--temperature", "0", "--max-tokens", "9")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == answer_to(server, question, max_tokens=9) + "\n"
+    assert FIGURES.match(ended.stderr)
+    assert ended.stderr.endswith("; cut at the most tokens allowed]\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "code", "says"),
+    [
+        ("hi", ["--url", "http://127.0.0.1:9"], 1, "error: http://127.0.0.1:9/v1/ does not answer"),
+        (
+            "hi",
+            ["--url", "http://127.0.0.1:9", "--block-size", "4"],
+            2,
+            "with --url there is no option --block-size",
+        ),
+        ("hi", ["--url", "URL", "--model", "nobody"], 1, "error: model 'nobody' is not served"),
+        ("\n", ["--url", "URL"], 1, "error: there is no question in the input"),
+    ],
+    ids=str,
+)
+def test_a_question_that_cannot_be_asked(
+    text: str, arguments: list[str], code: int, says: str, server: ServerProcess
+) -> None:
+    ended = piped(text, *(server.url if each == "URL" else each for each in arguments))
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Another project's server: it thinks, sends no usage, and breaks off at the word `break`."""
+
+    def do_GET(self) -> None:
+        self._answer("application/json", json.dumps({"data": [{"id": "scripted"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        deltas: list[dict[str, Any]] = [
+            {"role": "assistant", "reasoning_content": "He says "},
+            {"reasoning_content": "hi."},
+            {"content": f"You sent {len(body['messages'])}\x1b[2J"},
+            {"content": "!\n\tBye."},
+        ]
+        events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+        if "break" in body["messages"][-1]["content"]:
+            events.append({"error": {"message": "it broke"}})
+        lines = [json.dumps(event) for event in events] + ["[DONE]"]
+        self._answer("text/event-stream", "".join(f"data: {line}\n\n" for line in lines))
+
+    def _answer(self, kind: str, body: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_any_server_with_openais_api(scripted: str) -> None:
+    """Thoughts are no part of the answer, and control characters of an answer do not reach the terminal."""
+    ended = piped("hi", "--url", scripted, "--system", "x")
+    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBye.\n")
+    assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", ended.stderr)
+
+
+def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
+    with Terminal("--url", scripted) as terminal:
+        terminal.say("please break", "error: it broke")
+        terminal.say("hi", "You sent 1")
+
+
+def test_a_server_with_a_key() -> None:
+    with ServerProcess("phase4_static", "--api-key", "k", headers={"Authorization": "Bearer k"}) as server:
+        options = ("--url", server.url, "--max-tokens", "1")
+        assert piped("hi", *options).returncode == 1
+        assert piped("hi", *options, "--api-key", "k").returncode == 0
+        assert piped("hi", *options, INFER_API_KEY="k").returncode == 0
+
+
+# ---------------------------------------------------------------------- a server of its own
+
+
+def test_a_server_lives_as_long_as_its_chat() -> None:
+    options = ("--phase", "4", "--max-seq-len", "256", "--dtype", "float32", "--max-tokens", "2")
+    with Terminal(*options, INFER_API_KEY="of another server") as terminal:
+        (server,) = psutil.Process(terminal.process.pid).children()
+        terminal.type("\x03")
+        terminal.expect(PROMPT)
+        assert terminal.ask("Who?")[2] == 2
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    ended = piped("hi", "--phase", "4", "--model", "zoo:nobody")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "the zoo has no 'zoo:nobody'" in ended.stderr
+    assert "Traceback" not in ended.stderr
