@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ def test_chat(report: dict[str, Any], server: ServerProcess) -> None:
     """`completion` and `acompletion`, whole and streamed, with usage."""
     for said in (part(report, "chat"), part(report, "chat_stream"), *part(report, "asynchronous")):
         assert_same(said, chatted(server))
+
+
+def test_tools(report: dict[str, Any]) -> None:
+    """`completion` with tools, whole and streamed."""
+    whole, streamed = part(report, "tools")
+    assert whole == streamed
+    assert whole[0] == "find_fox"
+    assert json.loads(whole[1])["place"] in ("forest", "river")
 
 
 def test_text(report: dict[str, Any], server: ServerProcess) -> None:

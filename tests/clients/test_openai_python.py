@@ -9,11 +9,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from common.phases import find_phase, phase_names
 from tests.clients.support import MAX_TOKENS, PROMPT, USAGE, Library, assert_same, completed
@@ -251,6 +251,44 @@ def test_structured_outputs(api: Api, server: ServerProcess, prompt: Any) -> Non
 
 
 # ---------------------------------------------------------------------- refusals
+
+
+def test_tools(client: openai.OpenAI, server: ServerProcess) -> None:
+    """Tools with every `tool_choice`, whole and streamed, and `parse` with models of pydantic."""
+
+    class FindFox(BaseModel):
+        """Find a fox."""
+
+        model_config = ConfigDict(extra="forbid")
+        place: Literal["forest", "river"]
+        count: int = Field(ge=0, le=9)
+
+    tool = openai.pydantic_function_tool(FindFox)
+    asked: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0, "tools": [tool]}
+    named = {"type": "function", "function": {"name": "FindFox"}}
+    for choice in ("required", named):
+        fields = asked | {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 120}
+        message = client.chat.completions.create(**fields).choices[0].message
+        assert message.tool_calls
+        (call,) = message.tool_calls
+        assert call.type == "function"
+        FindFox.model_validate_json(call.function.arguments)
+        parsed = client.chat.completions.parse(**fields).choices[0].message
+        assert parsed.tool_calls
+        assert isinstance(parsed.tool_calls[0].function.parsed_arguments, FindFox)
+        with client.chat.completions.stream(**fields) as stream:
+            for _ in stream:
+                pass
+            (last,) = stream.get_final_completion().choices
+        assert last.finish_reason == "tool_calls"
+        assert last.message.tool_calls
+        assert last.message.tool_calls[0].function.arguments == call.function.arguments
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "one fox"}
+        fields |= {"messages": [*MESSAGES, message, result], "tool_choice": "auto", "max_tokens": 8}
+        assert client.chat.completions.create(**fields).choices[0].finish_reason
+    for free in ("none", "auto"):
+        answer = client.chat.completions.create(**asked, tool_choice=free, max_tokens=8).choices[0]
+        assert answer.message.content or answer.message.tool_calls
 
 
 def test_refusals(api: Api, prefix: str) -> None:

@@ -47,6 +47,27 @@ def asynchronous() -> Any:
     return asyncio.run(all_of_them())
 
 
+def tools() -> Any:
+    """A required call, whole and streamed."""
+    schema = {
+        "type": "object",
+        "properties": {"place": {"enum": ["forest", "river"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "find_fox", "parameters": schema}}
+    asked = CHAT | {
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+    }
+    (call,) = litellm.completion(**asked).choices[0].message.tool_calls
+    chunks = list(litellm.completion(**asked, **STREAM))
+    rebuilt = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    return [[each.function.name, each.function.arguments] for each in (call, *rebuilt)]
+
+
 def text() -> Any:
     answer = litellm.text_completion(**TEXT)
     return {"text": answer.choices[0].text, "usage": usage_of(answer.usage)}
@@ -68,4 +89,4 @@ def refusals() -> Any:
     }
 
 
-report(chat, chat_stream, asynchronous, text, text_stream, refusals)
+report(chat, chat_stream, asynchronous, tools, text, text_stream, refusals)
