@@ -21,6 +21,10 @@ def test_the_top_heading_of_the_changelog() -> None:
     assert headings[0].rstrip(",") == VERSION
 
 
+def test_the_citation() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
 def test_the_installed_package_and_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert importlib.metadata.version("infer-phases") == VERSION
     with pytest.raises(SystemExit):
