@@ -31,6 +31,8 @@ GENERATING = frozenset(
         "/openai/v1/completions",
         "/v1/chat/completions",
         "/openai/v1/chat/completions",
+        "/v1/responses",
+        "/openai/v1/responses",
     }
 )
 
@@ -113,13 +115,16 @@ def replica_lost() -> ApiError:
 def read_keys(path: str, body: bytes) -> tuple[int, ...]:
     """Return the keys of a request's prompt; none if the body is invalid, since the replica will refuse it.
 
-    The keys of a conversation are those of its messages as they were sent: its next turn begins with the same ones.
+    The keys of a conversation are those of its messages or items as they were sent: its next turn begins with the
+    same ones.
     """
     if path not in GENERATING:
         return ()
     try:
         sent = orjson.loads(body)
         prompt, salt = sent.get("messages", sent.get("prompt")), sent.get("cache_salt") or ""
+        if "input" in sent:
+            prompt = {"instructions": sent.get("instructions"), "input": sent["input"]}
         several = isinstance(prompt, list) and "messages" not in sent and not isinstance(prompt[0], int)
         first = prompt[0] if several else prompt
         text = first.encode() if isinstance(first, str) else orjson.dumps(first)

@@ -61,6 +61,8 @@ class Replica:
             step_timeout_s=server_options.step_timeout,
             live_view=False,  # it would show the steps of any one replica
             pace_refusals=False,  # the front does, and asks another replica if this one is full
+            tool_call_parser=server_options.tool_call_parser,
+            reasoning_parser=server_options.reasoning_parser,
         )
         self._service: Service = self._app.state.server
         self._service.created = created

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -36,12 +36,18 @@ class ChatTemplate:
         source: the Jinja program.
         special_tokens: variables such as `bos_token`, by name.
 
+    Attributes:
+        source: the Jinja program.
+
     Raises:
         jinja2.TemplateSyntaxError: `source` is no valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self.source = source
+        self._template = environment.from_string(source)
+        self._variables = meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -85,6 +91,10 @@ class ChatTemplate:
                 f"{origin}: the chat template cannot be read: line {error.lineno}: {error}"
             ) from None
 
+    def reads(self, variable: str) -> bool:
+        """Return whether the program reads a variable that it does not set itself."""
+        return variable in self._variables
+
     def render(
         self,
         messages: Sequence[Message],
@@ -92,6 +102,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return a conversation as text, with all its special tokens.
 
@@ -100,6 +111,7 @@ class ChatTemplate:
             add_generation_prompt: end with the tokens that precede an answer.
             continue_final_message: end within the last message, so that the model continues it.
             variables: further variables of the template.
+            tools: functions that the model may call, as OpenAI's field has them.
 
         Raises:
             InvalidRequestError: the template rejects the messages, or changes the message to continue.
@@ -112,7 +124,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **given,

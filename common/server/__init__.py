@@ -12,7 +12,9 @@ tokens    intake        grammar compiled, places in the queue held, prompt token
 inbox     common.worker the engine's thread moves requests from the inbox to `Scheduler.waiting`
 step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
-event                   `formats`: an event of a stream, or the JSON answer (`shapes`, `logprobs`: its objects)
+                        `parts`: answer, thoughts and tool calls, cut from that text
+event                   `formats`, `responses`: an event of a stream, or the JSON answer (`shapes`, `logprobs`:
+                        its objects)
 socket    stream        bytes to the client, until the answer ends or the client leaves (`backlogs`: unread bytes)
 ```
 

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
+from common.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.engine import Engine
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
@@ -53,6 +54,8 @@ def create_app(
     live_view: bool = True,
     pace_refusals: bool = True,
     admin: bool = False,
+    tool_call_parser: ToolCallParser = "auto",
+    reasoning_parser: ReasoningParser = "auto",
 ) -> FastAPI:
     """Return the app around an engine. The app owns the engine from start-up to shutdown.
 
@@ -73,6 +76,7 @@ def create_app(
         live_view: whether the engine's steps can be watched.
         pace_refusals: whether the rate of refusals is limited. False: the process that passes the answers on does.
         admin: whether clients may pause the engine.
+        tool_call_parser, reasoning_parser: how calls and thoughts are found in answers, as `Dialect.of` takes them.
     """
     service = Service(
         engine,
@@ -83,6 +87,7 @@ def create_app(
         backlogs=backlogs or Backlogs(),
         ping_s=ping_s,
         live_view=live_view,
+        dialect=Dialect.of(engine.tokenizer, tool_call_parser, reasoning_parser),
     )
 
     @contextlib.asynccontextmanager

@@ -384,4 +384,6 @@ def _is_syntax(detail: ErrorDetails) -> bool:
     An empty prompt, or a token id that no model has, counts as one of form.
     """
     kind = detail["type"]
-    return kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")) or detail["loc"][:1] == ("prompt",)
+    if kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")):
+        return True
+    return detail["loc"][:1] == ("prompt",) and kind != NOT_IMPLEMENTED

@@ -159,7 +159,6 @@ _OLLAMA = "Ollama's API is not served, OpenAI's is"
 
 #: Hints for requests to routes of other servers, by the end of the path.
 _ELSEWHERE = {
-    "/v1/responses": f"responses are not served, {_CHAT_INSTEAD}",
     "/v1/messages": f"Anthropic's messages are not served, {_CHAT_INSTEAD}",
     "/v1/messages/count_tokens": "Anthropic's messages are not served; POST /tokenize counts tokens",
     "/v1/embeddings": "embeddings are not served: this server's models write text",

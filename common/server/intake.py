@@ -23,6 +23,7 @@ none while their body is validated or their grammar compiled: a place is for a r
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import os
 import sys
@@ -32,10 +33,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from common.dialect import Dialect
 from common.engine import Engine
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
-from common.grammar import Matcher
+from common.grammar import Grammar, Matcher
 from common.request import Request as EngineRequest
+from common.request import SamplingParams
 from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
 from common.server.errors import OVERLOADED, unavailable
 from common.server.requests.chat import DetokenizeRequest, TokenizeRequest
@@ -65,11 +68,14 @@ NICENESS = 10
 class Intake:
     """Validates bodies, tokenizes prompts and submits requests to an engine."""
 
-    def __init__(self, engine: Engine, worker: EngineWorker, admission: Admission, limits: Limits) -> None:
+    def __init__(
+        self, engine: Engine, worker: EngineWorker, admission: Admission, limits: Limits, dialect: Dialect
+    ) -> None:
         self._engine = engine
         self._worker = worker
         self._admission = admission
         self._limits = limits
+        self._dialect = dialect
 
     async def parse(self, body: bytes, form: type[BodyT]) -> BodyT:
         """Validate a request's body. A large body is validated in a thread, so that the event loop goes on.
@@ -116,22 +122,25 @@ class Intake:
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float
     ) -> list[RequestStream]:
         choices = wanted.num_prompts * wanted.choices_per_prompt
-        matchers = await self._compile(wanted, choices)
+        grammar = wanted.grammar_in(self._dialect)
+        matchers = await self._compile(grammar, choices)
         with self._worker.hold_places(choices) as places:
             requests = await self._admission.tokenizing.run(
-                functools.partial(self._make_requests, wanted, answer_id, arrived_s, matchers)
+                functools.partial(self._make_requests, wanted, answer_id, arrived_s, grammar, matchers)
             )
             return places.submit(requests)
 
-    async def _compile(self, wanted: GenerationRequest, choices: int) -> Sequence[Matcher | None]:
+    async def _compile(
+        self, named_grammar: tuple[str, Grammar] | None, choices: int
+    ) -> Sequence[Matcher | None]:
         """Return a matcher for each choice; None for each if there is no grammar, or it compiles quickly.
 
         A quick grammar is compiled later, in the thread that tokenizes the prompt. Others are compiled in the lane
         `compiling`, while the request holds no place in the queue.
         """
-        if wanted.named_grammar is None:
+        if named_grammar is None:
             return [None] * choices
-        name, grammar = wanted.named_grammar
+        name, grammar = named_grammar
         compile_s = self._engine.grammars.compile_s(grammar)
         if compile_s is not None and compile_s * choices <= QUICK_COMPILE_S:
             return [None] * choices
@@ -156,7 +165,7 @@ class Intake:
         tokenizer = self._engine.tokenizer
 
         def convert() -> tuple[list[int], list[str] | None]:
-            text = wanted.text(tokenizer.chat_template)
+            text = wanted.text(self._dialect)
             self._check_least_length(text, "at most {limit} are tokenized in one request")
             tokens = tokenizer.encode(text, add_special_tokens=wanted.adds_special_tokens)
             return tokens, [tokenizer.spelled(i) for i in tokens] if wanted.return_token_strs else None
@@ -176,13 +185,19 @@ class Intake:
     # ------------------------------------------------------------------ in a thread
 
     def _make_requests(
-        self, wanted: GenerationRequest, answer_id: str, arrived_s: float, matchers: Sequence[Matcher | None]
+        self,
+        wanted: GenerationRequest,
+        answer_id: str,
+        arrived_s: float,
+        named_grammar: tuple[str, Grammar] | None,
+        matchers: Sequence[Matcher | None],
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
+        defaults = self._defaults(wanted, named_grammar)
         prediction = self._tokenize_prediction(wanted.predicted_text)
         scored = 0  # prompt tokens of all choices so far
         try:
-            for prompt in wanted.prompts(self._engine.tokenizer.chat_template):
+            for prompt in wanted.prompts(self._dialect):
                 token_ids = self._tokenize(prompt, wanted)
                 scored += len(token_ids) * wanted.choices_per_prompt
                 _check_prompt_logprobs(wanted, scored)
@@ -190,7 +205,7 @@ class Intake:
                 requests += [
                     self._engine.create_request(
                         token_ids,
-                        wanted.sampling_params(choice, max_new_tokens, self._engine.default_params),
+                        wanted.sampling_params(choice, max_new_tokens, defaults),
                         f"{answer_id}-{len(requests) + choice}",
                         cache_salt=wanted.cache_salt or "",
                         group=answer_id,
@@ -202,13 +217,27 @@ class Intake:
                     for choice in range(wanted.choices_per_prompt)
                 ]
         except InvalidGrammarError as error:
-            assert wanted.named_grammar is not None
-            name, _ = wanted.named_grammar
+            assert named_grammar is not None
+            name, _ = named_grammar
             raise InvalidGrammarError(f"{name}: {error}", param=name) from None
         except InvalidRequestError as error:
             error.param = error.param and wanted.field_of(error.param)
             raise
         return requests
+
+    def _defaults(
+        self, wanted: GenerationRequest, named_grammar: tuple[str, Grammar] | None
+    ) -> SamplingParams:
+        """Return the parameters of fields that the request leaves out, with its grammar.
+
+        Markers that are special tokens are shown if the answer is searched for them.
+        """
+        may_think = wanted.has_parts and self._dialect.thinks
+        return dataclasses.replace(
+            self._engine.default_params,
+            grammar=None if named_grammar is None else named_grammar[1],
+            skip_special_tokens=not (self._dialect.special and (may_think or wanted.tool_use is not None)),
+        )
 
     def _tokenize_prediction(self, text: str) -> Sequence[int]:
         """Return the tokens of a predicted text, or of its beginning: an answer is never longer."""
@@ -221,8 +250,8 @@ class Intake:
     def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
         if not isinstance(prompt, str):
             return wanted.truncated(prompt, self._engine.max_request_tokens)
-        if wanted.truncate_prompt_tokens is not None:
-            self._check_least_length(prompt, "at most {limit} are cut to truncate_prompt_tokens")
+        if wanted.kept_prompt_tokens is not None:
+            self._check_least_length(prompt, "at most {limit} are cut")
             tokenizer = self._engine.tokenizer
             token_ids = tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
             return wanted.truncated(token_ids, self._engine.max_request_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from common.engine import Engine
 from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
+from common.server.replies.response_shapes import EventType, ResponseEvent, ResponseObject
 from common.server.replies.shapes import (
     CacheReset,
     ChatCompletion,
@@ -33,6 +34,7 @@ from common.server.replies.shapes import (
 )
 from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
 from common.server.requests.completions import CompletionRequest
+from common.server.requests.responses import ResponsesRequest
 
 
 class NoFields(BaseModel):
@@ -97,6 +99,7 @@ _NATIVE = {400: _MALFORMED, **_NO_MODEL, 422: _REFUSED, **_FAILURES}
 _STRICT = {400: f"{_MALFORMED}; {_REFUSED}", **_NO_MODEL, **_FAILURES}
 _CHOICES = "The choices, complete, or an event stream of their tokens"
 _ANSWERS = "The answers, complete, or an event stream of their tokens"
+_RESPONSE = "The response, complete, or an event stream of it"
 _TEXT = {
     400: _MALFORMED,
     **_NO_MODEL,
@@ -118,7 +121,8 @@ _NAMED_EVENTS = Stream(
     '[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}],"finish_reason":"length",'
     '"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
     '"prompt_tokens_details":{"cached_tokens":0},'
-    '"completion_tokens_details":{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}}\n\n',
+    '"completion_tokens_details":{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0,'
+    '"reasoning_tokens":0}}}\n\n',
     CompletionEvent,
     names=("token", "done", "error", "usage"),
 )
@@ -143,6 +147,14 @@ _CHAT_CHUNKS = Stream(
     ChatCompletionChunk,
 )
 
+_RESPONSE_EVENTS = Stream(
+    "Server-sent events with the names of their `type`. `response.created` and `response.in_progress` come first; "
+    "`response.completed`, `response.incomplete` or `response.failed` comes last.",
+    'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":4,'
+    '"item_id":"msg_1_0","output_index":0,"content_index":0,"delta":"Hello","logprobs":[]}\n\n',
+    ResponseEvent,
+    names=get_args(EventType),
+)
 _MODELS = Documented(ModelList, "The served model")
 _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
 
@@ -153,6 +165,10 @@ ROUTES: dict[str, Documented] = {
     ),
     "/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _NATIVE, ChatRequest, _CHAT_CHUNKS),
     "/openai/v1/chat/completions": Documented(ChatCompletion, _ANSWERS, _STRICT, ChatRequest, _CHAT_CHUNKS),
+    "/v1/responses": Documented(ResponseObject, _RESPONSE, _NATIVE, ResponsesRequest, _RESPONSE_EVENTS),
+    "/openai/v1/responses": Documented(
+        ResponseObject, _RESPONSE, _STRICT, ResponsesRequest, _RESPONSE_EVENTS
+    ),
     "/v1/models": _MODELS,
     "/openai/v1/models": _MODELS,
     "/v1/models/{model}": _MODEL,
@@ -203,7 +219,7 @@ def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: st
         _describe(operation, route)
         models |= {route.answer, route.body, None if route.stream is None else route.stream.data}
     schemas = _schemas(model for model in models if model is not None)
-    for name in ("CompletionRequest", "ChatRequest"):
+    for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
         _add_limits(schemas[name]["properties"], engine, limits)
     _, tokens, _, token_lists = schemas["CompletionRequest"]["properties"]["prompt"]["oneOf"]
     for array in (tokens, token_lists["items"]):
@@ -248,7 +264,7 @@ def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
 def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
     """Add this server's limits to the fields that every body has."""
     properties["model"]["anyOf"][0]["enum"] = list(limits.models)
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if name in properties:
             properties[name]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
     _bound(properties["stop_token_ids"]["anyOf"][0], engine.max_seq_len - 1, limits)

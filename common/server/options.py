@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from common.config import EngineConfig
+from common.dialect import ReasoningParser, ToolCallParser
 from common.phases import PhasePackage
 from common.server.errors import shorten
 
@@ -52,6 +53,15 @@ class CommonOptions(BaseModel):
         default_factory=list,
         description="name by which clients may call a server without a key, beside its addresses, localhost and "
         "the machine's own; one of several, * for all",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        default="auto",
+        description="how the model writes tool calls; auto: as its chat template says; none: tools are refused",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        default="auto",
+        description="how the model marks its thoughts; auto: as its chat template says; none: they are part of "
+        "the answer",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="info has a line for each request"

@@ -30,6 +30,7 @@ from common.server.middleware import client_of
 from common.server.page import PAGE_HEADERS
 from common.server.replies.answer import Answer, WireFormat, collect, stream_events
 from common.server.replies.formats import ChatChunks, CompletionChunks, NamedCompletionEvents
+from common.server.replies.responses import ResponseEvents
 from common.server.replies.shapes import (
     CacheReset,
     Health,
@@ -44,7 +45,8 @@ from common.server.replies.shapes import (
 )
 from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
-from common.server.requests.generation import GenerationRequest, StreamOptions
+from common.server.requests.generation import GenerationRequest
+from common.server.requests.responses import ResponsesRequest
 from common.server.service import Service, service_of
 from common.server.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
 from kernels.dispatch import kernels_on
@@ -63,13 +65,13 @@ class Route(Generic[RequestT]):
 
     Attributes:
         body: the form of its body.
-        wire: the format of its answers.
+        wire: returns the writer of an answer, in the route's format.
         streams: returns whether a request wants a stream.
         id_prefix: the beginning of its answers' ids.
     """
 
     body: type[RequestT]
-    wire: type[WireFormat]
+    wire: Callable[[Answer, RequestT], WireFormat]
     streams: Callable[[GenerationRequest, Request], bool]
     id_prefix: str
 
@@ -98,9 +100,10 @@ def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
     return bool(wanted.stream)
 
 
-COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl")
-STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl")
-CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl")
+COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl-")
+STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl-")
+CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl-")
+RESPONSES = Route(ResponsesRequest, ResponseEvents, lambda wanted, _: bool(wanted.stream), "resp_")
 
 
 @router.post("/v1/completions")
@@ -120,6 +123,13 @@ async def create_strict_completion(request: Request) -> Response:
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, as JSON or, if asked to, as an event stream of OpenAI's chunks."""
     return await generate(request, CHAT)
+
+
+@router.post("/v1/responses")
+@router.post("/openai/v1/responses")
+async def create_response(request: Request) -> Response:
+    """Answer a list of items, as one response or, if asked to, as an event stream. Nothing is stored."""
+    return await generate(request, RESPONSES)
 
 
 async def generate(request: Request, route: Route[RequestT]) -> Response:
@@ -152,7 +162,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
             client_gone=client_gone,
         )
 
-    wire = route.wire(answer, wanted.stream_options or StreamOptions())
+    wire = route.wire(answer, wanted)
     encoding = service.admission.encoding
     if streaming:
         return EventStream(
@@ -181,10 +191,16 @@ async def take_in(
     streaming = route.streams(wanted, request)
     # The answer's id is made from the request's unless the client chose that one: answers need unique ids.
     number = uuid.uuid4().hex if request.state.named else request.state.request_id
-    answer_id = f"{route.id_prefix}-{number}"
+    answer_id = f"{route.id_prefix}{number}"
     streams = await service.intake.submit(wanted, answer_id, arrived_s)
     answer = Answer.to(
-        wanted, answer_id, service.model_name, service.fingerprint, service.engine.tokenizer, streams
+        wanted,
+        answer_id,
+        service.model_name,
+        service.fingerprint,
+        service.engine.tokenizer,
+        streams,
+        service.dialect,
     )
     try:
         answer.show_prompts(wanted)

@@ -116,6 +116,8 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             backlogs=backlogs,
             live_view=options.live_view,
             admin=options.admin or bool(options.api_key),
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
         )
         service: Service = app.state.server
         address = url_of(listener, tls=options.ssl_certfile is not None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from common.dialect import Dialect
 from common.engine import Engine
 from common.errors import EngineDeadError
 from common.server.backlogs import Backlogs
@@ -33,6 +34,7 @@ class Service:
         answers: the number of HTTP answers by status and error code.
         bodies: reads request bodies.
         backlogs: the bytes of answers that clients have not taken.
+        dialect: how the model marks its thoughts and its tool calls.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: the clients that watch the engine's steps; None: the live view is off.
         tracer: traces the engine; call it in the engine's thread (`EngineWorker.call`).
@@ -50,6 +52,7 @@ class Service:
         step_timeout_s: float | None,
         ping_s: float,
         live_view: bool,
+        dialect: Dialect,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -66,8 +69,9 @@ class Service:
             max_choices=engine.config.max_waiting_requests,
             vocab_size=engine.runner.model.config.vocab_size,
         )
+        self.dialect = dialect
         self.admission = Admission()
-        self.intake = Intake(engine, worker, self.admission, self.limits)
+        self.intake = Intake(engine, worker, self.admission, self.limits, dialect)
         self.live_view = LiveView(worker) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
         self.tracer = Tracer(engine)

@@ -196,7 +196,7 @@ class StreamEnds:
         failed = StepOutput(
             "", None, "", finished=True, finish_reason=None, error=error, prompt_tokens=0, completion_tokens=0
         )
-        choices = (self._wire.events(choice, failed) for choice in self._wire.answer.choices)
+        choices = (self._wire.lost(choice, failed) for choice in self._wire.answer.choices)
         return (*choices, self._wire.last)
 
     def made(self, *, complete: bool) -> frozenset[int]:

@@ -19,6 +19,7 @@ from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.generation import GenerationRequest
 from common.server.requests.known_fields import TABLES, lines_of
+from common.server.requests.responses import ResponsesRequest
 from docs.building.markdown import table
 
 #: Attributes of a field's metadata (`annotated_types`), and how a page writes them.
@@ -72,16 +73,16 @@ def fields_table(
     return table([head, "default", "meaning", "values"], rows, "llll")
 
 
-BODIES = {"completions": CompletionRequest, "chat": ChatRequest}
+BODIES = {"completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest}
 
 
 def request_fields_table(route: str) -> str:
-    """Return a table of a route's implemented fields; for `chat`, without the fields that completions share."""
+    """Return a table of a route's implemented fields, without the fields that completions share with it."""
     body = BODIES[route]
     fields = {name: field for name, field in body.model_fields.items() if name not in lines_of(body)}
-    if route == "chat":
-        shared = GenerationRequest.model_fields.keys()
-        fields = {name: field for name, field in fields.items() if name not in shared}
+    if route != "completions":
+        same = {(name, field.description) for name, field in GenerationRequest.model_fields.items()}
+        fields = {name: field for name, field in fields.items() if (name, field.description) not in same}
     required_first = sorted(fields.items(), key=lambda item: not item[1].is_required())
     return fields_table(dict(required_first), "field", str)
 

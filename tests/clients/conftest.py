@@ -66,6 +66,7 @@ def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     tokenizer=str(ZOO / MODEL.removeprefix("zoo:")),
                     prompt=PROMPT,
                     messages=MESSAGES,
+                    question=MESSAGES[1]["content"],
                     max_tokens=MAX_TOKENS,
                 )
             except NotInstalledError as error:

@@ -208,6 +208,27 @@ def test_a_long_stream_goes_to_the_front_in_whole_events_wherever_it_is_cut(engi
     assert longest > PIECE_BYTES
 
 
+def test_a_response_cut_anywhere_ends_failed_with_a_number_after_all(engine: Engine) -> None:
+    fields = {"input": "Hello", "max_output_tokens": 6, "ignore_eos": True, "stream": True}
+    head, *parts = parts_of(engine, "/v1/responses", fields)
+    assert isinstance(head, Head)
+    for end in range(1, len(parts) + 1):
+        if end < len(parts) and isinstance(parts[end], Ended):  # bytes and what they end come together
+            continue
+        body = cut("/v1/responses", [head, *parts[:end]]).body
+        events = [orjson.loads(line.removeprefix(b"data: ")) for line in body.splitlines()[1::3]]
+        names, numbers = ([event[name] for event in events] for name in ("type", "sequence_number"))
+        assert numbers == sorted(set(numbers))
+        assert names[:2] == ["response.created", "response.in_progress"]
+        if "response.incomplete" in names:
+            assert names[-1] == "response.incomplete"
+            continue
+        assert names[-2:] == ["error", "response.failed"]
+        assert (events[-2]["code"], events[-1]["response"]["status"]) == ("replica_lost", "failed")
+        assert events[-1]["response"]["id"] == events[0]["response"]["id"]
+    assert "response.incomplete" in names
+
+
 @dataclass
 class Ends:
     """How a stream ended for its client.
@@ -305,6 +326,17 @@ def test_a_conversations_next_turn_has_the_keys_of_the_last() -> None:
     before, after = (keys_of("/v1/chat/completions", messages=each) for each in turns)
     assert len(before) >= 4
     assert after[: len(before)] == before
+
+
+def test_a_list_of_items_has_the_keys_of_the_last_turn() -> None:
+    first = {"instructions": LONG, "input": [{"role": "user", "content": "Hello"}]}
+    answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi"}]}
+    second = first | {"input": [*first["input"], answer, {"role": "user", "content": LONG}]}
+    before, after = (keys_of("/v1/responses", **each) for each in (first, second))
+    assert len(before) >= 4
+    assert after[: len(before)] == before
+    assert keys_of("/v1/responses", input=LONG) != keys_of("/v1/responses", input=LONG, instructions="Hi")
+    assert keys_of("/v1/responses", **first, cache_salt="mine") != before
 
 
 def test_prompts_of_both_kinds_have_keys_and_salts_count() -> None:

@@ -126,9 +126,13 @@ class Served:
     def chat_body(self, **fields: Any) -> dict[str, Any]:
         return {"model": self.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | fields
 
+    def response_body(self, **fields: Any) -> dict[str, Any]:
+        return {"model": self.model, "input": MESSAGES, "temperature": 0, "max_output_tokens": 8} | fields
+
     def ask(self, path: str, **fields: Any) -> httpx.Response:
-        """Post to a route of completions or of chat."""
-        body = self.chat_body if "/chat" in path else self.body
+        """Post to a route of completions, of chat or of responses."""
+        forms = {"/chat/completions": self.chat_body, "/responses": self.response_body}
+        body = next((form for end, form in forms.items() if path.endswith(end)), self.body)
         return self.client.post(path, json=body(**fields))
 
     def post(self, **fields: Any) -> httpx.Response:

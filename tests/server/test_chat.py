@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,19 @@ import pytest
 from common.models.registry import ZOO, open_checkpoint
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, assert_error, rendered
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FOX = {
+    "type": "function",
+    "function": {
+        "name": "find_fox",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["forest", "river"]}},
+            "required": ["place"],
+            "additionalProperties": False,
+        },
+    },
+}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/fox.png"}}
 
 
@@ -138,7 +152,13 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
         ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [FOX, FOX]}, "tools[1]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FOX], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -163,30 +183,6 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
 def test_refusals(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
     assert_error(post(server, **fields), 422, param)
     assert_error(post(server, "/openai/v1", **fields), 400, param)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        *(
-            ({"messages": [{"role": "tool", "content": "x"} | call]}, "messages[0].role")
-            for call in ({}, {"tool_call_id": "1"})
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
-        ),
-    ],
-)
-def test_tools_are_refused_in_words_that_help(
-    server: ServerProcess, fields: dict[str, Any], param: str
-) -> None:
-    says = "tool calling is not supported yet; response_format with type json_schema is"
-    assert_error(post(server, **fields), 422, param, says=says)
-    assert_error(post(server, "/openai/v1", **fields), 400, param, says=says)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +239,30 @@ def test_an_assistants_content_may_be_null(server: ServerProcess) -> None:
             first["choices"],
             first["usage"]["prompt_tokens"],
         )
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def test_a_required_call_and_its_result(server: ServerProcess, prefix: str) -> None:
+    fields = {"tools": [FOX], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+    (choice,) = chat(server, prefix, **fields)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"place"}
+    chunks = [each["choices"][0] for each in server.chunks(f"{prefix}/chat/completions", **fields)]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    first, *deltas = [each for chunk in chunks for each in chunk["delta"].get("tool_calls", ())]
+    assert (first["index"], first["type"], first["function"]) == (
+        *(0, "function"),
+        {"name": "find_fox", "arguments": ""},
+    )
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "There is one fox."}
+    answer = chat(server, prefix, tools=[FOX], messages=[*MESSAGES, choice["message"], result])
+    assert answer["choices"][0]["message"]["content"]
+    without = chat(server, prefix, tools=[FOX], messages=[*MESSAGES, choice["message"]])
+    assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
 
 
 # ---------------------------------------------------------------------- other templates

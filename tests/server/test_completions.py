@@ -186,7 +186,11 @@ def test_lists_of_token_ids(server: ServerProcess) -> None:
         "completion_tokens": 4,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+            "reasoning_tokens": 0,
+        },
     }
 
 

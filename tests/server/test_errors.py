@@ -255,7 +255,6 @@ CHAT_IS_SERVED = "chat is: POST /v1/chat/completions"
         *((path, "") for path in ("/v1", "/v1/completions/", "/v1/chat", "/%00", "/health/")),
         ("/nowhere", "no such route; see /openapi.json"),
         ("/docs", "/openapi.json, and the page at /"),
-        *((f"{prefix}/responses", f"responses are not served, {CHAT_IS_SERVED}") for prefix in PREFIXES),
         *((f"{prefix}/embeddings", "embeddings are not served") for prefix in PREFIXES),
         ("/v1/messages", f"Anthropic's messages are not served, {CHAT_IS_SERVED}"),
         ("/api/tags", "Ollama's API is not served, OpenAI's is: GET /v1/models"),

@@ -13,6 +13,8 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.responses import ResponseTextConfigParam
+from openai.types.shared_params import Reasoning as ReasoningParam
 from pydantic import BaseModel
 
 from common.server.bodies import Body, Limits, parse
@@ -20,33 +22,52 @@ from common.server.errors import ApiError
 from common.server.requests.chat import ChatRequest, TokenizeRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.known_fields import TABLES, Neutral, lines_of
+from common.server.requests.responses import ReasoningOptions, ResponsesRequest, TextOptions
 from docs.building.options import unimplemented_fields_table
 from tests.server.support import PREFIXES, ServerProcess, assert_error
 
 LIMITS = Limits(models=("served",), max_choices=64, vocab_size=1000)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who was known by these fields?"}]}
 COMPLETION: dict[str, Any] = {"prompt": "The fields were known to"}
+RESPONSE: dict[str, Any] = {"input": "Which fields are known?"}
+
+ITEM: dict[str, Any] = {"role": "user", "content": "Hello"}
+PART: dict[str, Any] = {"type": "input_text", "text": "Hello"}
 
 Place = tuple[type[Body], Callable[[dict[str, Any]], dict[str, Any]]]
 
 IN_CHAT: Place = (ChatRequest, lambda fields: CHAT | fields)
 IN_COMPLETIONS: Place = (CompletionRequest, lambda fields: COMPLETION | fields)
+IN_RESPONSES: Place = (ResponsesRequest, lambda fields: RESPONSE | fields)
 
 #: For each table, the bodies that have its fields, and how to put fields into one.
 PLACES: dict[str, list[Place]] = {
     "chat": [IN_CHAT],
     "completions": [IN_COMPLETIONS],
-    "chat and completions (vLLM)": [IN_CHAT, IN_COMPLETIONS],
+    "responses": [IN_RESPONSES],
+    "`text` of responses": [(ResponsesRequest, lambda fields: RESPONSE | {"text": fields})],
+    "`reasoning` of responses": [(ResponsesRequest, lambda fields: RESPONSE | {"reasoning": fields})],
+    "`input` of responses": [(ResponsesRequest, lambda fields: {"input": [ITEM | fields]})],
+    "`tools` of responses": [
+        (ResponsesRequest, lambda fields: RESPONSE | {"tools": [{"type": "function", "name": "f"} | fields]})
+    ],
+    "parts of an `input`": [
+        (ResponsesRequest, lambda fields: {"input": [ITEM | {"content": [PART | fields]}]})
+    ],
+    "all three (vLLM)": [IN_CHAT, IN_COMPLETIONS, IN_RESPONSES],
     "chat (vLLM)": [IN_CHAT],
     "completions (vLLM)": [IN_COMPLETIONS],
-    "chat and `/tokenize`": [IN_CHAT, (TokenizeRequest, lambda fields: CHAT | fields)],
+    "chat, responses and `/tokenize`": [
+        *(IN_CHAT, IN_RESPONSES),
+        (TokenizeRequest, lambda fields: CHAT | fields),
+    ],
     "`stream_options`": [
         (form, lambda fields, body=body: body | {"stream": True, "stream_options": fields})  # type: ignore[misc]
-        for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION))
+        for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION), (ResponsesRequest, RESPONSE))
     ],
     "`structured_outputs`": [
         (form, lambda fields, body=body: body | {"structured_outputs": {"regex": "a"} | fields})  # type: ignore[misc]
-        for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION))
+        for form, body in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION), (ResponsesRequest, RESPONSE))
     ],
     "`messages`": [
         (ChatRequest, lambda fields: {"messages": [{"role": "assistant", "content": "I."} | fields]})
@@ -116,6 +137,9 @@ def test_every_field_of_openais_library_is_known() -> None:
     client = openai.OpenAI(api_key="none", base_url="http://localhost:1")
     assert arguments(client.chat.completions.create) <= names(ChatRequest)
     assert arguments(client.completions.create) <= names(CompletionRequest)
+    assert arguments(client.responses.create) <= names(ResponsesRequest)
+    assert set(ReasoningParam.__annotations__) <= names(ReasoningOptions)
+    assert set(ResponseTextConfigParam.__annotations__) <= names(TextOptions)
     options = ChatRequest.model_fields["stream_options"].annotation
     (stream_options,) = (each for each in options.__args__ if each is not type(None))  # type: ignore[union-attr]
     assert set(ChatCompletionStreamOptionsParam.__annotations__) <= names(stream_options)
@@ -177,15 +201,17 @@ VLLM_COMPLETION: dict[str, Any] = nulls("best_of logprobs prompt_embeds suffix")
 }
 
 
+def neutral(*titles: str) -> dict[str, Any]:
+    """The last neutral value of every field of these tables."""
+    return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}
+
+
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, prefix: str) -> None:
-    def neutral(*titles: str) -> dict[str, Any]:
-        return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}
-
-    both, stream = neutral("chat and completions (vLLM)"), {"stream_options": neutral("`stream_options`")}
+    both, stream = neutral("all three (vLLM)"), {"stream_options": neutral("`stream_options`")}
     message = CHAT["messages"][0] | {"tool_calls": [], "tool_call_id": None} | neutral("`messages`")
     # OpenAI's own table comes last: what it shares with vLLM's is neutral in both.
-    chat = VLLM_BOTH | both | VLLM_CHAT | neutral("chat and `/tokenize`", "chat (vLLM)", "chat")
+    chat = VLLM_BOTH | both | VLLM_CHAT | neutral("chat, responses and `/tokenize`", "chat (vLLM)", "chat")
     completion = VLLM_BOTH | both | VLLM_COMPLETION | neutral("completions (vLLM)", "completions")
     for path, plain, fields in (
         ("chat/completions", CHAT | {"stream": False}, chat | {"messages": [message]}),
@@ -199,6 +225,23 @@ def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, 
         assert answers[0] == answers[1]
         streamed = server.client.post(f"{prefix}/{path}", json=fields | asked | stream | {"stream": True})
         assert streamed.headers["content-type"].startswith("text/event-stream"), streamed.text
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_responses_take_everything_at_its_neutral_value(server: ServerProcess, prefix: str) -> None:
+    part = {"type": "input_text", "text": RESPONSE["input"]} | neutral("parts of an `input`")
+    item = {"role": "user", "content": [part]} | neutral("`input` of responses")
+    fields = VLLM_BOTH | neutral("all three (vLLM)", "chat, responses and `/tokenize`", "responses")
+    fields |= {"input": [item], "stream_options": neutral("`stream_options`")}
+    fields |= {name: neutral(f"`{name}` of responses") for name in ("text", "reasoning")}
+    fields |= {"tools": [], "include": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}}
+    fields |= {"top_logprobs": 0, "truncation": "disabled", "instructions": None}
+    asked = {"max_output_tokens": 4, "temperature": 0}
+    said = [
+        server.client.post(f"{prefix}/responses", json=body | asked).json()["output"][0]["content"]
+        for body in (RESPONSE, fields)
+    ]
+    assert said[0] == said[1]
 
 
 # ---------------------------------------------------------------------- labels, and values that mean "all"
@@ -233,7 +276,7 @@ def test_labels_change_nothing(server: ServerProcess) -> None:
     ids=lambda value: str(value)[:30],
 )
 def test_labels_are_bounded(fields: dict[str, Any], status: int) -> None:
-    for form, body in (IN_CHAT, IN_COMPLETIONS):
+    for form, body in (IN_CHAT, IN_COMPLETIONS, IN_RESPONSES):
         with pytest.raises(ApiError) as error:
             send(form, body(fields))
         assert (error.value.status, error.value.param) == (status, next(iter(fields)))

@@ -48,6 +48,9 @@ def strict() -> Iterator[LocalServer]:
         body_timeout_s=1.0,
         max_seq_len=4096,
     ) as server:
+        server.client.headers["Connection"] = (
+            "close"  # one kept open may be closed just when a request is sent
+        )
         yield server
 
 

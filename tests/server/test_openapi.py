@@ -32,6 +32,8 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
         "/openai/v1/completions",
         "/v1/chat/completions",
         "/openai/v1/chat/completions",
+        "/v1/responses",
+        "/openai/v1/responses",
         "/v1/models",
         "/openai/v1/models",
         "/v1/models/{model}",

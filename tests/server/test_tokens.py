@@ -70,9 +70,9 @@ def test_there_and_back(server: ServerProcess) -> None:
         ({"prompt": 5}, 400, "prompt"),
         ({"prompt": ["x"]}, 400, "prompt"),
         ({"messages": []}, 422, "messages"),
-        ({"messages": [{"role": "tool", "content": ""}]}, 422, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": ""}]}, 422, "messages[0].role"),
         ({"prompt": "x", "model": "another"}, 404, "model"),
-        ({"prompt": "x", "tools": [{}]}, 422, "tools"),
+        ({"prompt": "x", "tools": [{}]}, 400, "tools"),
     ],
 )
 def test_what_cannot_be_tokenized(

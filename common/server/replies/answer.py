@@ -14,11 +14,13 @@ from typing import ClassVar, TypeVar
 
 import orjson
 
+from common.dialect import Dialect, opens_thought
 from common.request import StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.server.intake import Lane
+from common.server.replies.parts import Part, PartsReader, TextPart, new_reader
 from common.server.replies.shapes import Logprobs, Usage
-from common.server.requests.generation import GenerationRequest, Shown, StreamOptions
+from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
 from common.worker import RequestStream
 
@@ -27,6 +29,9 @@ T = TypeVar("T")
 #: Most entries (tokens, and tokens named in log-probabilities) that are encoded on the event loop, which takes a
 #: millisecond. An answer with more entries is encoded in a thread.
 LARGE_ANSWER = 512
+
+#: Tokens at the end of a prompt that may spell the begin of a thought, and white space.
+THOUGHT_TOKENS = 8
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ class Choice:
         text_length: characters of its outputs so far.
         latest: its latest output.
         ended: whether its last event has been made.
+        reader: cuts its text into parts; None: all of it is the answer's text.
     """
 
     index: int
@@ -68,11 +74,19 @@ class Choice:
     text_length: int = 0
     latest: StepOutput | None = None
     ended: bool = False
+    reader: PartsReader | None = None
 
     def add(self, output: StepOutput) -> None:
         """Count an output of this choice."""
         self.text_length += len(output.text_delta)
         self.latest = output
+
+    def parts(self, output: StepOutput) -> list[Part]:
+        """Return the parts of an output's text. Call this once for each output, in order."""
+        if self.reader is None:
+            return [TextPart(output.text_delta)] if output.text_delta else []
+        parts = self.reader.add(output.text_delta)
+        return parts + self.reader.finish() if output.finished else parts
 
     def usage(self) -> Usage:
         """Return the choice's token counts so far."""
@@ -85,6 +99,7 @@ class Choice:
             latest.cached_tokens,
             latest.accepted_tokens,
             wrong,
+            0 if self.reader is None else self.reader.thoughts,
         )
 
 
@@ -122,6 +137,7 @@ class Answer:
         fingerprint: str,
         tokenizer: Tokenizer,
         streams: Sequence[RequestStream],
+        dialect: Dialect,
     ) -> Answer:
         """Return the answer to a request that was submitted, without any output yet."""
         prompts = [Prompt() for _ in range(wanted.num_prompts)]
@@ -131,6 +147,12 @@ class Answer:
             for number, prompt in enumerate(prompts)
             for j in range(per_prompt)
         ]
+        names = wanted.tool_use.names if wanted.tool_use is not None else ()
+        if names or (wanted.has_parts and dialect.thinks):
+            tail = streams[0].request.prompt_token_ids[-THOUGHT_TOKENS:]
+            thinking = opens_thought(tokenizer.decode(tail, skip_special_tokens=False))
+            for choice in choices:
+                choice.reader = new_reader(dialect, names=names, thinking=thinking)
         created = int(time.time())
         return cls(answer_id, created, model, fingerprint, tokenizer, choices, wanted.shown, streams)
 
@@ -184,6 +206,7 @@ class Answer:
             sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in first),
             sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages),
             sum(usage["completion_tokens_details"]["rejected_prediction_tokens"] for usage in usages),
+            sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages),
         )
 
     def cancel(self) -> None:
@@ -193,7 +216,12 @@ class Answer:
 
 
 def _usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, accepted_tokens: int, rejected_tokens: int
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    accepted_tokens: int,
+    rejected_tokens: int,
+    reasoning_tokens: int,
 ) -> Usage:
     return {
         "prompt_tokens": prompt_tokens,
@@ -203,6 +231,7 @@ def _usage(
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted_tokens,
             "rejected_prediction_tokens": rejected_tokens,
+            "reasoning_tokens": reasoning_tokens,
         },
     }
 
@@ -225,7 +254,6 @@ class WireFormat(ABC):
 
     Args:
         answer: the answer.
-        options: which chunks of a stream have the usage.
 
     Attributes:
         last: the bytes that every stream of this format ends with, however its choices ended.
@@ -233,14 +261,20 @@ class WireFormat(ABC):
 
     last: ClassVar[bytes]
 
-    def __init__(self, answer: Answer, options: StreamOptions) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.include_usage = bool(options.include_usage)
-        self.continuous_usage = bool(options.continuous_usage_stats)
+
+    def opening(self) -> bytes:
+        """Return the events that come before the first output. Most formats have none."""
+        return b""
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         """Return the events of one output of a choice. Call `choice.add` with the output before."""
+
+    def lost(self, choice: Choice, failed: StepOutput) -> bytes:
+        """Return the events that end a choice whose process is lost, at whatever point. Changes nothing."""
+        return self.events(choice, failed)
 
     @abstractmethod
     def closing(self) -> bytes:
@@ -257,6 +291,9 @@ class WireFormat(ABC):
 async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
     """Yield the events of every choice's outputs. Large ones are made in a thread of `encoding`."""
     answer = wire.answer
+    opening = wire.opening()
+    if opening:
+        yield opening
     async with contextlib.aclosing(interleave(answer.streams)) as outputs:
         async for index, arrived in outputs:
             for choice, output in answer.ready(index, arrived):

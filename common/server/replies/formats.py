@@ -35,25 +35,31 @@ from common.request import FinishReason, StepOutput
 from common.server.errors import from_exception
 from common.server.replies.answer import Answer, Choice, Prompt, WireFormat, is_first
 from common.server.replies.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from common.server.replies.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from common.server.replies.shapes import (
     AnswerTokens,
+    AssistantMessage,
+    CalledFunction,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
+    ChatReason,
     ChunkChoice,
     Completion,
     CompletionChunk,
     CompletionEvent,
     Delta,
     ErrorEvent,
+    FunctionDelta,
     OpenAIReason,
     PlainCompletion,
     PromptTokens,
     ShownTokens,
+    ToolCall,
     event,
 )
-from common.server.requests.generation import StreamOptions
+from common.server.requests.generation import GenerationRequest, StreamOptions
 
 ChoiceT = TypeVar("ChoiceT")
 
@@ -71,7 +77,22 @@ OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
 # ---------------------------------------------------------------------- streams
 
 
-class NamedCompletionEvents(WireFormat):
+class Chunks(WireFormat):
+    """Streams whose chunks may have a usage.
+
+    Args:
+        answer: the answer.
+        wanted: its request, whose `stream_options` say which chunks have the usage.
+    """
+
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer)
+        options = wanted.stream_options or StreamOptions()
+        self.include_usage = bool(options.include_usage)
+        self.continuous_usage = bool(options.continuous_usage_stats)
+
+
+class NamedCompletionEvents(Chunks):
     """Named events that are OpenAI chunks: the phases' own stream."""
 
     last = b""
@@ -122,7 +143,7 @@ class NamedCompletionEvents(WireFormat):
         return event(data, "done")
 
 
-class PlainChunks(WireFormat, Generic[ChoiceT]):
+class PlainChunks(Chunks, Generic[ChoiceT]):
     """OpenAI's own streams: the part that completions and chat share."""
 
     last = DONE
@@ -185,8 +206,8 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 class ChatChunks(PlainChunks[ChatChunkChoice]):
     """The wire format of chat."""
 
-    def __init__(self, answer: Answer, options: StreamOptions) -> None:
-        super().__init__(answer, options)
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer, wanted)
         self._begun: set[int] = set()  # indices of choices whose role has been sent
         self._sent_prompt = False  # whether the fields about the prompt have been sent
 
@@ -194,13 +215,18 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             yield _chat_chunk(choice, {"role": "assistant", "content": choice.prompt.echo})
-        chunk = _chat_chunk(
-            choice,
-            {"content": output.text_delta},
-            logprobs=chat_logprobs(self.answer.tokenizer, [output]),
-            finish_reason=output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason],
-        )
-        yield {**chunk, **answer_tokens(self.answer, [output])}
+        shown = answer_tokens(self.answer, [output])
+        logprobs = chat_logprobs(self.answer.tokenizer, [output])
+        deltas = _deltas(choice, output)
+        # Text that is held back needs no chunk. The output's token does, if it is shown, and so does an end.
+        if not deltas and (shown or logprobs or output.finished):
+            deltas.append({})
+        for number, delta in enumerate(deltas, 1):
+            chunk = _chat_chunk(choice, delta, logprobs=logprobs)
+            if number == len(deltas) and output.finish_reason is not None:
+                chunk["finish_reason"] = _chat_reason(choice, output.finish_reason)
+            yield {**chunk, **shown}
+            logprobs, shown = None, {}
 
     def chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         answer = self.answer
@@ -231,13 +257,9 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
             "choices": [
                 {
                     "index": choice.index,
-                    "message": {
-                        "role": "assistant",
-                        "content": choice.prompt.echo + joined_text(outputs),
-                        "refusal": None,
-                    },
+                    "message": _message(choice, outputs),
                     "logprobs": chat_logprobs(answer.tokenizer, outputs),
-                    "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
+                    "finish_reason": _chat_reason(choice, engine_reason(outputs)),
                     **answer_tokens(answer, outputs),
                 }
                 for choice, outputs in zip(answer.choices, said, strict=True)
@@ -248,14 +270,61 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
         return completion
 
 
-def _chat_chunk(
-    choice: Choice,
-    delta: Delta,
-    *,
-    logprobs: ChatLogprobs | None = None,
-    finish_reason: OpenAIReason | None = None,
-) -> ChatChunkChoice:
-    return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _chat_chunk(choice: Choice, delta: Delta, *, logprobs: ChatLogprobs | None = None) -> ChatChunkChoice:
+    return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _deltas(choice: Choice, output: StepOutput) -> list[Delta]:
+    """Return the parts of an output, in OpenAI's form."""
+    if choice.reader is None:
+        return [{"content": output.text_delta}]
+    return [_delta(part) for part in choice.parts(output)]
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case TextPart(text):
+            return {"content": text}
+        case ReasoningPart(text):
+            return {"reasoning_content": text}
+        case CallPart(index, call_id, name):
+            function: FunctionDelta = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ArgumentsPart(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(choice: Choice, said: Sequence[StepOutput]) -> AssistantMessage:
+    """Return the message of a choice, from all of its outputs."""
+    reader = choice.reader
+    if reader is None:
+        return {"role": "assistant", "content": choice.prompt.echo + joined_text(said), "refusal": None}
+    text, reasoning, calls = choice.prompt.echo, "", list[ToolCall]()
+    for part in (part for output in said for part in choice.parts(output)):
+        match part:
+            case TextPart(piece):
+                text += piece
+            case ReasoningPart(piece):
+                reasoning += piece
+            case CallPart(_, call_id, name):
+                called: CalledFunction = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": called})
+            case ArgumentsPart(index, piece):
+                calls[index]["function"]["arguments"] += piece
+    message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = calls
+    if reader.thinks:
+        message["reasoning_content"] = reasoning or None
+    return message
+
+
+def _chat_reason(choice: Choice, reason: FinishReason) -> ChatReason:
+    """Return OpenAI's word for the end of a choice whose text has been read."""
+    reader = choice.reader
+    word = OPENAI_FINISH_REASONS[reason]
+    return "tool_calls" if word == "stop" and reader is not None and reader.has_called else word
 
 
 def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, object]) -> ErrorEvent:

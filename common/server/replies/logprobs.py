@@ -12,6 +12,7 @@ from common.server.replies.answer import Answer, Choice, Prompt, is_first
 from common.server.replies.shapes import (
     ChatLogprobs,
     ChatTokenLogprob,
+    ChatTokenLogprobs,
     Logprobs,
     PromptLogprob,
     PromptLogprobs,
@@ -130,6 +131,15 @@ def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogpr
         "refusal": None,
     }
     return content if content["content"] else None
+
+
+def response_logprobs(tokenizer: Tokenizer, output: StepOutput) -> list[ChatTokenLogprobs]:
+    """Return the log-probabilities of an output's token: one entry, or none if not asked for."""
+    logprobs = chat_logprobs(tokenizer, [output])
+    content = [] if logprobs is None else logprobs["content"]
+    for each in (*content, *(top for entry in content for top in entry["top_logprobs"])):
+        each["bytes"] = each["bytes"] or []  # chat has null here
+    return content
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from common.telemetry import PAGE_STEPS
 
 OpenAIReason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -75,6 +76,7 @@ class CompletionTokensDetails(TypedDict):
     rejected_prediction_tokens: Annotated[
         int, Field(description="guessed wrong: computed, and no part of the answer")
     ]
+    reasoning_tokens: Annotated[int, Field(description="of thoughts that are kept apart from the answer")]
 
 
 class Usage(TypedDict):
@@ -212,17 +214,34 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: Annotated[
+        str, Field(description="JSON; without an end if the answer was cut off within the call")
+    ]
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="null beside tool calls, if there is no text")]
     refusal: None
+    reasoning_content: NotRequired[
+        Annotated[str | None, Field(description="the model's thoughts, if its template knows any")]
+    ]
+    tool_calls: NotRequired[Annotated[list[ToolCall], Field(description="if there are any")]]
 
 
 class ChatChoice(AnswerTokens):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: OpenAIReason
+    finish_reason: Annotated[ChatReason, Field(description="`tool_calls` behind complete calls")]
 
 
 class ChatCompletion(Header, PromptTokens):
@@ -233,16 +252,32 @@ class ChatCompletion(Header, PromptTokens):
     usage: Usage
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: Annotated[str, Field(description="a piece; empty beside the name")]
+
+
+class ToolCallDelta(TypedDict):
+    """The begin of a call, with `id`, `type` and name, or a piece of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class Delta(TypedDict):
     role: NotRequired[Annotated[Literal["assistant"], Field(description="in a choice's first chunk")]]
-    content: str
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Annotated[list[ToolCallDelta], Field(min_length=1, max_length=1)]]
 
 
 class ChatChunkChoice(AnswerTokens):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: OpenAIReason | None
+    finish_reason: ChatReason | None
 
 
 class ChatCompletionChunk(Header, PromptTokens):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
-from common.chat_template import ChatTemplate
+from common.dialect import Dialect
 from common.server.bodies import refused
 from common.server.requests.generation import GenerationRequest, Shown, Text, TokenId
 from common.server.requests.known_fields import OpenAICompletionFields, VllmCompletionFields
@@ -68,9 +68,9 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
 
     @property
     def num_prompts(self) -> int:
-        return len(self.prompts(None))
+        return len(self.prompts(Dialect()))
 
-    def prompts(self, template: ChatTemplate | None) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
+    def prompts(self, dialect: Dialect) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
         """Return all prompts as a list, also where the body has a single one."""
         prompt: Any = self.prompt
         return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
@@ -94,7 +94,7 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
         return dataclasses.replace(super().shown, logprobs=self.logprobs, prompt_only=self.max_tokens == 0)
 
     def echo_of(self, number: int) -> str | None:
-        text = self.prompts(None)[number]
+        text = self.prompts(Dialect())[number]
         return text if isinstance(text, str) and self.truncate_prompt_tokens is None else None
 
     def _check_fields(self) -> None:

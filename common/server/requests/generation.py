@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from common.chat_template import ChatTemplate
+from common.calls import ToolUse
+from common.dialect import Dialect
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
@@ -155,6 +156,7 @@ class GenerationRequest(Body, VllmFields):
     """A request for text: a model, how to sample, when to end, and the form of the answer."""
 
     adds_special_tokens_by_default: ClassVar[bool]
+    has_parts: ClassVar[bool] = False  # thoughts and tool calls are kept apart from the answer's text
 
     model: str | None = Field(
         default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
@@ -266,8 +268,8 @@ class GenerationRequest(Body, VllmFields):
     def num_prompts(self) -> int:
         raise NotImplementedError
 
-    def prompts(self, template: ChatTemplate | None) -> Sequence[str] | Sequence[Sequence[int]]:
-        """Return the prompts to continue. `template` is the model's, if it has one.
+    def prompts(self, dialect: Dialect) -> Sequence[str] | Sequence[Sequence[int]]:
+        """Return the prompts to continue. `dialect` is the model's, which has its template.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the conversation.
@@ -313,6 +315,19 @@ class GenerationRequest(Body, VllmFields):
         """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
         return param
 
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None: it calls none."""
+        return None
+
+    def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:  # noqa: ARG002 - of tool calls
+        """Return the grammar that the answer follows, with the name of its field; None: no grammar.
+
+        Raises:
+            InvalidRequestError: the dialect has no syntax for the tool calls that the request asks for.
+        """
+        return self.named_grammar
+
     # ------------------------------------------------------------------ the same for both
 
     @property
@@ -326,18 +341,23 @@ class GenerationRequest(Body, VllmFields):
         return 1 if self.n is None else self.n
 
     def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
-        """Return the part of a prompt that is computed, which is all of it unless `truncate_prompt_tokens` is set.
+        """Return the part of a prompt that is computed, which is all of it unless the request says otherwise.
 
         Args:
             token_ids: the prompt.
             max_request_tokens: the engine's bound on a request's tokens, prompt and new ones together.
         """
-        count = self.truncate_prompt_tokens
+        count = self.kept_prompt_tokens
         if count is None:
             return token_ids
         if count == -1:
             count = max(1, max_request_tokens - (self.max_new_tokens or max(1, self.min_tokens or 0)))
         return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
+
+    @property
+    def kept_prompt_tokens(self) -> int | None:
+        """The number of tokens to keep of a longer prompt; -1: as many as fit; None: all."""
+        return self.truncate_prompt_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -346,7 +366,7 @@ class GenerationRequest(Body, VllmFields):
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        """The grammar that the answer follows, with the name of its field; None: no grammar."""
+        """The grammar of an answer that calls no tool, with the name of its field; None: no grammar."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None and wanted.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
@@ -372,10 +392,9 @@ class GenerationRequest(Body, VllmFields):
             "prompt_logprobs": self.scored_prompt if choice == 0 else None,  # the other choices show the same
             "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             "include_stop_str_in_output": self.include_stop_str_in_output,
-            "skip_special_tokens": self.skip_special_tokens,
+            "skip_special_tokens": False if self.skip_special_tokens is False else None,
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
-            "grammar": None if self.named_grammar is None else self.named_grammar[1],
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.top_k in (0, -1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 from common.server.bodies import BODY, NOT_IMPLEMENTED
@@ -59,14 +59,12 @@ def _same_json(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
 
 
-TOOLS = "tool calling is not supported yet; response_format with type json_schema is, for answers of a form"
+OLD_TOOLS = "the older form of tools; send tools, tool_choice and tool_calls instead"
 _WRITES_TEXT = "answers are text"
 _STRUCTURED = "structured_outputs has answers of a form"
 _READS_TEXT = "this server reads text only"
 _ONE_QUEUE = "all requests wait in one queue, which priority orders"
-_NO_REASONING = (
-    "reasoning is not kept apart from the text; templates may know a variable in chat_template_kwargs"
-)
+_NO_SUMMARY = "reasoning is not summarized: an item of type reasoning has its text"
 
 
 class Table(BaseModel):
@@ -75,25 +73,101 @@ class Table(BaseModel):
     model_config = BODY
 
 
-class OpenAIChatFields(Table):
-    """Fields of OpenAI's `POST /v1/chat/completions`."""
+class OpenAISharedFields(Table):
+    """Fields of OpenAI's `POST /v1/chat/completions` and of its `POST /v1/responses`."""
 
-    audio: Annotated[Any, Neutral(reason=_WRITES_TEXT)] = None
-    function_call: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
-    functions: Annotated[Any, Neutral([], reason=TOOLS)] = None
-    modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
     moderation: Annotated[Any, Neutral(reason="neither prompts nor answers are moderated")] = None
-    parallel_tool_calls: Annotated[Any, Neutral(True, False, reason=TOOLS)] = None
     prompt_cache_options: Annotated[Any, Neutral({}, reason="the prefix cache has no options")] = None
     prompt_cache_retention: Annotated[
         Any, Neutral("in_memory", "in-memory", reason="prefixes are cached in memory, until room is needed")
     ] = None
-    reasoning_effort: Annotated[Any, Neutral(reason=_NO_REASONING)] = None
     service_tier: Annotated[Any, Neutral("auto", "default", reason=_ONE_QUEUE)] = None
-    store: Annotated[Any, Neutral(False, reason="answers are not stored")] = None
-    tool_choice: Annotated[Any, Neutral("none", "auto", reason=TOOLS)] = None
+    store: Annotated[
+        Any, Neutral(False, reason="answers are not stored: send the whole conversation with each request")
+    ] = None
+
+
+class OpenAIChatFields(OpenAISharedFields):
+    """Fields of OpenAI's `POST /v1/chat/completions` alone."""
+
+    audio: Annotated[Any, Neutral(reason=_WRITES_TEXT)] = None
+    function_call: Annotated[Any, Neutral("none", "auto", reason=OLD_TOOLS)] = None
+    functions: Annotated[Any, Neutral([], reason=OLD_TOOLS)] = None
+    modalities: Annotated[Any, Neutral(["text"], reason=_WRITES_TEXT)] = None
     verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in a message")] = None
     web_search_options: Annotated[Any, Neutral(reason="the web is not searched")] = None
+
+
+_NOTHING_STORED = "nothing is stored here: send the items themselves as input"
+_FUNCTIONS_ONLY = "tools are functions, which the client calls"
+
+
+class OpenAIResponsesFields(OpenAISharedFields):
+    """Fields of OpenAI's `POST /v1/responses`, and fields of the other bodies that it does not have."""
+
+    access_programs: Annotated[Any, Neutral({}, reason="there are no access programs")] = None
+    background: Annotated[Any, Neutral(False, reason="answers are not stored: stream them")] = None
+    background_options: Annotated[Any, Neutral({}, reason="answers are not stored: stream them")] = None
+    context_management: Annotated[Any, Neutral([], reason="conversations are not compacted")] = None
+    conversation: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    echo: Annotated[Any, Neutral(False, reason="completions and chat have echo")] = None
+    enable_response_messages: Annotated[Any, Neutral(False, reason="a response has items")] = None
+    image: Annotated[Any, Neutral({}, reason=_READS_TEXT)] = None
+    max_tool_calls: Annotated[
+        Any, Neutral(reason=f"it bounds calls of built-in tools; {_FUNCTIONS_ONLY}")
+    ] = None
+    n: Annotated[Any, Neutral(1, reason="a response is one answer; completions and chat have n")] = None
+    previous_input_messages: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    previous_response_id: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    prompt: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
+    prompt_logprobs: Annotated[Any, Neutral(reason="completions and chat have prompt_logprobs")] = None
+    response_format: Annotated[Any, Neutral(reason="text.format has answers of a form")] = None
+    return_token_ids: Annotated[Any, Neutral(False, reason="completions and chat have return_token_ids")] = (
+        None
+    )
+
+
+class OpenAITextFields(Table):
+    """Fields of `text`, in the body of responses."""
+
+    verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in instructions")] = None
+
+
+class OpenAIReasoningFields(Table):
+    """Fields of `reasoning`, in the body of responses."""
+
+    context: Annotated[Any, Neutral("auto", reason="the template decides which reasoning it shows")] = None
+    generate_summary: Annotated[Any, Neutral("auto", reason=_NO_SUMMARY)] = None
+    mode: Annotated[Any, Neutral("standard", reason="there is one mode")] = None
+    summary: Annotated[Any, Neutral("auto", reason=_NO_SUMMARY)] = None
+
+
+class OpenAIInputFields(Table):
+    """Fields of the items of an `input`."""
+
+    caller: Annotated[Any, Neutral({"type": "direct"}, reason=_FUNCTIONS_ONLY)] = None
+    encrypted_content: Annotated[Any, Neutral("", reason="only its maker can read it; send content")] = None
+    namespace: Annotated[Any, Neutral(reason=_FUNCTIONS_ONLY)] = None
+
+
+class OpenAIToolFields(Table):
+    """Fields of a function among the `tools` of responses."""
+
+    allowed_callers: Annotated[Any, Neutral(["direct"], reason=_FUNCTIONS_ONLY)] = None
+    async_: Annotated[Any, Neutral(False, reason="the client decides when it calls a function")] = Field(
+        default=None, alias="async"
+    )
+    defer_loading: Annotated[Any, Neutral(False, reason="the model is told of all functions")] = None
+    output_schema: Annotated[
+        Any, Neutral(reason="the model is told of names, descriptions and parameters; describe it there")
+    ] = None
+
+
+class OpenAIPartFields(Table):
+    """Fields of the parts of an item's `content`."""
+
+    annotations: Annotated[Any, Neutral([], reason="send the text alone")] = None
+    prompt_cache_breakpoint: Annotated[Any, Neutral(reason="prefixes are cached wherever they end")] = None
 
 
 class OpenAICompletionFields(Table):
@@ -114,9 +188,7 @@ class OpenAIMessageFields(Table):
     refusal: Annotated[Any, Neutral(reason="send the message's text as content")] = None
     annotations: Annotated[Any, Neutral([], reason="send the message's text as content")] = None
     audio: Annotated[Any, Neutral(reason=_READS_TEXT)] = None
-    function_call: Annotated[Any, Neutral(reason=TOOLS)] = None
-    reasoning: Annotated[Any, Neutral("", reason=_NO_REASONING)] = None
-    reasoning_content: Annotated[Any, Neutral("", reason=_NO_REASONING)] = None
+    function_call: Annotated[Any, Neutral(reason=OLD_TOOLS)] = None
 
 
 class VllmFields(Table):
@@ -140,7 +212,7 @@ class VllmFields(Table):
         Any, Neutral(True, reason="the tokenizer puts spaces where its texts have them")
     ] = None
     structural_tag: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
-    thinking_token_budget: Annotated[Any, Neutral(-1, reason=_NO_REASONING)] = None
+    thinking_token_budget: Annotated[Any, Neutral(-1, reason="a thought ends where the model ends it")] = None
     use_beam_search: Annotated[Any, Neutral(False, reason="tokens are sampled; temperature 0 is greedy")] = (
         None
     )
@@ -151,7 +223,7 @@ class VllmChatFields(Table):
     """Fields that vLLM adds to the body of chat."""
 
     best_of: Annotated[Any, Neutral(reason="every choice is sent; n says how many")] = None
-    include_reasoning: Annotated[Any, Neutral(True, reason=_NO_REASONING)] = None
+    include_reasoning: Annotated[Any, Neutral(True, reason="thoughts are in a field of their own")] = None
     return_assistant_tokens_mask: Annotated[
         Any, Neutral(False, reason="answers of chat do not show the prompt")
     ] = None
@@ -165,9 +237,8 @@ class VllmCompletionFields(Table):
 
 
 class TemplateFields(Table):
-    """Fields that fill a chat template, of chat and of `/tokenize`."""
+    """Fields that fill a chat template, of chat, responses and `/tokenize`."""
 
-    tools: Annotated[Any, Neutral([], reason=TOOLS)] = None
     documents: Annotated[Any, Neutral([], reason="put documents into a message")] = None
     chat_template: Annotated[Any, Neutral(reason="the template comes with the model")] = None
     media_io_kwargs: Annotated[Any, Neutral({}, reason=_READS_TEXT)] = None
@@ -192,11 +263,17 @@ class VllmStructuredFields(Table):
 #: Every table, by the bodies or objects that have its fields.
 TABLES: dict[str, type[Table]] = {
     "chat": OpenAIChatFields,
+    "responses": OpenAIResponsesFields,
+    "`text` of responses": OpenAITextFields,
+    "`reasoning` of responses": OpenAIReasoningFields,
+    "`input` of responses": OpenAIInputFields,
+    "parts of an `input`": OpenAIPartFields,
+    "`tools` of responses": OpenAIToolFields,
     "completions": OpenAICompletionFields,
-    "chat and completions (vLLM)": VllmFields,
+    "all three (vLLM)": VllmFields,
     "chat (vLLM)": VllmChatFields,
     "completions (vLLM)": VllmCompletionFields,
-    "chat and `/tokenize`": TemplateFields,
+    "chat, responses and `/tokenize`": TemplateFields,
     "`stream_options`": OpenAIStreamFields,
     "`structured_outputs`": VllmStructuredFields,
     "`messages`": OpenAIMessageFields,
@@ -206,7 +283,7 @@ TABLES: dict[str, type[Table]] = {
 def lines_of(table: type[BaseModel]) -> dict[str, Neutral]:
     """Return the fields of a body or of a table that are not implemented, by name."""
     return {
-        name: each
+        field.alias or name: each
         for name, field in table.model_fields.items()
         for each in field.metadata
         if isinstance(each, Neutral)

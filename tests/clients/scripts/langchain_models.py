@@ -82,14 +82,27 @@ def structured() -> Any:
     return model.with_structured_output(Fox, method="json_schema").invoke(MESSAGES).model_dump()
 
 
+def tools() -> Any:
+    model = ChatOpenAI(**OPTIONS | {"max_tokens": 60})
+    bound = model.bind_tools([Fox], tool_choice="Fox")
+    streamed = list(bound.stream(MESSAGES))
+    whole = streamed[0]
+    for chunk in streamed[1:]:
+        whole += chunk
+    parsed = model.with_structured_output(Fox, method="function_calling").invoke(MESSAGES)
+    return [
+        *(call["args"] for call in (*bound.invoke(MESSAGES).tool_calls, *whole.tool_calls)),
+        parsed.model_dump(),
+    ]
+
+
 def refusals() -> Any:
     return {
         "key": caught(lambda: ChatOpenAI(**OPTIONS | {"api_key": "wrong"}).invoke(MESSAGES)),
         "value": caught(lambda: ChatOpenAI(**OPTIONS, top_p=2).invoke(MESSAGES)),
         "model": caught(lambda: ChatOpenAI(**OPTIONS | {"model": "another"}).invoke(MESSAGES)),
-        "tools": caught(lambda: chat_model.bind_tools([Fox]).invoke(MESSAGES)),
         "next": chat(),
     }
 
 
-report(chat, chat_stream, asynchronous, batch, text, text_stream, structured, refusals)
+report(chat, chat_stream, asynchronous, batch, text, text_stream, structured, tools, refusals)

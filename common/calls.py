@@ -1,0 +1,387 @@
+"""Tool calls: the functions that a request names, how a model is told of them, and the grammar of its calls.
+
+```text
+functions ──┬─> chat template: `tools`, if it knows tools         ─┐
+            │   messages: `told_in_messages`, if it does not      ─┴─> the prompt
+            └─> `ToolUse.grammar`: text, or calls that follow their schemas ──> masks of the next token
+```
+
+A call is written in the syntax of the model's dialect (`common.dialect`), around arguments in JSON. The arguments'
+schema stands in the grammar between the words of the syntax.
+
+| syntax | one call | several |
+| --- | --- | --- |
+| `hermes` | `<tool_call>`, `{"name": "f", "arguments": {"a": 1}}`, `</tool_call>`: a line each | a line each |
+| `llama3_json` | `{"name": "f", "parameters": {"a": 1}}`, perhaps behind `<\\|python_tag\\|>` | `; ` between them |
+| `pythonic` | `[f(a=1)]` | `, ` between them, inside the brackets |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+from common.grammar import Grammar
+from common.grammar_trial import WHITESPACE
+
+#: Most calls in one constrained answer. Small models do not know when to stop.
+MAX_CALLS = 16
+
+#: The arguments of a function without a schema, or whose schema need not be followed.
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that a model may call.
+
+    Attributes:
+        parameters: the JSON Schema of its arguments, which are an object.
+        strict: its arguments follow the schema in every answer, not only where a call is required.
+    """
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    def as_tool(self) -> dict[str, Any]:
+        """Return the function as chat templates read it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **described, "parameters": dict(self.parameters)},
+        }
+
+
+class Call(NamedTuple):
+    """A call in an earlier message. `arguments` is an object, or the text of a call that the model broke off."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> Call:
+        """Return a call from the JSON text of its arguments."""
+        try:
+            value = json.loads(arguments or "{}")
+        except ValueError:
+            return cls(call_id, name, arguments)
+        return cls(call_id, name, value if isinstance(value, dict) else arguments)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates read it."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+# ---------------------------------------------------------------------- the prompt of a template without tools
+
+
+def written(syntax: CallSyntax, calls: Iterable[Call]) -> str:
+    """Return calls as a model writes them."""
+    if syntax == "hermes":
+        opener, closer = HERMES_MARKERS
+        objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
+        return "\n".join(f"{opener}\n{_json(each)}\n{closer}" for each in objects)
+    if syntax == "llama3_json":
+        return "; ".join(_json({"name": call.name, "parameters": call.arguments}) for call in calls)
+    return "[" + ", ".join(f"{call.name}({_keywords(call.arguments)})" for call in calls) + "]"
+
+
+def _keywords(arguments: Mapping[str, Any] | str) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    if all(name.isidentifier() for name in arguments):
+        return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"**{_json(arguments)}"
+
+
+_HOW_TO_CALL: dict[CallSyntax, str] = {
+    "hermes": "To call a function, answer with a JSON object of its name and arguments within "
+    '<tool_call></tool_call> tags:\n<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n'
+    "</tool_call>\nThe result comes within <tool_response></tool_response> tags.",
+    "llama3_json": 'To call a function, answer with nothing but JSON in the format {"name": function name, '
+    '"parameters": dictionary of argument name and its value}.',
+    "pythonic": "To call a function, answer with nothing but "
+    "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)].",
+}
+
+
+def told_in_messages(
+    syntax: CallSyntax, messages: Sequence[Mapping[str, Any]], functions: Sequence[Function]
+) -> list[dict[str, Any]]:
+    """Return a conversation with tools in plain messages, for a template that knows no tools.
+
+    The functions, and how to call one, are told in the system message. Calls become an assistant's text. Results
+    become a user's message, one for all results in a row.
+
+    Args:
+        syntax: the syntax of calls.
+        messages: as chat templates read them, with `tool_calls` as `Call.for_template` returns them.
+        functions: the functions that may be called; empty: the model is told of none.
+    """
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if told and told[-1].get("results"):
+                told[-1]["content"] += "\n" + result
+            else:
+                told.append({"role": "user", "content": result, "results": True})
+            continue
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        if message.get("tool_calls"):
+            calls = (Call(each["id"], **each["function"]) for each in message["tool_calls"])
+            plain["content"] = "\n".join(filter(None, [content, written(syntax, calls)]))
+        told.append(plain)
+    for each in told:
+        each.pop("results", None)
+    if functions:
+        lines = "\n".join(_json(each.as_tool()) for each in functions)
+        text = f"You may call these functions:\n<tools>\n{lines}\n</tools>\n{_HOW_TO_CALL[syntax]}"
+        if told and told[0]["role"] in ("system", "developer"):
+            told[0]["content"] = f"{told[0]['content']}\n\n{text}"
+        else:
+            told.insert(0, {"role": "system", "content": text})
+    return told
+
+
+# ---------------------------------------------------------------------- grammars
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request.
+
+    Attributes:
+        shown: the functions that the model is told of.
+        callable: the functions among them that it may call, at least one.
+        required: the answer must be a call, or several.
+        parallel: several calls are allowed.
+    """
+
+    shown: tuple[Function, ...]
+    callable: tuple[Function, ...]
+    required: bool = False
+    parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the functions that may be called."""
+        return frozenset(function.name for function in self.callable)
+
+    def grammar(
+        self, dialect: Dialect, *, thinking: bool = False, otherwise: Mapping[str, Any] | None = None
+    ) -> Grammar | None:
+        """Return the grammar of the answer; None if it may be any text, and so may the calls in it.
+
+        Required calls, and calls of strict functions, follow their schemas. Without `parallel` there is one call at
+        most.
+
+        Args:
+            dialect: the model's; it has a syntax of calls.
+            thinking: the prompt ends within a thought.
+            otherwise: the JSON Schema of an answer that is no call; None: any text.
+        """
+        is_free = not self.required and self.parallel and otherwise is None
+        if is_free and not any(function.strict for function in self.callable):
+            return None
+        return Grammar.context_free(_Writer(self, dialect, thinking, otherwise).text())
+
+
+def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: bool) -> Grammar:
+    """Return the grammar of a thought, and JSON that follows a schema behind it.
+
+    Args:
+        schema: a JSON Schema.
+        dialect: the model's, which thinks.
+        thinking: the prompt ends within the thought. Otherwise the answer may have none.
+    """
+    dialect = dataclasses.replace(dialect, calls=dialect.calls or "hermes")  # there are no calls in it
+    return Grammar.context_free(_Writer(ToolUse((), ()), dialect, thinking, schema).text_without_calls())
+
+
+class _Writer:
+    """Writes a grammar in llguidance's form of Lark, in which `%json` holds a schema, and `<[7]>` is a token.
+
+    ```text
+    start: thought (opening call (separator call){0,15} closing | free text)
+    ```
+    """
+
+    def __init__(
+        self, use: ToolUse, dialect: Dialect, thinking: bool, otherwise: Mapping[str, Any] | None
+    ) -> None:
+        assert dialect.calls is not None, "without a syntax, tools are refused"
+        self._use = use
+        self._dialect = dialect
+        self._syntax: CallSyntax = dialect.calls
+        self._thinking = thinking
+        self._otherwise = otherwise
+        self._takes_text = otherwise is None and not use.required
+        self._rules: list[str] = ["%llguidance {}", r"ANY: /(.|\n)*/"]
+
+    def text(self) -> str:
+        """Return the grammar."""
+        calls = [self._call(number, function) for number, function in enumerate(self._use.callable)]
+        self._rules.append(f"call: {' | '.join(calls)}")
+        answer = self._calls()
+        if self._otherwise is not None:
+            answer += f" | {_schema(self._otherwise)}"
+        elif self._takes_text:
+            answer += f" | {self._free_text()}"
+        self._rules.append(f"start: {self._thought()} ({answer})")
+        return "\n".join(self._rules)
+
+    def text_without_calls(self) -> str:
+        """Return the grammar of an answer that follows a schema."""
+        assert self._otherwise is not None, "an answer of any text needs no grammar"
+        self._rules.append(f"start: {self._thought()} {_schema(self._otherwise)}")
+        return "\n".join(self._rules)
+
+    def _calls(self) -> str:
+        opening, separator, closing = "", '"; "', ""
+        if self._syntax == "hermes":
+            opening = self._marker(HERMES_MARKERS[0])
+            separator = rf'"\n" {opening}'
+            if self._takes_text:
+                opening = self._text_and(HERMES_MARKERS[0])
+        elif self._syntax == "pythonic":
+            opening, separator, closing = '"["', '", "', '"]"'
+        elif PYTHON_TAG in self._dialect.special:
+            opening = f"{self._marker(PYTHON_TAG)}?"
+        more = f"({separator} call){{0,{MAX_CALLS - 1}}}" if self._use.parallel else ""
+        return f"{opening} call {more} {closing}"
+
+    def _call(self, number: int, function: Function) -> str:
+        """Return a call behind the opening of its syntax."""
+        is_strict = self._use.required or function.strict
+        schema = dict(function.parameters) if is_strict else dict(ANY_OBJECT)
+        schema["type"] = "object"  # null, or whatever else it allows, would be no arguments
+        if self._syntax == "pythonic":
+            arguments = self._keywords(number, schema) or f'"**" {_schema(schema)}'
+            return f'{_literal(function.name + "(")} {arguments} ")"'
+        if self._syntax == "llama3_json" and self._otherwise is not None:
+            # One schema around the call: an answer that is no call may begin with the same letters.
+            return _schema(
+                _object(name={"const": function.name}, parameters={"$id": f"call:{number}"} | schema)
+            )
+        key = "arguments" if self._syntax == "hermes" else "parameters"
+        begin = f'{{"name": {_json(function.name)}, "{key}": '
+        if self._syntax == "llama3_json":
+            return f'{_literal(begin)} {_schema(schema)} "}}"'
+        closing = self._marker(HERMES_MARKERS[1])
+        return f'{_literal(chr(10) + begin)} {_schema(schema)} "}}\\n" {closing}'
+
+    def _keywords(self, number: int, schema: Mapping[str, Any]) -> str:
+        """Return arguments as `a=1, b=2`; empty if the schema says more than which names have which values."""
+        properties, needed = schema.get("properties", {}), schema.get("required", [])
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        says_more = schema.keys() - _PLAIN_KEYS or schema["type"] != "object" or set(needed) - set(properties)
+        if says_more or not all(
+            name.isidentifier() and isinstance(value, dict) and not value.keys() & shared.keys()
+            for name, value in properties.items()
+        ):
+            return ""
+        if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in _references(schema)):
+            return ""
+        # `first` before the first argument, `more` behind it: there a comma comes first.
+        self._rules += [f'{kind}_{number}_{len(properties)}: ""' for kind in ("first", "more")]
+        for place, (name, value) in enumerate(properties.items()):
+            here, following = f"{number}_{place}", f"{number}_{place + 1}"
+            self._rules.append(f"value_{here}: {_literal(name + '=')} {_schema(value | shared)}")
+            chosen = {"first": f"value_{here}", "more": f'", " value_{here}'}
+            for kind, argument in chosen.items():
+                skipped = "" if name in needed else f" | {kind}_{following}"
+                self._rules.append(f"{kind}_{here}: {argument} more_{following}{skipped}")
+        return f"first_{number}_0"
+
+    # ------------------------------------------------------------------ text and thoughts
+
+    def _text_and(self, marker: str) -> str:
+        """Return any text up to a marker, and the marker."""
+        if marker in self._dialect.special:
+            return f"{self._free_text()} {self._marker(marker)}"
+        name = f"to_{marker.strip('</>')}"
+        self._rules.append(f"{name}[lazy]: ANY {self._marker(marker)}")
+        return name
+
+    def _free_text(self) -> str:
+        """Return text that is no call, and does not begin like one."""
+        if self._syntax != "hermes":
+            opening = {"llama3_json": r"\{", "pythonic": r"\[|```tool_code"}[self._syntax]
+            thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
+            no_call = rf"[\s\x1c-\x1f]*({opening}{thought})(.|\n)*"
+        elif HERMES_MARKERS[0] in self._dialect.special:
+            no_call = rf"(.|\n)*{HERMES_MARKERS[0]}(.|\n)*"  # the marker's letters are no marker
+        else:
+            return "ANY"
+        rule = f"FREE: ANY & ~/{no_call}/"
+        if rule not in self._rules:
+            self._rules.append(rule)
+        return "FREE"
+
+    def _thought(self) -> str:
+        """Return the thought before the answer; empty if there is none, or if it is part of the free text."""
+        opener, closer = THOUGHT_MARKERS
+        is_text = self._takes_text and self._syntax == "hermes" and closer not in self._dialect.special
+        if is_text or not self._dialect.thinks:
+            return ""
+        self._rules.append(r"GAP: /\n{0,2}/")
+        inside = f"ANY {self._marker(closer)}" if closer in self._dialect.special else self._text_and(closer)
+        return f"{inside} GAP" if self._thinking else f"({self._marker(opener)} {inside} GAP)?"
+
+    def _marker(self, text: str) -> str:
+        token_id = self._dialect.special.get(text)
+        return _literal(text) if token_id is None else f"<[{token_id}]>"
+
+
+#: What a schema may say for its arguments to be written as keywords. The last ones only describe.
+_PLAIN_KEYS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    | {"title", "description", "$schema"}
+)
+
+
+def _references(value: Any) -> Iterable[str]:
+    """Yield the texts of all `$ref` in a schema."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if name == "$ref" and isinstance(each, str):
+                yield each
+            yield from _references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _references(each)
+
+
+def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    return f"%json {_json({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _literal(text: str) -> str:
+    return _json(text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

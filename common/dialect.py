@@ -1,0 +1,102 @@
+"""A model's dialect: how it marks its thoughts and its tool calls, and whether its chat template shows it tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from common.chat_template import ChatTemplate
+from common.errors import InvalidRequestError
+from common.text import Tokenizer
+
+CallSyntax = Literal["hermes", "llama3_json", "pythonic"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic"] | None
+ReasoningParser = Literal["auto", "think"] | None
+
+#: Markers of a model's thoughts, and of calls in the syntax of Hermes.
+THOUGHT_MARKERS = ("<think>", "</think>")
+HERMES_MARKERS = ("<tool_call>", "</tool_call>")
+
+#: The token of Llama 3 before a call.
+PYTHON_TAG = "<|python_tag|>"
+
+#: Texts by which a template is known to ask for a syntax, the most certain first. All of them must occur.
+_SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
+    ("hermes", (HERMES_MARKERS[0], "arguments")),
+    ("llama3_json", (PYTHON_TAG,)),
+    ("llama3_json", ("parameters", "<|start_header_id|>")),
+    ("pythonic", ("tool_code",)),
+    ("pythonic", ("[func_name1(",)),
+    ("pythonic", ("<start_of_turn>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one model marks its thoughts and calls.
+
+    Attributes:
+        template: renders conversations; None: the model has no template.
+        calls: the syntax of its tool calls; None: the server takes no tools.
+        knows_tools: the chat template shows tools and calls in this syntax. Otherwise messages do (`common.calls`).
+        thinks: an answer may begin with thoughts.
+        special: the markers that are tokens of their own, with their ids. A grammar names them by these ids. If
+            they are special tokens, an answer's text leaves them out unless the request says otherwise.
+    """
+
+    template: ChatTemplate | None = None
+    calls: CallSyntax | None = None
+    knows_tools: bool = False
+    thinks: bool = False
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, calls: ToolCallParser = "auto", reasoning: ReasoningParser = "auto"
+    ) -> Dialect:
+        """Return the dialect of a tokenizer's chat template. Without one there are neither tools nor thoughts.
+
+        Args:
+            tokenizer: the model's.
+            calls: the syntax of calls; `auto`: by the template's text, and that of Hermes if it names none;
+                None: tools are refused.
+            reasoning: the form of thoughts; `auto`: `think` if the template has its markers; None: thoughts are
+                part of the answer.
+        """
+        template = tokenizer.chat_template
+        if template is None:
+            return cls()
+        known = _syntax_of(template.source)
+        markers = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG)
+        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
+        return cls(
+            template=template,
+            calls=(known or "hermes") if calls == "auto" else calls,
+            knows_tools=template.reads("tools") and (known is not None or calls != "auto"),
+            thinks=reasoning == "think" or (reasoning == "auto" and THOUGHT_MARKERS[1] in template.source),
+            special={marker: number for marker, number in ids.items() if number is not None},
+        )
+
+    def opens_thought(self, variables: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the template begins the model's thought in the prompt. `variables`: the template's."""
+        if not self.thinks or self.template is None:
+            return False
+        try:
+            return opens_thought(
+                self.template.render([{"role": "user", "content": "?"}], variables=variables)
+            )
+        except InvalidRequestError:  # raised again for the conversation, with a reason
+            return False
+
+
+def _syntax_of(source: str) -> CallSyntax | None:
+    """Return the syntax that a template asks the model to write calls in, if it is a known one."""
+    if "<function=" in source:  # calls in XML, between the markers of Hermes
+        return None
+    return next((syntax for syntax, signs in _SIGNS if all(sign in source for sign in signs)), None)
+
+
+def opens_thought(prompt: str) -> bool:
+    """Return whether a prompt ends within a thought, which its template has opened."""
+    return prompt.rstrip().endswith(THOUGHT_MARKERS[0])

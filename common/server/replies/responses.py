@@ -1,0 +1,244 @@
+"""The wire format of `/v1/responses`: an answer as OpenAI's named events, or as one response.
+
+```text
+event: response.created                   before the first token, and with it response.in_progress
+event: response.output_item.added         an item of the output begins: reasoning, a message, a call
+event: response.content_part.added            its only part (a call has none)
+event: response.output_text.delta                 a piece of its text
+event: response.output_text.done                  its whole text
+event: response.content_part.done
+event: response.output_item.done
+event: response.completed                 or response.incomplete: the whole response, with its usage
+```
+
+A reasoning item grows by `response.reasoning_text.delta`, and a call by `response.function_call_arguments.delta`.
+An answer that fails ends with `error` and `response.failed`. Each `data` has the event's name as `type` and its
+number as `sequence_number`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from common.request import StepOutput
+from common.server.errors import from_exception
+from common.server.replies.answer import Answer, Choice, WireFormat
+from common.server.replies.logprobs import response_logprobs
+from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.replies.response_shapes import (
+    EventType,
+    ResponseEvent,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from common.server.replies.shapes import ChatTokenLogprobs, event
+from common.server.requests.responses import ResponsesRequest
+
+#: Number of the first event of an end that is written ahead: no event before it has so high a number.
+AFTER_ALL = 2**31
+
+#: The middle of the names of the events that an item grows by, for each type of item.
+GROWS_BY = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ResponseEvents(WireFormat):
+    """Writes one response.
+
+    Args:
+        answer: the answer, which has one choice.
+        wanted: its request, whose settings the response repeats.
+    """
+
+    last = b""
+
+    def __init__(self, answer: Answer, wanted: ResponsesRequest) -> None:
+        super().__init__(answer)
+        params = answer.streams[0].request.params
+        self._settings = wanted.settings(params.temperature, params.top_p)
+        self._output: list[Any] = []  # `OutputItem`s; one that is in progress is the last
+        self._pieces: list[str] = []  # of that item's text
+        self._logprobs: list[ChatTokenLogprobs] = []  # of tokens whose text has not come yet
+        self._num_events = 0
+
+    def opening(self) -> bytes:
+        return _encoded(
+            self._event(name, response=self._response("in_progress"))
+            for name in ("response.created", "response.in_progress")
+        )
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        return _encoded(self._events(choice, output))
+
+    def lost(self, choice: Choice, failed: StepOutput) -> bytes:
+        written, self._num_events = self._num_events, AFTER_ALL
+        end = self.events(choice, failed)
+        self._num_events = written
+        return end
+
+    def closing(self) -> bytes:
+        return b""
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
+        (choice,), (outputs,) = self.answer.choices, said
+        events = [each for output in outputs for each in self._events(choice, output)]
+        # A stream has log-probabilities beside the pieces only: its last events repeat the text four times.
+        for each in events:
+            for entry in each.get("logprobs", ()):
+                self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
+        return events[-1]["response"]
+
+    # ------------------------------------------------------------------ events
+
+    def _event(self, name: EventType, **fields: Any) -> ResponseEvent:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return {"type": name, "sequence_number": number, **fields}  # type: ignore[typeddict-item]
+
+    def _events(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
+        """Yield the events of one output. Use each before the next: the items in them grow."""
+        if output.error is not None:
+            yield from self._failure(output.error)
+            return
+        self._logprobs += response_logprobs(self.answer.tokenizer, output)
+        for part in choice.parts(output):
+            logprobs, self._logprobs = self._logprobs, []
+            match part:
+                case TextPart(text):
+                    if not self._in_progress("message"):
+                        yield from self._begin("message", role="assistant", content=[])
+                    yield self._piece(text, logprobs=logprobs)
+                case ReasoningPart(text):
+                    if not self._in_progress("reasoning"):
+                        yield from self._begin("reasoning", summary=[], content=[], encrypted_content=None)
+                    yield self._piece(text)
+                case CallPart(_, call_id, name):
+                    yield from self._begin("function_call", call_id=call_id, name=name, arguments="")
+                case ArgumentsPart(_, text):
+                    yield self._piece(text)
+        if output.finished:
+            yield from self._end(choice, output)
+
+    def _in_progress(self, kind: str) -> bool:
+        """True if an item of this type is in progress."""
+        return bool(self._output) and self._output[-1]["type"] == kind
+
+    def _begin(self, kind: str, **fields: Any) -> Iterator[ResponseEvent]:
+        """Begin an item, after the one in progress."""
+        yield from self._finish("completed")
+        number = f"{self.answer.id.removeprefix('resp_')}_{len(self._output)}"
+        self._output.append(
+            {"id": f"{PREFIXES[kind]}_{number}", "type": kind, "status": "in_progress", **fields}
+        )
+        yield self._event("response.output_item.added", output_index=self._index, item=self._output[-1])
+        if "content" in fields:
+            yield self._event("response.content_part.added", **self._place, part=_part(kind, ""))
+
+    def _piece(self, text: str, **fields: Any) -> ResponseEvent:
+        """Return the event of a piece of text of the item in progress."""
+        self._pieces.append(text)
+        name: Any = f"response.{GROWS_BY[self._output[-1]['type']]}.delta"
+        return self._event(name, **self._place, delta=text, **fields)
+
+    def _finish(self, status: Status) -> Iterator[ResponseEvent]:
+        """End the item in progress, if there is one."""
+        if not self._output or self._output[-1]["status"] != "in_progress":
+            return
+        item, text, self._pieces = self._output[-1], "".join(self._pieces), []
+        kind = item["type"]
+        name: Any = f"response.{GROWS_BY[kind]}.done"
+        if kind == "function_call":
+            item["arguments"] = text
+            yield self._event(name, **self._place, arguments=text)
+        else:
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield self._event(name, **self._place, text=text, **more)
+            item["content"] = [_part(kind, text)]
+            yield self._event("response.content_part.done", **self._place, part=item["content"][0])
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """The fields that say where an event of the item in progress belongs."""
+        item = self._output[-1]
+        place = {"item_id": item["id"], "output_index": self._index}
+        return place | {"content_index": 0} if "content" in item else place
+
+    # ------------------------------------------------------------------ the last events
+
+    def _end(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
+        status: Status = "incomplete" if output.finish_reason == "length" else "completed"
+        if all(item["type"] == "reasoning" for item in self._output) and status == "completed":
+            yield from self._begin("message", role="assistant", content=[])  # clients look for an answer
+        yield from self._finish(status)
+        response = self._response(status)
+        response["usage"] = self._usage(choice)
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        else:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        name: Any = f"response.{status}"
+        yield self._event(name, response=response)
+
+    def _failure(self, error: Exception) -> Iterator[ResponseEvent]:
+        yield from self._finish("incomplete")
+        failure = from_exception(error)
+        # OpenAI documents the three fields, and sends the object, which makes its libraries raise an exception.
+        told = {"code": failure.code, "message": failure.message, "param": failure.param}
+        yield self._event("error", **told, **failure.body())
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": failure.message}  # one of OpenAI's codes
+        yield self._event("response.failed", response=response)
+
+    def _response(self, status: Any) -> ResponseObject:
+        answer = self.answer
+        return {
+            "id": answer.id,
+            "object": "response",
+            "created_at": answer.created,
+            "completed_at": None,
+            "model": answer.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": self._output,
+            "usage": None,
+            **self._settings,
+        }
+
+    def _usage(self, choice: Choice) -> ResponseUsage:
+        usage = choice.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+            },
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    """Return the only part of a message or of a reasoning item."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _encoded(events: Iterable[ResponseEvent]) -> bytes:
+    return b"".join(event(each, each["type"]) for each in events)

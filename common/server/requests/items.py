@@ -1,0 +1,243 @@
+"""Items of the input of `POST /v1/responses`: messages, reasoning, function calls and their outputs.
+
+Items become messages of chat. Reasoning, an answer and calls, in this order, become one message of the assistant:
+
+```text
+message (user)                                   {"role": "user", "content": "…"}
+reasoning, message (assistant), function_call    {"role": "assistant", "reasoning_content": "…", "content": "…",
+                                                  "tool_calls": […]}
+function_call_output                             {"role": "tool", "tool_call_id": "…", "content": "…"}
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+
+from common.server.bodies import BODY, refused
+from common.server.errors import shorten
+from common.server.requests.chat import ChatMessage
+from common.server.requests.generation import by_type
+from common.server.requests.known_fields import OpenAIInputFields, OpenAIPartFields
+from common.server.requests.tools import CalledFunction, ToolCall
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Label = Annotated[str, Field(max_length=256)]
+
+
+class Other(BaseModel):
+    """An item or a part of another type, such as an image. `check` refuses it by its type's name."""
+
+    type: str
+
+
+def by_kind(known: Mapping[str, str], default: str | None = None) -> Callable[[Any], str | None]:
+    """Return a function that returns the tag in `known` for the `type` of an item, a part or a tool.
+
+    Another type's tag is "as another". Without a type, the tag is `default`.
+    """
+
+    def form(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return known.get(kind, "as another") if isinstance(kind, str) else next(iter(known.values()))
+
+    return form
+
+
+class TextPart(OpenAIPartFields):
+    """A part of a message's content, or of a function's output."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    logprobs: list[Any] | None = Field(
+        default=None, description="as a response has them; they change nothing"
+    )
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("as a text")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+    Discriminator(by_kind({"input_text": "as a text", "output_text": "as a text"})),
+]
+Content = Annotated[
+    Annotated[str, Tag("as text")]
+    | Annotated[list[Part], Field(max_length=256, fail_fast=True), Tag("as parts")],
+    Discriminator(
+        by_type({str: "as text", list: "as parts"}),
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string, or a list of parts of type input_text or output_text",
+    ),
+]
+
+
+class InputItem(OpenAIInputFields):
+    """An item of the input. An item of a response's output can be sent back as it is."""
+
+    id: Label | None = Field(default=None, description="a label")
+    status: ItemStatus | None = Field(default=None, description="a label")
+
+    def check(self, name: str) -> None:
+        """Refuse values that a field's type cannot rule out. `name` is the item's place in the body.
+
+        Raises:
+            ApiError: 422.
+        """
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """Add the item to a conversation."""
+        raise NotImplementedError
+
+
+class Message(InputItem):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="a label")
+
+    def check(self, name: str) -> None:
+        _check_parts(f"{name}.content", self.content)
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        content = _joined(self.content)
+        if self.role == "assistant" and _only_reasons(messages):
+            messages[-1].content = content
+        else:
+            messages.append(message(self.role, content))
+
+
+class FunctionCall(InputItem):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: Label
+    name: Label
+    arguments: str = Field(description="the JSON text of an object")
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        if not messages or messages[-1].role != "assistant":
+            messages.append(message("assistant", ""))
+        function = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
+        call = ToolCall.model_construct(id=self.call_id, function=function)
+        messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+
+
+class FunctionCallOutput(InputItem):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Label
+    output: Content
+    name: Label | None = Field(default=None, description="a label")
+
+    def check(self, name: str) -> None:
+        _check_parts(f"{name}.output", self.output)
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        messages.append(message("tool", _joined(self.output), tool_call_id=self.call_id))
+
+
+class ReasoningPart(BaseModel):
+    """A part of a reasoning item."""
+
+    model_config = BODY
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=256, fail_fast=True)]
+
+
+class Reasoning(InputItem):
+    """Text that the model wrote before its answer. The template decides whether the model reads it again."""
+
+    type: Literal["reasoning"]
+    content: ReasoningParts | None = None
+    summary: ReasoningParts | None = Field(default=None, description="taken where there is no content")
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        text = "\n".join(part.text for part in self.content or self.summary or ())
+        if _only_reasons(messages):
+            messages[-1].reasoning_content = f"{messages[-1].reasoning_content}\n{text}"
+        else:
+            messages.append(message("assistant", "", reasoning_content=text))
+
+
+Item = Annotated[
+    Annotated[Message, Tag("as a message")]
+    | Annotated[FunctionCall, Tag("as a call")]
+    | Annotated[FunctionCallOutput, Tag("as an output")]
+    | Annotated[Reasoning, Tag("as reasoning")]
+    | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+    Discriminator(
+        by_kind(
+            {
+                "message": "as a message",
+                "function_call": "as a call",
+                "function_call_output": "as an output",
+                "reasoning": "as reasoning",
+            },
+            default="message",
+        )
+    ),
+]
+Input = Annotated[
+    Annotated[str, Tag("as text")]
+    | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("as items")],
+    Discriminator(
+        by_type({str: "as text", list: "as items"}),
+        custom_error_type="input_type",
+        custom_error_message="Input should be a string or a list of items",
+    ),
+]
+
+
+def message(role: str, content: str, **fields: Any) -> ChatMessage:
+    """Return a message made of checked values."""
+    return ChatMessage.model_construct(role=role, content=content, **fields)  # type: ignore[arg-type]
+
+
+def _only_reasons(messages: Sequence[ChatMessage]) -> bool:
+    """True if the last message has the reasoning before an answer, and no answer yet."""
+    last = messages[-1] if messages else None
+    return last is not None and bool(last.reasoning_content) and not last.content and not last.tool_calls
+
+
+def _joined(content: Any) -> str:
+    """Return a checked content's text; parts stand on lines of their own."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _check_parts(name: str, content: Any) -> None:
+    """Refuse parts that are not text. `name` is the content's place in the body. Raises ApiError."""
+    for number, part in enumerate(content):
+        if isinstance(part, Other):
+            kind = shorten(part.type, 40)
+            raise refused(f"{name}[{number}].type", f"{kind!r} is refused: only parts of text are read")
+
+
+def check_items(items: Sequence[Any]) -> None:
+    """Refuse items that are not read, and outputs of calls that the input does not have.
+
+    Raises:
+        ApiError: 422.
+    """
+    calls = set()
+    for number, item in enumerate(items):
+        name = f"input[{number}]"
+        if isinstance(item, Other):
+            kind = shorten(item.type, 40)
+            raise refused(
+                f"{name}.type",
+                f"{kind!r} is refused: items are messages, reasoning, function_call and function_call_output",
+            )
+        item.check(name)
+        if isinstance(item, FunctionCall):
+            calls.add(item.call_id)
+        if isinstance(item, FunctionCallOutput) and item.call_id not in calls:
+            raise refused(f"{name}.call_id", f"no function_call before it has the call_id {item.call_id!r}")

@@ -1,0 +1,274 @@
+"""The body of `POST /v1/responses`. Items of its input are in `items`."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_args
+
+import orjson
+from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+
+from common.calls import Function, ToolUse
+from common.grammar import Grammar
+from common.server.bodies import BODY, refused
+from common.server.replies.response_shapes import Settings
+from common.server.requests.chat import EFFORT, ChatMessage, ConversationRequest, ReasoningEffort
+from common.server.requests.items import Input, by_kind, check_items, message
+from common.server.requests.known_fields import (
+    OpenAIReasoningFields,
+    OpenAIResponsesFields,
+    OpenAIStreamFields,
+    OpenAITextFields,
+    OpenAIToolFields,
+)
+from common.server.requests.tools import (
+    CHOICE,
+    FunctionFields,
+    FunctionName,
+    OtherTool,
+    choice_form,
+    tool_use_of,
+)
+
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+LOGPROBS, ENCRYPTED = get_args(Includable)
+
+#: Most bytes of the fields that a response repeats. A stream has them three times.
+MAX_SETTINGS = 2**18
+
+
+class FunctionTool(OpenAIToolFields, FunctionFields):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    strict: bool | None = Field(
+        default=True,
+        description="calls always follow the schema; with `tool_choice` `required` or a name, all calls do",
+    )
+
+    @property
+    def function(self) -> FunctionTool:
+        """The function, which chat has in an envelope."""
+        return self
+
+    def as_function(self) -> Function:
+        return dataclasses.replace(super().as_function(), strict=self.strict is not False)
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[OtherTool, Tag("as another")]],
+    Discriminator(by_kind({"function": "as a function"})),
+]
+
+
+class NamedTool(BaseModel):
+    """A tool by its name."""
+
+    model_config = BODY
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedTools(BaseModel):
+    """The tools among `tools` that may be called, and whether one must be. The model is told of all."""
+
+    model_config = BODY
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as a word")]
+    | Annotated[NamedTool, Tag("as a tool")]
+    | Annotated[AllowedTools, Tag("as allowed tools")],
+    Discriminator(
+        choice_form,
+        custom_error_type="tool_choice_type",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
+    ),
+]
+
+
+class TextFormat(BaseModel):
+    """The form of the answer."""
+
+    model_config = BODY
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(default=None, max_length=64, description="with type `json_schema`, a label")
+    description: str | None = Field(default=None, description="a label")
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="with type `json_schema`: a JSON Schema"
+    )
+    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+
+
+class TextOptions(OpenAITextFields):
+    """The form of the answer."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(OpenAIReasoningFields):
+    """How the model reasons."""
+
+    effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
+
+
+class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
+    """The body of `POST /v1/responses`. null means the default, for all but `input`."""
+
+    input: Input = Field(
+        description="a text, or a list of items: messages, reasoning, function calls and their outputs"
+    )
+    instructions: str | None = Field(default=None, description="a system message before the input")
+    max_output_tokens: int | None = Field(
+        default=None, ge=1, description="default: as many as fit behind the conversation"
+    )
+    text: TextOptions | None = Field(default=None, description="the form of the answer")
+    reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(  # type: ignore[assignment]  # chat has them in an envelope
+        default=None, description="functions that the model may call, each with a name and a JSON Schema"
+    )
+    tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
+    include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
+        default=None, description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text"
+    )
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description=f"likeliest tokens beside each; with `{LOGPROBS}` in `include`"
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default="disabled",
+        description="`auto`: of a conversation too long, the last tokens that fit are taken",
+    )
+    stream: bool | None = Field(default=False, description="answer with an event stream")
+    stream_options: OpenAIStreamFields | None = None  # type: ignore[assignment]  # the last event has the usage
+
+    @property
+    def turns(self) -> list[ChatMessage]:
+        given: Any = self.input
+        messages = [] if self.instructions is None else [message("system", self.instructions)]
+        if isinstance(given, str):
+            return [*messages, message("user", given)]
+        for item in given:
+            item.add_to(messages)
+        return messages
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
+        if isinstance(choice, NamedTool):
+            return tool_use_of(self.told_functions, "required", names=[choice.name], parallel=False)
+        if isinstance(choice, AllowedTools):
+            names = [each.name for each in choice.tools]
+            return tool_use_of(self.told_functions, choice.mode, names=names, parallel=parallel)
+        return tool_use_of(self.told_functions, choice, parallel=parallel)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def kept_prompt_tokens(self) -> int | None:
+        return -1 if self.truncation == "auto" else super().kept_prompt_tokens
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    def field_of(self, param: str) -> str:
+        names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+        return ({"reasoning_effort": "reasoning.effort"} | names).get(param, param)
+
+    @cached_property
+    def named_grammar(self) -> tuple[str, Grammar] | None:
+        wanted = self._format
+        if wanted.schema_ is not None:
+            return "text.format.schema", Grammar.json_schema(wanted.schema_)
+        if wanted.type == "json_object":
+            return "text.format", Grammar.json_object()
+        return super().named_grammar
+
+    @property
+    def _format(self) -> TextFormat:
+        wanted = None if self.text is None else self.text.format
+        return TextFormat(type="text") if wanted is None else wanted
+
+    def settings(self, temperature: float, top_p: float) -> Settings:
+        """Return the fields of the request that a response repeats.
+
+        Args:
+            temperature: the temperature in effect.
+            top_p: likewise.
+        """
+        reasoning = self.reasoning or ReasoningOptions()
+        choice: Any = self.tool_choice
+        tools: Any = self.tools or ()
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": temperature,
+            "text": {"format": self._format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict is not False,
+                }
+                for tool in tools
+            ],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": top_p,
+            "truncation": self.truncation or "disabled",
+            "user": self.user,
+        }
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        self.check_messages(())
+        given: Any = self.input
+        if not isinstance(given, str):
+            check_items(given)
+        if self.top_logprobs and self.reported_logprobs is None:
+            raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
+        settings = len(orjson.dumps(self.settings(1.0, 1.0)))
+        if settings > MAX_SETTINGS:
+            raise refused(
+                "instructions",
+                f"with tools and the like {settings} bytes, which a stream repeats three times; at most "
+                f"{MAX_SETTINGS} are taken. Send long texts in input",
+            )
+
+    def _check_form(self) -> None:
+        super()._check_form()
+        wanted = self._format
+        if (wanted.type == "json_schema") is not (wanted.schema_ is not None):
+            raise refused("text.format", "schema and type 'json_schema' go together; send both or neither")
+        if wanted.schema_ is not None and wanted.name is None:
+            raise refused("text.format.name", "a schema needs a name, which is a label")
+        if wanted.type != "text" and self.structured_outputs is not None:
+            raise refused("structured_outputs", "text.format says already what answers look like; send one")

@@ -1,0 +1,224 @@
+"""Fields that name tools: the functions, which of them may or must be called, and calls in earlier messages.
+
+Nothing here knows a body. Each body turns its fields into a `ToolUse` with `tool_use_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+
+from common.calls import Call, Function, ToolUse
+from common.server.bodies import BODY, refused
+from common.server.errors import shorten
+
+#: Arguments of a function without `parameters`: it takes none.
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionFields(BaseModel):
+    """A function that the model may call."""
+
+    model_config = BODY
+
+    name: FunctionName
+    description: str | None = Field(default=None, description="the model is told of it")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="a JSON Schema of an object; default: the function has no arguments"
+    )
+    strict: bool | None = Field(
+        default=False,
+        description="calls always follow the schema; with `tool_choice` `required` or a name, all calls do",
+    )
+
+    def as_function(self) -> Function:
+        parameters = NO_ARGUMENTS if self.parameters is None else self.parameters
+        return Function(self.name, self.description, parameters, bool(self.strict))
+
+
+class FunctionTool(BaseModel):
+    """A tool of chat."""
+
+    model_config = BODY
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class OtherTool(BaseModel):
+    """A tool of another type, such as `custom`. `functions_of` refuses it by its type's name."""
+
+    type: str
+
+
+def _tool_form(tool: Any) -> str:
+    other = isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function"
+    return "as another tool" if other else "as a function"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("as a function")]
+    | SkipJsonSchema[Annotated[OtherTool, Tag("as another tool")]],
+    Discriminator(_tool_form),
+]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+
+
+class Named(BaseModel):
+    """The name of a function."""
+
+    model_config = BODY
+
+    name: FunctionName
+
+
+class NamedTool(BaseModel):
+    """A tool by its name."""
+
+    model_config = BODY
+
+    type: Literal["function"]
+    function: Named
+
+
+class AllowedToolsFields(BaseModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    model_config = BODY
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+class AllowedTools(BaseModel):
+    """The tools among `tools` that may be called; the model is told of all."""
+
+    model_config = BODY
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsFields
+
+
+#: The description of `tool_choice`.
+CHOICE = (
+    "`auto`: the model decides; `required`: it calls functions; a function: it calls that one; "
+    "`none`: it calls none, and is told of none; default: `auto`"
+)
+
+
+def choice_form(choice: Any) -> str | None:
+    """Return the tag of the type to validate a choice of tools as."""
+    if isinstance(choice, dict):
+        return "as allowed tools" if choice.get("type") == "allowed_tools" else "as a tool"
+    return "as a word" if isinstance(choice, str) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as a word")]
+    | Annotated[NamedTool, Tag("as a tool")]
+    | Annotated[AllowedTools, Tag("as allowed tools")],
+    Discriminator(
+        choice_form,
+        custom_error_type="tool_choice_type",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
+    ),
+]
+
+
+def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
+    """Return the functions of the field `tools`.
+
+    Raises:
+        ApiError: 422, a tool is no function, two have the same name, or a schema is none of an object.
+    """
+    functions: list[Function] = []
+    for number, tool in enumerate(tools):
+        if isinstance(tool, OtherTool):
+            kind = shorten(tool.type, 40)
+            raise refused(
+                f"tools[{number}].type", f"{kind!r} is refused: only tools of type 'function' are called"
+            )
+        functions.append(tool.function.as_function())
+    check_functions(functions)
+    return tuple(functions)
+
+
+def check_functions(functions: Sequence[Function]) -> None:
+    """Refuse functions with the same name, and schemas that are none of an object.
+
+    Raises:
+        ApiError: 422.
+    """
+    seen: set[str] = set()
+    for number, function in enumerate(functions):
+        if function.name in seen:
+            raise refused(f"tools[{number}]", f"there is another function named {function.name!r}")
+        seen.add(function.name)
+        kind = function.parameters.get("type", "object")
+        if kind != "object":
+            raise refused(
+                f"tools[{number}]",
+                "parameters: the arguments are an object; the schema's type must be 'object'",
+            )
+
+
+def tool_use_of(
+    functions: Sequence[Function],
+    choice: Literal["none", "auto", "required"] | None,
+    *,
+    names: Sequence[str] | None = None,
+    parallel: bool = True,
+) -> ToolUse | None:
+    """Return the use of tools that a body asks for; None if no tool may be called.
+
+    Args:
+        functions: all that the body has.
+        choice: whether functions may, must or must not be called; None: `auto`.
+        names: the functions among them that may be called; None: all.
+        parallel: several calls in one answer are allowed.
+
+    Raises:
+        ApiError: 422, a name is no function's, or a call is required and there is no function.
+    """
+    for name in names or ():
+        if all(name != function.name for function in functions):
+            raise refused("tool_choice", f"there is no function {name!r} among the tools")
+    if choice == "none":
+        return None
+    if not functions:
+        if choice == "required":
+            raise refused("tool_choice", "'required' needs tools; send some, or leave it out")
+        return None
+    allowed = tuple(each for each in functions if names is None or each.name in names)
+    return ToolUse(tuple(functions), allowed, required=choice == "required", parallel=parallel)
+
+
+# ---------------------------------------------------------------------- calls in earlier messages
+
+
+class CalledFunction(BaseModel):
+    """A function with the arguments of a call."""
+
+    model_config = BODY
+
+    name: FunctionName
+    arguments: str = Field(description="JSON text")
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's message, as answers have them."""
+
+    model_config = BODY
+
+    id: str = Field(default="", max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(default=None, description="as streams have it; not read")
+
+    def as_call(self) -> Call:
+        return Call.of(self.id, self.function.name, self.function.arguments)

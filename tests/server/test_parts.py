@@ -1,0 +1,309 @@
+"""Parts of an answer: any text, cut into any deltas, gives the same parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.models import WordLevel
+
+from common.chat_template import ChatTemplate
+from common.dialect import Dialect, opens_thought
+from common.server.replies.parts import (
+    ArgumentsPart,
+    CallPart,
+    HermesReader,
+    LlamaReader,
+    PartsReader,
+    PythonReader,
+    ReasoningPart,
+    TextPart,
+    new_reader,
+)
+from common.text import Tokenizer
+
+NAMES = ("weather", "add")
+
+
+def read(reader: PartsReader, *deltas: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return the text, the reasoning, and name and arguments of each call."""
+    parts = [part for delta in deltas for part in reader.add(delta)] + reader.finish()
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, CallPart):
+            assert part.index == len(calls)
+            calls.append((part.name, ""))
+        elif isinstance(part, ArgumentsPart):
+            assert part.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
+    return text, "".join(part.text for part in parts if isinstance(part, ReasoningPart)), calls
+
+
+def one_call(**arguments: Any) -> list[tuple[str, str]]:
+    return [("weather", json.dumps(arguments, ensure_ascii=False))]
+
+
+ROME = one_call(city="Rome")
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
+NESTED = {"city": 'a "}" \\ {[ </tool_call> é', "days": [1, {"a": None}], "sure": True}
+#: Reader, text, and the parts: answer, reasoning, calls.
+CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
+    "hermes": (HermesReader, HERMES, "", ROME),
+    "hermes behind text": (HermesReader, "I look it up.\n\n" + HERMES + "\n", "I look it up.", ROME),
+    "hermes twice": (HermesReader, HERMES + "\n" + HERMES, "", ROME * 2),
+    "hermes, then text": (HermesReader, HERMES + " So be it. ", "So be it. ", ROME),
+    "hermes, without an end": (HermesReader, HERMES.removesuffix("\n</tool_call>"), "", ROME),
+    "hermes, twice without an end": (
+        HermesReader,
+        HERMES.removesuffix("</tool_call>") + HERMES,
+        "",
+        ROME * 2,
+    ),
+    "hermes, arguments first": (
+        HermesReader,
+        '<tool_call>{"arguments": {"city": "Rome"}, "name": "weather"}</tool_call>',
+        "",
+        ROME,
+    ),
+    "hermes, arguments as text": (
+        HermesReader,
+        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>',
+        "",
+        ROME,
+    ),
+    "hermes, more keys": (HermesReader, HERMES.replace("}}", '}, "id": {"a": "}"}}'), "", ROME),
+    "hermes, no arguments": (HermesReader, '<tool_call>{"name": "weather"}</tool_call>', "", one_call()),
+    "hermes, hard strings": (
+        HermesReader,
+        HERMES.replace('{"city": "Rome"}', json.dumps(NESTED, ensure_ascii=False)),
+        "",
+        one_call(**NESTED),
+    ),
+    "hermes, broken off in its arguments": (
+        HermesReader,
+        HERMES.replace('"Rome"}}', "12"),
+        "",
+        [("weather", '{"city": 12\n')],
+    ),
+    "hermes, a name of no tool": (
+        HermesReader,
+        "So: " + HERMES.replace("weather", "w"),
+        "So: " + HERMES.replace("weather", "w"),
+        [],
+    ),
+    "hermes, no JSON": (HermesReader, "A <tool_call> is a tag, {", "A <tool_call> is a tag, {", []),
+    "hermes, no marker": (HermesReader, " a <tool or <tool_cal", " a <tool or <tool_cal", []),
+    "hermes, JSON without a marker": (HermesReader, LLAMA, LLAMA, []),
+    "llama": (LlamaReader, LLAMA, "", ROME),
+    "llama, tagged": (LlamaReader, "<|python_tag|>" + LLAMA, "", ROME),
+    "llama, tagged behind text": (LlamaReader, "Well. <|python_tag|>" + LLAMA, "Well.", ROME),
+    "llama, twice": (LlamaReader, f"{LLAMA}; {LLAMA}", "", ROME * 2),
+    "llama, then text": (LlamaReader, LLAMA + "\n\nSo.", "So.", ROME),
+    "llama, JSON that is no call": (
+        LlamaReader,
+        '{"name": "Bob", "age": 3}',
+        '{"name": "Bob", "age": 3}',
+        [],
+    ),
+    "llama, JSON of a tool's name": (LlamaReader, '{"name": "add"}', '{"name": "add"}', []),
+    "llama, broken off early": (LlamaReader, '{"name": "wea', '{"name": "wea', []),
+    "llama, a call behind text": (LlamaReader, "Say " + LLAMA, "Say " + LLAMA, []),
+    "python": (PythonReader, '[weather(city="Rome")]', "", ROME),
+    "python, twice": (PythonReader, "[weather(city='Rome'), weather( city = 'Rome' )]\n", "", ROME * 2),
+    "python, fenced": (PythonReader, '```tool_code\nweather(city="Rome")\n```', "", ROME),
+    "python, fenced lines": (
+        PythonReader,
+        '```tool_code\nweather(city="Rome")\nweather(city="Rome")\n```\nSo.',
+        "So.",
+        ROME * 2,
+    ),
+    "python, hard values": (
+        PythonReader,
+        "[weather(city='a \"}\" \\\\ {[ </tool_call> é', days=[1, {'a': None}], sure=True)]",
+        "",
+        one_call(**NESTED),
+    ),
+    "python, JSON values": (
+        PythonReader,
+        "[weather(sure=true, days=null)]",
+        "",
+        one_call(sure=True, days=None),
+    ),
+    "python, a dict": (PythonReader, '[weather(**{"city": "Rome"})]', "", ROME),
+    "python, nothing": (PythonReader, "[weather()]", "", one_call()),
+    "python, a list": (PythonReader, '["weather", 1]', '["weather", 1]', []),
+    "python, another name": (PythonReader, "[rain(a=1)]", "[rain(a=1)]", []),
+    "python, no literal": (PythonReader, "[weather(city=rome)]", "[weather(city=rome)]", []),
+    "python, no name": (PythonReader, '[weather("Rome")]', '[weather("Rome")]', []),
+    "python, broken off": (PythonReader, "[weather(city='Ro", "[weather(city='Ro", []),
+    "python, code": (PythonReader, "```python\nweather()\n```", "```python\nweather()\n```", []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("thought", [None, "prompt", "answer"])
+def test_text_becomes_the_same_parts_whole_and_letter_by_letter(case: str, thought: str | None) -> None:
+    kind, text, answer, calls = CASES[case]
+    if thought is not None:
+        text = "Hm,\n<th.\n</think>\n\n" + text.lstrip()
+        text, answer = (
+            ("<think>\n" if thought == "answer" else "") + text,
+            answer.lstrip() if not calls else answer,
+        )
+    expected = (answer, "" if thought is None else "Hm,\n<th.", calls)
+    for deltas in ((text,), tuple(text)):
+        reader = kind(thinks=thought == "answer", thinking=thought == "prompt", names=NAMES)
+        assert read(reader, *deltas) == expected
+        assert not reader.in_call or "broken off" in case
+
+
+@pytest.mark.parametrize("kind", [PartsReader, HermesReader, LlamaReader, PythonReader])
+@given(st.data())
+def test_any_text_is_the_same_in_any_deltas(kind: type[PartsReader], data: st.DataObject) -> None:
+    words = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "```tool_code",
+        "weather",
+    ]
+    words += [
+        "[",
+        "]",
+        "(",
+        ")",
+        "{",
+        "}",
+        '"',
+        "'",
+        ",",
+        ";",
+        ":",
+        "=",
+        " ",
+        "\n",
+        "\\",
+        "1",
+        "<",
+        "`",
+        LLAMA,
+    ]
+    words += ['{"name": "weather", "arguments": ', '"name"', '"arguments"', "[weather(", "add(a=1)"]
+    deltas = data.draw(st.lists(st.one_of(st.sampled_from(words), st.text(max_size=2)), max_size=12))
+    for options in ({}, {"thinks": True}, {"thinking": True}):
+        whole = read(kind(names=NAMES, **options), "".join(deltas))
+        assert read(kind(names=NAMES, **options), *deltas) == whole
+        assert read(kind(names=NAMES, **options), *"".join(deltas)) == whole
+
+
+def test_text_is_held_back_only_while_it_may_become_a_marker() -> None:
+    reader = HermesReader(thinks=True, names=NAMES)
+    assert reader.add(" <th") == []
+    assert reader.add("e <too") == [TextPart(" <the")]
+    assert reader.add("k") == [TextPart(" <took")]
+    assert reader.add(" <tool_call>") == []
+    assert [type(part) for part in reader.add('{"name": "add", "arguments": {"a"')] == [
+        CallPart,
+        ArgumentsPart,
+    ]
+    assert reader.in_call
+    assert reader.add(": 1") == [ArgumentsPart(0, ": 1")]
+    assert reader.add("}") == [ArgumentsPart(0, "}")]
+    assert not reader.in_call
+    assert reader.finish() == []
+
+
+def test_each_call_has_an_id_of_its_own() -> None:
+    reader = HermesReader(names=NAMES)
+    ids = [part.id for part in reader.add(HERMES * 3) if isinstance(part, CallPart)]
+    assert len(set(ids)) == 3
+    assert all(each.startswith("call_") for each in ids)
+
+
+# ---------------------------------------------------------------------- the choice of a reader
+
+#: Begin of a template, the dialect's syntax, whether the template knows tools, and whether the model thinks.
+TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
+    "qwen 2.5": (
+        r'{% if tools %}{{ "<tool_call>\n{\"name\": 1, \"arguments\": 2}" }}{% endif %}',
+        "hermes",
+        True,
+        False,
+    ),
+    "qwen 3": (
+        r"{{ tools }}<tool_call>{{ arguments }}{% if '</think>' in content %}{% endif %}",
+        "hermes",
+        True,
+        True,
+    ),
+    "qwen 3 coder": ("{{ tools }}<tool_call><function=f>", "hermes", False, False),
+    "llama 3.1": (
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}<|python_tag|>",
+        "llama3_json",
+        True,
+        False,
+    ),
+    "llama 3.2": ('{{ tools }}<|start_header_id|>{"parameters": 1}', "llama3_json", True, False),
+    "gemma": ("<start_of_turn>", "pythonic", False, False),
+    "mistral": ("{{ tools }}[TOOL_CALLS]", "hermes", False, False),
+    "plain": ("{% set tools = 1 %}<|im_start|>{{ tools }}", "hermes", False, False),
+}
+
+
+def tokenizer_of(source: str | None, special: tuple[str, ...] = ()) -> Tokenizer:
+    backend = tokenizers.Tokenizer(WordLevel({"a": 0}))
+    backend.add_tokens(["<tool_call>", "</tool_call>"])
+    backend.add_special_tokens(list(special))
+    template = None if source is None else ChatTemplate(source, {})
+    return Tokenizer(backend, vocab_size=backend.get_vocab_size(), chat_template=template)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_dialect_is_told_by_the_template(name: str) -> None:
+    source, calls, knows_tools, thinks = TEMPLATES[name]
+    dialect = Dialect.of(tokenizer_of(source))
+    assert (dialect.calls, dialect.knows_tools, dialect.thinks) == (calls, knows_tools, thinks)
+    assert (
+        type(new_reader(dialect, names=NAMES))
+        is {
+            "hermes": HermesReader,
+            "llama3_json": LlamaReader,
+            "pythonic": PythonReader,
+        }[calls]
+    )
+    assert type(new_reader(dialect)) is (PartsReader if thinks else type(None))
+
+
+def test_options_override_what_the_template_tells() -> None:
+    tokenizer = tokenizer_of(TEMPLATES["qwen 3"][0])
+    assert Dialect.of(tokenizer, "pythonic").calls == "pythonic"
+    assert Dialect.of(tokenizer, None).calls is None
+    assert not Dialect.of(tokenizer, reasoning=None).thinks
+    assert Dialect.of(tokenizer_of("plain"), reasoning="think").thinks
+    assert Dialect.of(tokenizer_of(TEMPLATES["mistral"][0]), "hermes").knows_tools
+    assert new_reader(Dialect.of(tokenizer, None, None), names=NAMES) is None
+
+
+def test_a_model_without_a_template_has_no_dialect() -> None:
+    assert Dialect.of(tokenizer_of(None), "hermes", "think") == Dialect()
+
+
+def test_a_dialect_names_the_markers_that_are_tokens_of_their_own() -> None:
+    tokenizer = tokenizer_of("x", special=("<|python_tag|>",))
+    found = Dialect.of(tokenizer).special
+    assert "<|python_tag|>" in found
+    assert found.keys() & {"<think>", "</think>"} == set()
+    assert all(tokenizer.backend.token_to_id(marker) == token_id for marker, token_id in found.items())
+
+
+def test_an_opened_thought_is_seen_at_the_end_of_a_prompt() -> None:
+    assert opens_thought("<|im_start|>assistant\n<think>\n")
+    assert not opens_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n")

@@ -1,0 +1,501 @@
+"""`/v1/responses`: items in and out, the events of its streams, and refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.server.support import (
+    MESSAGES,
+    PREFIXES,
+    ServerProcess,
+    assert_error,
+    eventually,
+    read_events,
+    rendered,
+)
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+#: The events of a message, without the pieces of its text.
+BEGINS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+]
+ENDS = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+DELTA = "response.output_text.delta"
+
+
+@pytest.fixture(params=PREFIXES)
+def prefix(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def assert_known(value: Any) -> None:
+    """OpenAI's types have every field of an answer, at every depth. OpenAI sends `store` and `bytes`, too."""
+    if isinstance(value, BaseModel):
+        assert set(value.model_extra or ()) <= {"store", "bytes"}, value.model_extra
+        for name in value.model_fields_set:
+            assert_known(getattr(value, name))
+    elif isinstance(value, list):
+        for each in value:
+            assert_known(each)
+
+
+def respond(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
+    """Ask for a response, which is one of OpenAI's."""
+    response = server.ask(f"{prefix}/responses", **fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert_known(Response.model_validate(answer, strict=True))
+    return answer
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (item,) = answer["output"]
+    (part,) = item["content"]
+    assert (item["type"], item["role"], part["type"], part["annotations"]) == (
+        *("message", "assistant"),
+        *("output_text", []),
+    )
+    return str(part["text"])
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, each one of OpenAI's with its own number and name."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    named = list(read_events(response))
+    events = [data for _, data in named]
+    for number, (name, data) in enumerate(named):
+        assert (data["type"], data["sequence_number"]) == (name, number)
+        if name != "error":  # which repeats its fields as an object
+            assert_known(EVENTS.validate_python(data, strict=True))
+    return events
+
+
+def stream(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> list[dict[str, Any]]:
+    return events_of(server.ask(f"{prefix}/responses", **fields, stream=True))
+
+
+def settled(answer: dict[str, Any]) -> dict[str, Any]:
+    """A response without the fields that no two have in common: ids, times and tokens found in the cache."""
+    items = [{name: value for name, value in item.items() if name != "id"} for item in answer["output"]]
+    rest = {name: value for name, value in answer.items() if name not in ("id", "created_at", "completed_at")}
+    usage = {name: value for name, value in answer["usage"].items() if name != "input_tokens_details"}
+    return rest | {"output": items, "usage": usage}
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, prefix: str) -> None:
+    answer = respond(server, prefix, max_output_tokens=20, ignore_eos=True)
+    expected = server.complete(prompt=rendered(MESSAGES), max_tokens=20, ignore_eos=True)
+    assert text_of(answer) == expected["choices"][0]["text"]
+    assert (answer["object"], answer["model"], answer["store"]) == ("response", server.model, False)
+    assert answer["id"].startswith("resp_")
+    assert answer["output"][0]["id"].startswith("msg_")
+    usage = answer["usage"]
+    assert usage["input_tokens"] == expected["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == 20
+    assert usage["total_tokens"] == usage["input_tokens"] + 20
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(server: ServerProcess) -> None:
+    cut = respond(server, max_output_tokens=3, ignore_eos=True)
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (cut["output"][0]["status"], cut["completed_at"]) == ("incomplete", None)
+    whole = respond(server, max_output_tokens=None)
+    assert (whole["status"], whole["incomplete_details"]) == ("completed", None)
+    assert whole["output"][0]["status"] == "completed"
+    assert whole["completed_at"] >= whole["created_at"]
+
+
+def test_an_answer_without_text_is_a_message(server: ServerProcess) -> None:
+    whole = text_of(respond(server, max_output_tokens=8))
+    for fields in ({"stop": whole[0]}, {"structured_outputs": {"regex": ""}}):
+        assert text_of(respond(server, **fields)) == ""
+        events = stream(server, **fields)
+        assert [event["type"] for event in events] == [*BEGINS, *ENDS, "response.completed"]
+
+
+def test_ways_to_write_the_same_input(server: ServerProcess) -> None:
+    system, user = (message["content"] for message in MESSAGES)
+    plain = settled(respond(server))
+    part = {"type": "input_text", "text": user}
+    for fields in (
+        {"instructions": system, "input": user},
+        {"instructions": system, "input": [{"role": "user", "content": [part]}]},
+        {
+            "input": [
+                MESSAGES[0],
+                {"type": "message", "role": "user", "content": [part], "status": "completed"},
+            ]
+        },
+    ):
+        answer = settled(respond(server, **fields))
+        assert answer["output"] == plain["output"]
+        assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+        assert answer["instructions"] == fields.get("instructions")
+    two = [{"type": "input_text", "text": text} for text in ("Tell me", "a story.")]
+    lines = respond(server, input=[{"role": "user", "content": two}])["usage"]["input_tokens"]
+    assert lines == len(rendered([{"role": "user", "content": "Tell me\na story."}]))
+
+
+def test_an_answers_items_can_be_sent_back(server: ServerProcess) -> None:
+    first = respond(server, include=["message.output_text.logprobs"])
+    question = {"role": "user", "content": "And then?"}
+    second = respond(server, input=[*MESSAGES, *first["output"], question])
+    turns = [*MESSAGES, {"role": "assistant", "content": text_of(first)}, question]
+    assert second["usage"]["input_tokens"] == len(rendered(turns))
+
+
+def test_a_response_repeats_its_settings(server: ServerProcess) -> None:
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 5,
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "truncation": "auto",
+        "user": "u",
+        "text": {"format": {"type": "json_object"}},
+    }
+    answer = respond(server, **fields)
+    assert {name: answer[name] for name in fields} == fields
+    plain = respond(server, temperature=None)
+    assert (plain["temperature"], plain["top_p"], plain["truncation"]) == (1.0, 1.0, "disabled")
+    assert plain["text"] == {"format": {"type": "text"}}
+
+
+def test_as_long_as_fits_unless_told_otherwise(server: ServerProcess) -> None:
+    usage = respond(server, max_output_tokens=None, ignore_eos=True)["usage"]
+    assert usage["total_tokens"] == 1024, "the server's --max-seq-len"
+
+
+def test_a_conversation_too_long_is_cut_if_asked_to(server: ServerProcess) -> None:
+    long = [{"role": "user", "content": "A fox, and more. " * 400}]
+    response = server.ask("/v1/responses", input=long)
+    assert_error(response, 422, "input", says="tokens")
+    answer = respond(server, input=long, truncation="auto", max_output_tokens=9, ignore_eos=True)
+    assert answer["usage"]["input_tokens"] == 1024 - 9
+
+
+def test_formats(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"]}
+    schema |= {"additionalProperties": False}
+    form = {"type": "json_schema", "name": "fox", "schema": schema, "strict": True}
+    answer = respond(server, text={"format": form}, max_output_tokens=40)
+    assert set(json.loads(text_of(answer))) == {"fox"}
+    assert answer["text"]["format"] == form
+    assert answer["status"] == "completed"
+    chosen = respond(server, structured_outputs={"choice": ["red", "green"]})
+    assert text_of(chosen) in ("red", "green")
+    assert settled(respond(server, text={"format": {"type": "text"}})) == settled(respond(server, text={}))
+
+
+def test_log_probabilities(server: ServerProcess) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "ignore_eos": True}
+    answer = respond(server, **asked)
+    expected = server.ask("/v1/chat/completions", logprobs=True, top_logprobs=2, ignore_eos=True).json()
+    logprobs = answer["output"][0]["content"][0]["logprobs"]
+    assert logprobs == expected["choices"][0]["logprobs"]["content"]
+    pieces = [event["logprobs"] for event in stream(server, **asked) if event["type"] == DELTA]
+    assert [entry for piece in pieces for entry in piece] == logprobs
+    assert respond(server)["output"][0]["content"][0]["logprobs"] == []
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def test_a_streams_events_are_openais_in_their_order(server: ServerProcess, prefix: str) -> None:
+    events = stream(server, prefix, max_output_tokens=6, ignore_eos=True)
+    assert [event["type"] for event in events] == [*BEGINS, *[DELTA] * 6, *ENDS, "response.incomplete"]
+    whole = respond(server, prefix, max_output_tokens=6, ignore_eos=True)
+    first, last = events[0]["response"], events[-1]["response"]
+    assert settled(last) == settled(whole)
+    assert first["id"] == last["id"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    text = "".join(event["delta"] for event in events if event["type"] == DELTA)
+    assert text == text_of(last)
+    done = {event["type"]: event for event in events}
+    assert done["response.output_text.done"]["text"] == text
+    assert done["response.content_part.done"]["part"] == last["output"][0]["content"][0]
+    assert done["response.output_item.done"]["item"] == last["output"][0]
+    begun = done["response.output_item.added"]["item"]
+    assert begun == last["output"][0] | {"status": "in_progress", "content": []}
+    for event in events[3:-2]:
+        assert (event["item_id"], event["output_index"], event["content_index"]) == (begun["id"], 0, 0)
+
+
+def test_a_complete_stream_says_so(server: ServerProcess) -> None:
+    events = stream(server, max_output_tokens=None)
+    assert events[-1]["type"] == "response.completed"
+    assert settled(events[-1]["response"]) == settled(respond(server, max_output_tokens=None))
+
+
+def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> None:
+    for accept in ("*/*", "text/event-stream"):
+        body = server.response_body(stream_options={"include_obfuscation": False})
+        response = server.client.post(f"{prefix}/responses", json=body, headers={"Accept": accept})
+        assert response.headers["content-type"] == "application/json"
+
+
+def test_a_failure_ends_the_stream_with_an_error_and_the_response(gated: ServerProcess) -> None:
+    gated.order("fail")
+    events = events_of(gated.ask("/v1/responses", stream=True))
+    assert [event["type"] for event in events] == [*BEGINS[:2], "error", "response.failed"]
+    error, response = events[2], events[3]["response"]
+    assert (error["code"], error["error"]["code"], error["param"]) == (
+        "internal_error",
+        "internal_error",
+        None,
+    )
+    assert (response["status"], response["output"]) == ("failed", [])
+    assert response["error"] == {"code": "server_error", "message": error["message"]}
+    assert_error(gated.ask("/v1/responses"), 500, None, "internal_error")
+
+
+def test_a_failure_in_a_message_keeps_its_text(gated: ServerProcess) -> None:
+    body = gated.response_body(stream=True, max_output_tokens=None, ignore_eos=True)
+    with gated.client.stream("POST", "/v1/responses", json=body) as response:
+        events = []
+        for _, event in read_events(response):
+            events.append(event)
+            if event["type"] == DELTA and not any(each["type"] == DELTA for each in events[:-1]):
+                gated.order("fail")
+    text = "".join(event["delta"] for event in events if event["type"] == DELTA)
+    assert [event["type"] for event in events[-5:]] == [*ENDS, "error", "response.failed"]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", text)
+
+
+def test_a_client_that_leaves_ends_its_request(gated: ServerProcess) -> None:
+    body = gated.response_body(stream=True, max_output_tokens=None, ignore_eos=True)
+    gated.begin_test()
+    with gated.client.stream("POST", "/v1/responses", json=body) as response:
+        for name, _ in read_events(response):
+            if name == DELTA:
+                break
+    eventually(lambda: gated.counters()["requests_cancelled"] == 1)
+    assert respond(gated, max_output_tokens=1)["output"]
+
+
+# ---------------------------------------------------------------------- tools
+
+FOX: dict[str, Any] = {
+    "type": "function",
+    "name": "find_fox",
+    "description": "Finds a fox.",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"enum": ["forest", "river"]}, "brave": {"type": "boolean"}},
+        "required": ["place", "brave"],
+        "additionalProperties": False,
+    },
+}
+OWL: dict[str, Any] = {"type": "function", "name": "wake_owl", "parameters": None, "strict": None}
+TOOLS = {"tools": [FOX, OWL], "max_output_tokens": 200}
+
+
+def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Name and arguments of each call, all with ids of their own."""
+    items = [item for item in answer["output"] if item["type"] == "function_call"]
+    assert len({item[name] for item in items for name in ("id", "call_id")}) == 2 * len(items)
+    return [(item["name"], json.loads(item["arguments"])) for item in items]
+
+
+def test_a_required_call_follows_its_schema(server: ServerProcess, prefix: str) -> None:
+    answer = respond(server, prefix, **TOOLS, tool_choice={"type": "function", "name": "find_fox"})
+    ((name, arguments),) = calls_of(answer)
+    assert (name, set(arguments)) == ("find_fox", {"place", "brave"})
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
+    assert (answer["status"], answer["output"][0]["status"]) == ("completed", "completed")
+    assert answer["tool_choice"] == {"type": "function", "name": "find_fox"}
+    assert answer["tools"] == [
+        FOX | {"strict": True},
+        {"description": None} | OWL | {"strict": True},
+    ]
+    only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "wake_owl"}]}
+    called = calls_of(respond(server, prefix, **TOOLS, tool_choice=only, parallel_tool_calls=False))
+    assert called == [("wake_owl", {})]
+
+
+def test_a_streamed_call_has_openais_events(server: ServerProcess) -> None:
+    fields = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = respond(server, **fields)
+    events = stream(server, **fields)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(names)) == [
+        *("created", "in_progress", "output_item.added"),
+        *("function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    last = events[-1]["response"]
+    assert calls_of(last) == calls_of(whole)
+    by_name = dict(zip(names, events, strict=True))
+    (call,) = last["output"]
+    assert by_name["output_item.added"]["item"] == call | {"status": "in_progress", "arguments": ""}
+    assert by_name["output_item.done"]["item"] == call
+    assert by_name["function_call_arguments.done"]["arguments"] == call["arguments"]
+    deltas = [event["delta"] for name, event in zip(names, events, strict=True) if name.endswith(".delta")]
+    assert "".join(deltas) == call["arguments"]
+    assert {event["item_id"] for event in events if "item_id" in event} == {call["id"]}
+
+
+def test_a_call_that_is_cut_off_is_incomplete(server: ServerProcess) -> None:
+    fields = TOOLS | {"max_output_tokens": 14, "tool_choice": {"type": "function", "name": "find_fox"}}
+    answer = respond(server, **fields)
+    assert (answer["status"], answer["output"][-1]["status"]) == ("incomplete", "incomplete")
+
+
+def test_a_model_need_not_call(server: ServerProcess) -> None:
+    for choice in ("auto", "none", None):
+        answer = respond(server, **TOOLS | {"max_output_tokens": 8}, tool_choice=choice)
+        assert text_of(answer)
+        assert answer["tool_choice"] == (choice or "auto")
+    told, untold = (
+        respond(server, **TOOLS | {"max_output_tokens": 1}, tool_choice=choice)["usage"]["input_tokens"]
+        for choice in ("auto", "none")
+    )
+    assert told > untold == len(rendered(MESSAGES))
+
+
+def test_the_loop_of_an_agent(server: ServerProcess) -> None:
+    """A call and its output go back, as items of the answer and as those of another server."""
+    first = respond(server, **TOOLS, tool_choice="required")
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "There is one fox."}
+        for item in first["output"]
+    ]
+    parts = [each | {"output": [{"type": "input_text", "text": each["output"]}]} for each in outputs]
+    counts = []
+    for sent in (outputs, parts):
+        second = respond(server, **TOOLS | {"input": [*MESSAGES, *first["output"], *sent]})
+        assert text_of(second)
+        counts.append(second["usage"]["input_tokens"])
+    assert counts[0] == counts[1] > first["usage"]["input_tokens"]
+    less = respond(server, **TOOLS | {"input": [*MESSAGES, *first["output"]]})["usage"]["input_tokens"]
+    assert less < counts[0]
+
+
+def test_an_answer_beside_tools_may_follow_a_schema(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {"done": {"type": "boolean"}}, "required": ["done"]}
+    form = {
+        "format": {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}
+    }
+    answer = respond(server, **TOOLS, text=form)
+    (item,) = answer["output"]
+    assert (
+        calls_of(answer) if item["type"] == "function_call" else set(json.loads(text_of(answer))) == {"done"}
+    )
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+SAID = {"role": "user", "content": "Hello"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"input": [SAID, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type", "item_reference"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
+        (
+            {"input": [SAID | {"content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "input_image",
+        ),
+        (
+            {"input": [CALL, OUTPUT | {"output": [{"type": "input_file"}]}]},
+            "input[1].output[0].type",
+            "input_file",
+        ),
+        ({"input": [SAID, OUTPUT, CALL]}, "input[1].call_id", "no function_call before it"),
+        ({"input": [CALL, OUTPUT | {"call_id": "c2"}]}, "input[1].call_id", "c2"),
+        ({"input": [SAID | {"name": "x"}]}, "input[0].name", "unknown field"),
+        (
+            {"input": [SAID | {"content": [{"type": "input_text", "text": "x", "y": 1}]}]},
+            "input[0].content[0].y",
+            "unknown field",
+        ),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": "word " * 5000}, "input", "tokens"),
+        ({"max_output_tokens": 1024}, "max_output_tokens", "leaves no room"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ""),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [FOX, FOX]}, "tools[1]", "find_fox"),
+        ({"tools": [FOX | {"defer_loading": True}]}, "tools[0].defer_loading", "all functions"),
+        ({"tools": [FOX], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"n": 2}, "n", "one answer"),
+        ({"store": True}, "store", "not stored"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+        ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
+        ({"background": True}, "background", "stream"),
+        ({"response_format": {"type": "text"}}, "response_format", "text.format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "unknown field"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "no variable reasoning_effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "not summarized"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity", ""),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "go together"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "go together"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "a label"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
+            "text.format.schema",
+            "",
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "send one",
+        ),
+        ({"top_logprobs": 3}, "top_logprobs", "include"),
+        ({"include": ["file_search_call.results"]}, "include", ""),
+        ({"instructions": "long " * 100_000, "truncation": "auto"}, "instructions", "262144"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals(server: ServerProcess, prefix: str, fields: dict[str, Any], param: str, says: str) -> None:
+    for streamed in (False, True):
+        response = server.ask(f"{prefix}/responses", **fields, stream=streamed)
+        assert_error(response, 422 if prefix == "/v1" else 400, param, says=says)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input"),
+        ({"instructions": 5}, "instructions"),
+        ({"text": []}, "text"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"max_output_tokens": "8"}, "max_output_tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_malformed_bodies(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
+    assert_error(server.ask("/v1/responses", **fields), 400, param)
+
+
+def test_nothing_is_kept_of_a_response(server: ServerProcess) -> None:
+    number = respond(server)["id"]
+    for path in (f"/v1/responses/{number}", f"/v1/responses/{number}/input_items"):
+        assert_error(server.client.get(path), 404, None, "not_found")
