@@ -269,7 +269,8 @@ class _Writer:
         schema = dict(function.parameters) if is_strict else dict(ANY_OBJECT)
         schema["type"] = "object"  # null, or whatever else it allows, would be no arguments
         if self._syntax == "pythonic":
-            arguments = self._keywords(number, schema) or f'"**" {_schema(schema)}'
+            arguments = self._keywords(number, schema) if is_strict else self._any_keywords()
+            arguments = arguments or f'"**" {_schema(schema)}'
             return f'{_literal(function.name + "(")} {arguments} ")"'
         if self._syntax == "llama3_json" and self._otherwise is not None:
             # One schema around the call: an answer that is no call may begin with the same letters.
@@ -287,7 +288,9 @@ class _Writer:
         """Return arguments as `a=1, b=2`; empty if the schema says more than which names have which values."""
         properties, needed = schema.get("properties", {}), schema.get("required", [])
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        says_more = schema.keys() - _PLAIN_KEYS or schema["type"] != "object" or set(needed) - set(properties)
+        says_more = schema.keys() - _PLAIN_KEYS or set(needed) - set(properties)
+        if not properties and schema.get("additionalProperties") is not False:
+            return ""
         if says_more or not all(
             name.isidentifier() and isinstance(value, dict) and not value.keys() & shared.keys()
             for name, value in properties.items()
@@ -305,6 +308,12 @@ class _Writer:
                 skipped = "" if name in needed else f" | {kind}_{following}"
                 self._rules.append(f"{kind}_{here}: {argument} more_{following}{skipped}")
         return f"first_{number}_0"
+
+    def _any_keywords(self) -> str:
+        """Return arguments as keywords of any names and values."""
+        rules = [r"NAME: /[A-Za-z_][A-Za-z_0-9]*/", f'any: NAME "=" {_schema({})}']
+        self._rules += [rule for rule in rules if rule not in self._rules]
+        return '(any (", " any)*)?'
 
     # ------------------------------------------------------------------ text and thoughts
 

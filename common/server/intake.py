@@ -232,11 +232,12 @@ class Intake:
 
         Markers that are special tokens are shown if the answer is searched for them.
         """
-        may_think = wanted.has_parts and self._dialect.thinks
+        reads_markers = wanted.tool_use is not None or (wanted.has_parts and self._dialect.thinks)
+        markers = self._engine.tokenizer.special_ids.intersection(self._dialect.special.values())
         return dataclasses.replace(
             self._engine.default_params,
             grammar=None if named_grammar is None else named_grammar[1],
-            skip_special_tokens=not (self._dialect.special and (may_think or wanted.tool_use is not None)),
+            skip_special_tokens=not (reads_markers and markers),
         )
 
     def _tokenize_prediction(self, text: str) -> Sequence[int]:

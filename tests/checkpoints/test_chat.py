@@ -96,3 +96,45 @@ def test_a_response_calls_a_tool_and_reads_its_output(client: openai.OpenAI) -> 
     second = client.responses.create(**asked, input=[*items, *first, output])
     assert second.status == "completed"
     assert "24" in second.output_text
+
+
+def function(name: str, description: str, **properties: dict[str, str]) -> Any:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+def test_a_chat_calls_the_right_tool_and_reads_its_result(client: openai.OpenAI) -> None:
+    """What the page on tools shows."""
+    weather = function("get_weather", "Get the current weather in a city.", city={"type": "string"})
+    add = function("add", "Add two numbers.", a={"type": "number"}, b={"type": "number"})
+    asked: Any = {"model": "smollm2", "temperature": 0, "max_tokens": 100}
+    for question, name, arguments in (
+        ("How much is 12 plus 30?", "add", {"a": 12, "b": 30}),
+        ("What is the weather in Rome?", "get_weather", {"city": "Rome"}),
+    ):
+        messages: list[Any] = [{"role": "user", "content": question}]
+        first = client.chat.completions.create(
+            **asked,
+            messages=messages,
+            tools=[weather, add],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        ).choices[0]
+        assert first.finish_reason == "tool_calls"
+        (call,) = first.message.tool_calls or ()
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 24 degrees Celsius."}
+    second = client.chat.completions.create(
+        **asked, messages=[*messages, first.message, result], tools=[weather]
+    )
+    assert second.choices[0].finish_reason == "stop"
+    assert "24" in str(second.choices[0].message.content)

@@ -127,6 +127,7 @@ class Program:
 OPENAI_NODE = Tool("openai Node", ("openai@7.57.0",))
 LANGCHAIN = Tool("langchain-openai", ("langchain-openai==1.7.3",))
 AGENTS_SDK = Tool("OpenAI Agents SDK", ("openai-agents==0.24.0",))
+INSTRUCTOR = Tool("instructor", ("instructor==1.17.0",))
 LITELLM = Tool("litellm", ("litellm==1.106.2",))
 LLM = Tool("llm", ("llm==0.36",))
 GUIDELLM = Tool("guidellm", ("guidellm==0.8.1",), borrows=True)

@@ -21,18 +21,20 @@ def test_chat(report: dict[str, Any], server: ServerProcess) -> None:
         assert_same(said, chatted(server))
 
 
-def test_tools(report: dict[str, Any]) -> None:
-    """`completion` with tools, whole and streamed."""
-    whole, streamed = part(report, "tools")
-    assert whole == streamed
-    assert whole[0] == "find_fox"
-    assert json.loads(whole[1])["place"] in ("forest", "river")
-
-
 def test_text(report: dict[str, Any], server: ServerProcess) -> None:
     """`text_completion`, whole and streamed."""
     assert_same(part(report, "text"), completed(server))
     assert_same(part(report, "text_stream"), completed(server))
+
+
+def test_tools(report: dict[str, Any]) -> None:
+    """`completion` with a tool, required and named, whole and streamed, and with its result."""
+    said = part(report, "tools")
+    assert said["reasons"] == ["tool_calls"] * 2
+    for name, arguments in said["calls"]:
+        assert (name, set(json.loads(arguments))) == ("find_fox", {"brave"})
+    assert len(said["calls"]) == 2
+    assert said["text"]
 
 
 def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:

@@ -51,6 +51,14 @@ def test_library(report: dict[str, Any], server: ServerProcess) -> None:
     assert_same(part(report, "library"), chatted(server))
 
 
+def test_a_tool(report: dict[str, Any], server: ServerProcess) -> None:
+    """`Model.chain` with a function, of which the model is told, and a function's result."""
+    said = part(report, "tools")
+    assert all(said["texts"])
+    assert said["tokens"] > chatted(server)["usage"][0], "the model is told of the function"
+    assert said["told"]
+
+
 def test_refusals(report: dict[str, Any], server: ServerProcess) -> None:
     """Refusals as exceptions and as the command's errors, and the next request."""
     said = part(report, "refusals")

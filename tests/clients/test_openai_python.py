@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from common.phases import find_phase, phase_names
 from tests.clients.support import MAX_TOKENS, PROMPT, USAGE, Library, assert_same, completed
@@ -241,6 +241,71 @@ def test_the_clients_helpers(client: openai.OpenAI, server: ServerProcess) -> No
     assert json.loads(parsed.content) == parsed.parsed.model_dump()
 
 
+CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "Fox"}}, "auto", "none"]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "auto", "none"])
+def test_tools(client: openai.OpenAI, server: ServerProcess, choice: Any) -> None:
+    """`create`, `parse` and `stream` of chat with a pydantic class as a tool, each `tool_choice`, both prefixes."""
+    fields: dict[str, Any] = {
+        "model": server.model,
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 100,
+        "stop": ["."],
+        "tools": [openai.pydantic_function_tool(Fox)],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+    answer = client.chat.completions.create(**fields).choices[0]
+    parsed = client.chat.completions.parse(**fields).choices[0]
+    with client.chat.completions.stream(**fields) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0]
+    assert answer.finish_reason == parsed.finish_reason == final.finish_reason
+    assert answer.message.content == parsed.message.content == final.message.content
+    if choice in ("auto", "none"):
+        assert answer.message.content
+        assert (answer.message.tool_calls, parsed.message.tool_calls, done) == (None, None, [])
+        return
+    (call,) = answer.message.tool_calls or ()
+    (same,) = parsed.message.tool_calls or ()
+    (event,) = done
+    assert call.type == "function"
+    assert call.function.arguments == same.function.arguments == event.arguments
+    assert isinstance(same.function.parsed_arguments, Fox)
+    assert same.function.parsed_arguments == event.parsed_arguments
+    assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is brave."}
+    messages = [*MESSAGES, answer.message, result]
+    told = client.chat.completions.create(**fields | {"messages": messages, "tool_choice": "auto"})
+    assert told.choices[0].message.content
+
+
+def test_a_class_or_a_tool(client: openai.OpenAI, server: ServerProcess) -> None:
+    """`parse` with a pydantic class and a tool: the answer is the one or the other, under both prefixes."""
+
+    class Search(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+
+        place: Literal["forest", "river"]
+
+    for seed in range(3):
+        (choice,) = client.chat.completions.parse(
+            model=server.model,
+            messages=MESSAGES,
+            seed=seed,
+            max_tokens=80,
+            tools=[openai.pydantic_function_tool(Search)],
+            response_format=Fox,
+            parallel_tool_calls=False,
+        ).choices
+        if choice.message.tool_calls:
+            assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Search)
+        else:
+            assert isinstance(choice.message.parsed, Fox)
+
+
 def test_structured_outputs(api: Api, server: ServerProcess, prompt: Any) -> None:
     """`structured_outputs` in `extra_body`, completions and chat, under both prefixes."""
     for form in ({"choice": ["red", "green"]}, {"regex": "[0-9]{4}"}):
@@ -251,44 +316,6 @@ def test_structured_outputs(api: Api, server: ServerProcess, prompt: Any) -> Non
 
 
 # ---------------------------------------------------------------------- refusals
-
-
-def test_tools(client: openai.OpenAI, server: ServerProcess) -> None:
-    """Tools with every `tool_choice`, whole and streamed, and `parse` with models of pydantic."""
-
-    class FindFox(BaseModel):
-        """Find a fox."""
-
-        model_config = ConfigDict(extra="forbid")
-        place: Literal["forest", "river"]
-        count: int = Field(ge=0, le=9)
-
-    tool = openai.pydantic_function_tool(FindFox)
-    asked: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0, "tools": [tool]}
-    named = {"type": "function", "function": {"name": "FindFox"}}
-    for choice in ("required", named):
-        fields = asked | {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 120}
-        message = client.chat.completions.create(**fields).choices[0].message
-        assert message.tool_calls
-        (call,) = message.tool_calls
-        assert call.type == "function"
-        FindFox.model_validate_json(call.function.arguments)
-        parsed = client.chat.completions.parse(**fields).choices[0].message
-        assert parsed.tool_calls
-        assert isinstance(parsed.tool_calls[0].function.parsed_arguments, FindFox)
-        with client.chat.completions.stream(**fields) as stream:
-            for _ in stream:
-                pass
-            (last,) = stream.get_final_completion().choices
-        assert last.finish_reason == "tool_calls"
-        assert last.message.tool_calls
-        assert last.message.tool_calls[0].function.arguments == call.function.arguments
-        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "one fox"}
-        fields |= {"messages": [*MESSAGES, message, result], "tool_choice": "auto", "max_tokens": 8}
-        assert client.chat.completions.create(**fields).choices[0].finish_reason
-    for free in ("none", "auto"):
-        answer = client.chat.completions.create(**asked, tool_choice=free, max_tokens=8).choices[0]
-        assert answer.message.content or answer.message.tool_calls
 
 
 def test_refusals(api: Api, prefix: str) -> None:

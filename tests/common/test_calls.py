@@ -18,7 +18,15 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from common import grammar_trial
-from common.calls import MAX_CALLS, Function, ToolUse, behind_thought
+from common.calls import (
+    MAX_CALLS,
+    Call,
+    Function,
+    ToolUse,
+    behind_thought,
+    told_in_messages,
+    written,
+)
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
 from tests.tool_schemas import parameters
@@ -172,3 +180,175 @@ def test_a_schema_holds_behind_the_thought(syntax: CallSyntax | None, special: b
         (must, "Hm.</think>"),
     ):
         assert not accepts(grammar, text, special=special)
+
+
+# ---------------------------------------------------------------------- answers that may be calls
+
+ROME, NO_ROME = '{"city": "Rome"}', '{"city": 5}'
+#: Text of one call of `weather` with these arguments, and of the same call twice.
+ONE: dict[CallSyntax, str] = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": %s}',
+    "pythonic": "[weather(**%s)]",
+}
+TWICE: dict[CallSyntax, str] = {
+    "hermes": "{0}\n{0}",
+    "llama3_json": "{0}; {0}",
+    "pythonic": "[weather({0}), weather({0})]",
+}
+BEGINS_LIKE_A_CALL = {"hermes": "Well, <tool_call>no", "llama3_json": '{"a": 1}', "pythonic": '["a"]'}
+
+
+def one_call(syntax: CallSyntax, arguments: str) -> str:
+    """A call as the grammar has it: with keywords in Python, if the schema is plain."""
+    if syntax != "pythonic":
+        return ONE[syntax] % arguments
+    return "[weather(" + ", ".join(f"{k}={json.dumps(v)}" for k, v in json.loads(arguments).items()) + ")]"
+
+
+def two_calls(syntax: CallSyntax) -> str:
+    return TWICE[syntax].format('city="Rome"' if syntax == "pythonic" else one_call(syntax, ROME))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_a_strict_call_is_free_to_come_and_not_free_in_its_arguments(
+    syntax: CallSyntax, thinks: bool, special: bool
+) -> None:
+    functions = (dataclasses.replace(WEATHER, strict=True), ADD)
+    use, which = ToolUse(functions, functions), dialect(syntax, special=special, thinks=thinks)
+    grammar = use.grammar(which)
+    for text in ("", "Hello.", " \n It is {warm} [there].", one_call(syntax, ROME), two_calls(syntax)):
+        assert accepts(grammar, text, special=special), text
+    for text in (one_call(syntax, NO_ROME), one_call(syntax, "{}"), BEGINS_LIKE_A_CALL[syntax]):
+        assert not accepts(grammar, text, special=special), text
+    if syntax == "hermes":
+        assert accepts(grammar, "I look. " + one_call(syntax, ROME), special=special)
+        # A function that is not strict takes any object.
+        assert accepts(grammar, (ONE[syntax] % '{"a": "b"}').replace("weather", "add"), special=special)
+    if thinks:
+        assert accepts(grammar, "<think>Hm.</think>\n\n" + one_call(syntax, ROME), special=special)
+        assert not accepts(grammar, "<think>Hm.</think>\n\n" + one_call(syntax, NO_ROME), special=special)
+        assert accepts(grammar, "<think>Hm.</think>\n\nHello.", special=special)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_at_most_one_call(syntax: CallSyntax, special: bool) -> None:
+    for required in (False, True):
+        use = ToolUse((WEATHER,), (WEATHER,), required=required, parallel=False)
+        grammar = use.grammar(dialect(syntax, special=special))
+        assert accepts(grammar, one_call(syntax, ROME), special=special)
+        assert not accepts(grammar, two_calls(syntax), special=special)
+        assert accepts(grammar, "Hello.", special=special) is not required
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_an_answer_of_a_form_or_a_call(syntax: CallSyntax, thinks: bool, special: bool) -> None:
+    form = {"type": "object", "properties": {"name": {"type": "integer"}}, "additionalProperties": False}
+    strict = dataclasses.replace(WEATHER, strict=True)
+    use, which = ToolUse((strict,), (strict,)), dialect(syntax, special=special, thinks=thinks)
+    grammar = use.grammar(which, otherwise=form)
+    for text in (one_call(syntax, ROME), '{"name": 1}', "{}"):
+        assert accepts(grammar, text, special=special), text
+    for text in ("Hello.", '{"name": "weather"}', one_call(syntax, NO_ROME)):
+        assert not accepts(grammar, text, special=special), text
+
+
+def test_an_answer_without_rules_has_no_grammar() -> None:
+    assert ToolUse((WEATHER,), (WEATHER,)).grammar(dialect("hermes")) is None
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_only_the_functions_that_may_be_called_are_called(syntax: CallSyntax) -> None:
+    grammar = ToolUse((WEATHER, ADD), (ADD,), required=True).grammar(dialect(syntax))
+    assert not accepts(grammar, one_call(syntax, ROME))
+    assert not accepts(grammar, "Hello.")
+
+
+# ---------------------------------------------------------------------- schemas that are no plain list of names
+
+NUMBER = {"$ref": "#/$defs/number"}
+SCHEMAS: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ({"properties": {"n": NUMBER}, "$defs": {"number": {"type": "integer"}}}, [{}, {"n": 1}], [{"n": "1"}]),
+    ({"$ref": "#/$defs/o", "$defs": {"o": {"required": ["a"], **CITY}}}, [{"city": "a"}], [{}]),
+    ({"anyOf": [CITY, {"required": ["n"], "properties": {"n": {"const": 1}}}]}, [{"n": 1}], [{"n": 2}]),
+    ({"properties": {"me": {"$ref": "#"}}, "additionalProperties": False}, [{"me": {"me": {}}}], [{"me": 1}]),
+    ({"type": ["object", "null"], **CITY}, [{"city": "a"}], []),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), SCHEMAS, ids=str)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("otherwise", [None, {"type": "integer"}])
+def test_references_hold_within_a_call(
+    syntax: CallSyntax,
+    schema: dict[str, Any],
+    right: list[dict[str, Any]],
+    wrong: list[dict[str, Any]],
+    otherwise: dict[str, Any] | None,
+) -> None:
+    function = Function("weather", None, schema)
+    grammar = ToolUse((function,), (function,), required=True).grammar(dialect(syntax), otherwise=otherwise)
+    texts = {
+        json.dumps(each): (one_call(syntax, json.dumps(each)), ONE[syntax] % json.dumps(each))
+        for each in right + wrong
+    }
+    for each in right:
+        assert any(accepts(grammar, text) for text in texts[json.dumps(each)]), each
+    for each in wrong:
+        assert not any(accepts(grammar, text) for text in texts[json.dumps(each)]), each
+
+
+# ---------------------------------------------------------------------- what a model is told
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@given(
+    arguments=st.dictionaries(st.sampled_from(["city", "a b", "x"]) | st.text(max_size=3), VALUES, max_size=3)
+)
+def test_a_call_that_is_written_is_read_as_it_was(syntax: CallSyntax, arguments: dict[str, Any]) -> None:
+    call = Call.of("1", "weather", json.dumps(arguments))
+    said, _, calls = read(dialect(syntax), written(syntax, [call, call]), ["weather"])
+    assert (said, [(name, json.loads(text)) for name, text in calls]) == ("", [("weather", arguments)] * 2)
+
+
+def test_a_broken_call_is_told_as_it_was() -> None:
+    call = Call.of("1", "weather", '{"city": "Ro')
+    assert call.arguments == '{"city": "Ro'
+    assert Call.of("1", "weather", "").arguments == {}
+    assert '"arguments": "{\\"city\\": \\"Ro"' in written("hermes", [call])
+
+
+def test_tools_are_told_in_plain_messages() -> None:
+    calls = [Call(str(n), "weather", {"city": city}).for_template() for n, city in enumerate("AB")]
+    conversation: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where is it warm?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "content": "20", "name": "weather", "tool_call_id": "0"},
+        {"role": "tool", "content": "30", "name": "weather", "tool_call_id": "1"},
+    ]
+    system, user, assistant, results = told_in_messages("hermes", conversation, [WEATHER])
+    assert system["content"].startswith("Be brief.\n\n")
+    assert json.dumps(WEATHER.as_tool()) in system["content"]
+    assert "<tool_call>" in system["content"]
+    assert user == conversation[1]
+    assert assistant["content"].startswith("I look.\n<tool_call>\n")
+    assert "tool_calls" not in assistant
+    assert results == {
+        "role": "user",
+        "content": "<tool_response>\n20\n</tool_response>\n<tool_response>\n30\n</tool_response>",
+    }
+    system, *_ = told_in_messages("pythonic", conversation[1:], [WEATHER])
+    assert (system["role"], "func_name1" in system["content"]) == ("system", True)
+    assert told_in_messages("hermes", conversation[:2], []) == conversation[:2]

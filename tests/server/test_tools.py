@@ -1,161 +1,361 @@
-"""Tool calls over HTTP: every way to ask for one, whole and streamed, with the fields that stand beside them."""
+"""Tools in chat: which calls an answer has, whole and streamed, beside every field that shapes answers."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.server.support import MESSAGES, ServerProcess, assert_error
+from common.models.registry import ZOO, open_checkpoint
+from tests.server.support import MESSAGES, PHASES, ServerProcess, app_with, assert_error, on_phases
 
+ON_FIRST_AND_LAST = on_phases(PHASES[0], PHASES[-1])
 SCHEMAS: dict[str, dict[str, Any]] = {
     "find_fox": {
         "type": "object",
-        "properties": {"place": {"enum": ["forest", "river"]}, "count": {"type": "integer", "maximum": 99}},
-        "required": ["place", "count"],
+        "properties": {"place": {"enum": ["forest", "river"]}, "at night": {"type": "boolean"}},
+        "required": ["place"],
         "additionalProperties": False,
     },
-    "wait": {"type": "object", "properties": {"sure": {"type": "boolean"}}, "additionalProperties": False},
+    "hide": {
+        "type": "object",
+        "properties": {"where": {"type": "string", "pattern": "^[a-z]{3,9}$"}},
+        "required": ["where"],
+        "additionalProperties": False,
+    },
 }
 
 
-def tools(**fields: Any) -> list[dict[str, Any]]:
-    return [
-        {"type": "function", "function": {"name": name, "parameters": schema} | fields}
-        for name, schema in SCHEMAS.items()
-    ]
+def tool(known: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": known, "parameters": SCHEMAS[known]} | more}
 
 
-REQUIRED = {"tools": tools(), "tool_choice": "required", "max_tokens": 200}
-NAMED = REQUIRED | {"tool_choice": {"type": "function", "function": {"name": "wait"}}}
-ONE = REQUIRED | {"parallel_tool_calls": False}
-PATH = "/v1/chat/completions"
+TOOLS = [tool("find_fox", description="Look for a fox."), tool("hide")]
+STRICT = [tool(name, strict=True) for name in SCHEMAS]
+FOX = {"type": "function", "function": {"name": "find_fox"}}
+ALLOWED = {"mode": "required", "tools": [FOX]}
 
 
-def whole(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a JSON answer."""
-    response = server.ask(PATH, stream=False, **fields)
+def ask(server: ServerProcess, **fields: Any) -> dict[str, Any]:
+    response = server.ask("/v1/chat/completions", **{"tools": TOOLS, "max_tokens": 120} | fields)
     assert response.status_code == 200, response.text
-    choices: list[dict[str, Any]] = response.json()["choices"]
-    return choices
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
-def streamed(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:
-    """The choices that a stream's deltas add up to."""
-    found: dict[int, dict[str, Any]] = {}
-    for chunk in server.chunks("/openai" + PATH, **fields):
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Name and arguments of each call, after a check of their form."""
+    calls = choice["message"].get("tool_calls", [])
+    assert len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        assert set(call) == {"id", "type", "function"}
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def settled(chunks: list[dict[str, Any]], choices: int) -> list[dict[str, Any]]:
+    """The choices that a stream's chunks add up to, without ids. Their order is checked."""
+    whole: list[dict[str, Any]] = [
+        {"text": "", "calls": [], "logprobs": [], "reason": None} for _ in range(choices)
+    ]
+    begun: set[int] = set()
+    for chunk in chunks:
         for part in chunk["choices"]:
-            choice = found.setdefault(part["index"], {"content": "", "calls": [], "logprobs": []})
-            delta = part["delta"]
-            choice["content"] += delta.get("content") or ""
+            choice, delta = whole[part["index"]], part["delta"]
+            assert choice["reason"] is None, "nothing comes behind the reason"
+            assert ("role" in delta) is (part["index"] not in begun), "the role comes first, and once"
+            begun.add(part["index"])
+            choice["text"] += delta.get("content") or ""
             for call in delta.get("tool_calls", ()):
-                if call["index"] == len(choice["calls"]):
-                    assert call["type"] == "function"
-                    assert call["id"]
-                    choice["calls"].append({"name": call["function"]["name"], "arguments": ""})
-                choice["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-            choice["logprobs"] += (part["logprobs"] or {}).get("content") or []
-            assert "finish_reason" not in choice, "the last chunk of a choice is its last"
-            if part["finish_reason"] is not None:
-                choice["finish_reason"] = part["finish_reason"]
-    return [found[index] for index in sorted(found)]
+                if "id" in call:
+                    assert call["index"] == len(choice["calls"])
+                    assert (call["type"], call["function"]["arguments"]) == ("function", "")
+                    choice["calls"].append([call["function"]["name"], ""])
+                else:
+                    assert set(call) == {"index", "function"}
+                    assert call["index"] == len(choice["calls"]) - 1
+                    choice["calls"][-1][1] += call["function"]["arguments"]
+            choice["logprobs"] += (part["logprobs"] or {"content": []})["content"]
+            choice["reason"] = part["finish_reason"]
+    return whole
 
 
-def calls_of(choice: dict[str, Any]) -> list[dict[str, str]]:
-    return [call["function"] for call in choice["message"].get("tool_calls") or ()]
+def same(choice: dict[str, Any]) -> dict[str, Any]:
+    """A JSON answer's choice in the form of `settled`."""
+    message = choice["message"]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return {
+        "text": message["content"] or "",
+        "calls": [[function["name"], function["arguments"]] for function in functions],
+        "logprobs": (choice["logprobs"] or {"content": []})["content"],
+        "reason": choice["finish_reason"],
+    }
 
 
-@pytest.mark.parametrize("asked", [REQUIRED, NAMED, ONE], ids=["required", "named", "one"])
-@pytest.mark.parametrize(("n", "logprobs"), [(1, False), (3, True)])
-def test_required_calls_follow_their_schemas_whole_and_streamed(
-    server: ServerProcess, asked: dict[str, Any], n: int, logprobs: bool
+# ---------------------------------------------------------------------- the choice of tools
+
+
+@ON_FIRST_AND_LAST
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call_is_one_of_the_tools(server: ServerProcess, seed: int) -> None:
+    answer = ask(server, tool_choice="required", parallel_tool_calls=False, temperature=1.2, seed=seed)
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert len(calls_of(choice)) == 1
+
+
+@ON_FIRST_AND_LAST
+@pytest.mark.parametrize(
+    "named", [FOX, {"type": "allowed_tools", "allowed_tools": ALLOWED}], ids=["name", "list"]
+)
+def test_a_named_function_is_called(server: ServerProcess, named: dict[str, Any]) -> None:
+    for seed in range(3):
+        answer = ask(server, tool_choice=named, parallel_tool_calls=False, temperature=1.2, seed=seed)
+        (choice,) = answer["choices"]
+        ((name, _),) = calls_of(choice)
+        assert (name, choice["finish_reason"]) == ("find_fox", "tool_calls")
+
+
+def test_several_calls(server: ServerProcess) -> None:
+    """Some of these answers have several."""
+    answer = ask(server, tool_choice="required", temperature=1.3, seed=1, n=8, max_tokens=400)
+    ended = [calls_of(each) for each in answer["choices"] if each["finish_reason"] == "tool_calls"]
+    assert max(map(len, ended)) > 1
+
+
+def test_auto_is_the_default_and_text_stays_text(server: ServerProcess) -> None:
+    plain, auto = ask(server), ask(server, tool_choice="auto")
+    assert plain["choices"] == auto["choices"]
+    (choice,) = plain["choices"]
+    assert choice["message"]["content"]
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] in ("stop", "length")
+    told = plain["usage"]["prompt_tokens"]
+    assert told > ask(server, tools=TOOLS[:1])["usage"]["prompt_tokens"], "the model is told of its tools"
+
+
+def test_none_tells_the_model_of_no_tools(server: ServerProcess) -> None:
+    none, without = ask(server, tool_choice="none"), ask(server, tools=None)
+    assert none["choices"] == without["choices"]
+    assert none["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
+
+
+@ON_FIRST_AND_LAST
+def test_a_strict_call_may_come_and_then_follows_its_schema(server: ServerProcess) -> None:
+    """Where the text is to be a number, and no digit may come, only a call is left."""
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    digits = [i for i in range(tokenizer.vocab_size) if set("-0123456789") & set(tokenizer.decode([i]))]
+    number = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "integer", "minimum": 10}},
+    }
+    fields = {"tools": STRICT, "response_format": number, "parallel_tool_calls": False, "temperature": 1}
+    for seed in range(3):
+        (choice,) = ask(server, **fields, seed=seed, logit_bias={str(i): -100 for i in digits})["choices"]
+        assert len(calls_of(choice)) == 1
+        assert choice["finish_reason"] == "tool_calls"
+        (choice,) = ask(server, **fields, seed=seed, logit_bias={str(tokenizer.encode("<")[-1]): -100})[
+            "choices"
+        ]
+        assert int(choice["message"]["content"]) >= 10
+        assert (choice["finish_reason"], calls_of(choice)) == ("stop", [])
+
+
+# ---------------------------------------------------------------------- every field beside tools
+
+
+@ON_FIRST_AND_LAST
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stop", [None, ["forest", "ere"]])
+@pytest.mark.parametrize("top", [None, 2])
+@pytest.mark.parametrize("choice", ["required", "auto", "named"])
+def test_a_stream_adds_up_to_the_answer(
+    server: ServerProcess, n: int, stop: list[str] | None, top: int | None, choice: str
 ) -> None:
-    fields = asked | {"n": n, "temperature": 1, "seed": 7, "logprobs": logprobs}
-    choices, added = whole(server, **fields), streamed(server, **fields)
-    assert len(choices) == len(added) == n
-    for choice, sums in zip(choices, added, strict=True):
-        calls = calls_of(choice)
-        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-        assert (sums["finish_reason"], sums["content"], sums["calls"]) == ("tool_calls", "", calls)
-        assert len(calls) == 1 if asked is ONE else calls
-        for call in calls:
-            assert asked is not NAMED or call["name"] == "wait"
-            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
-        said = choice["logprobs"]["content"] if logprobs else []
-        assert [each["token"] for each in sums["logprobs"]] == [each["token"] for each in said]
-    ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
-    assert len(set(ids)) == len(ids)
+    fields: dict[str, Any] = {"n": n, "stop": stop, "temperature": 1, "seed": 5, "max_tokens": 90}
+    fields |= {"tools": STRICT, "tool_choice": FOX if choice == "named" else choice}
+    fields |= {} if top is None else {"logprobs": True, "top_logprobs": top}
+    answer = ask(server, **fields)
+    usage = {"include_usage": True}
+    *chunks, last = server.chunks("/v1/chat/completions", stream_options=usage, **fields)
+    whole = [same(each) for each in answer["choices"]]
+    assert settled(chunks, n) == whole
+    assert last["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+    if top is not None:
+        assert sum(len(each["logprobs"]) for each in whole) == answer["usage"]["completion_tokens"]
+    for each in answer["choices"]:
+        if each["finish_reason"] == "tool_calls":
+            assert calls_of(each)
+        if stop is not None:
+            said = json.dumps(each["message"])
+            assert not any(text in said for text in stop)
+        if choice != "auto":
+            assert each["message"]["content"] is None
 
 
-def test_a_call_that_is_cut_off_says_so(server: ServerProcess) -> None:
-    (full,) = whole(server, **ONE)
-    length = len(
-        server.client.post("/tokenize", json={"prompt": calls_of(full)[0]["arguments"]}).json()["tokens"]
-    )
-    for max_tokens in range(1, length + 12):
-        fields = ONE | {"max_tokens": max_tokens}
-        (choice,), (sums,) = whole(server, **fields), streamed(server, **fields)
-        assert sums["finish_reason"] == choice["finish_reason"]
-        assert sums["calls"] == calls_of(choice)
-        if choice["finish_reason"] == "length":
-            begun = "".join(call["arguments"] for call in calls_of(choice))
-            assert calls_of(full)[0]["arguments"].startswith(begun)
-        else:
-            assert calls_of(choice) == calls_of(full)
+def test_a_stop_string_within_a_call_breaks_it_off(server: ServerProcess) -> None:
+    fields = {"tool_choice": FOX, "tools": [tool("find_fox")]}
+    (choice,) = ask(server, **fields, stop='"place')["choices"]
+    assert choice["finish_reason"] == "stop"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "find_fox", "arguments": "{"}
+    (choice,) = ask(server, **fields, max_tokens=2)["choices"]
+    assert (choice["finish_reason"], calls_of(choice)) == ("length", [])
 
 
-def test_a_stop_string_ends_a_call(server: ServerProcess) -> None:
-    fields = ONE | {"stop": ['"place"']}
-    (choice,), (sums,) = whole(server, **fields), streamed(server, **fields)
-    assert (choice["finish_reason"], sums["finish_reason"]) == ("stop", "stop") or calls_of(choice)
-    assert sums["calls"] == calls_of(choice)
-    assert all('"place"' not in call["arguments"] for call in calls_of(choice))
+def test_token_ids_beside_calls(server: ServerProcess) -> None:
+    fields = {"tool_choice": FOX, "return_token_ids": True}
+    answer = ask(server, **fields)
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
+    chunks = server.chunks("/v1/chat/completions", tools=TOOLS, max_tokens=120, **fields)
+    parts = [part for chunk in chunks for part in chunk["choices"]]
+    assert [i for part in parts for i in part.get("token_ids", ())] == choice["token_ids"]
 
 
-def test_a_model_is_free_to_answer_with_text(server: ServerProcess) -> None:
-    for choice in ("auto", "none", None):
-        for strict in (False, True):
-            fields = {"tools": tools(strict=strict), "tool_choice": choice, "max_tokens": 12}
-            (said,) = whole(server, **fields)
-            (sums,) = streamed(server, **fields)
-            assert sums["content"] == (said["message"]["content"] or "")
-            assert sums["calls"] == calls_of(said)
-    assert calls_of(whole(server, tools=tools(), tool_choice="none", max_tokens=30)[0]) == []
+# ---------------------------------------------------------------------- a conversation with calls
 
 
-def test_results_go_back_and_the_model_goes_on(server: ServerProcess) -> None:
-    (choice,) = whole(server, **REQUIRED)
-    messages = [*MESSAGES, choice["message"]]
-    for call, number in zip(choice["message"]["tool_calls"], itertools.count()):
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"result {number}"})
-    (after,) = whole(server, tools=tools(), messages=messages, max_tokens=8)
-    assert after["finish_reason"] in ("stop", "length", "tool_calls")
+def test_calls_and_results_go_back(server: ServerProcess) -> None:
+    (choice,) = ask(server, tool_choice=FOX)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    asked = [*MESSAGES, choice["message"]]
+    lengths = []
+    for result in ("", "a fox", "a fox and a bear"):
+        messages = [*asked, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+        lengths.append(ask(server, messages=messages)["usage"]["prompt_tokens"])
+    assert lengths == sorted(set(lengths)), "the model reads the result"
+    broken = {**call, "function": {"name": "find_fox", "arguments": '{"place": "riv'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [broken]}]
+    assert ask(server, messages=messages, tools=None)["usage"]["prompt_tokens"] > 0
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a tool that is not there": (
-        REQUIRED | {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
-        "tool_choice",
-    ),
-    "a choice that does not exist": (REQUIRED | {"tool_choice": "sometimes"}, "tool_choice"),
-    "a name with a space": (
-        {"tools": [{"type": "function", "function": {"name": "find fox"}}]},
+def test_tokens_are_counted_with_tools(server: ServerProcess) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "tools": TOOLS}
+    count = server.client.post("/tokenize", json=body).json()["count"]
+    assert count == ask(server)["usage"]["prompt_tokens"]
+
+
+# ---------------------------------------------------------------------- refusals
+
+WITHOUT_NAME = {"type": "function", "function": {"parameters": {}}}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "'custom'"),
+    ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2]", "find_fox"),
+    ({"tools": [tool("hide", parameters={"type": "string"})]}, "tools[0]", "object"),
+    (
+        {"tools": [tool("hide", parameters={"properties": []})], "tool_choice": "required"},
         "tools",
+        "properties",
     ),
-    "an invalid schema": (
-        REQUIRED
-        | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "fox"}}}]},
-        "tools[0]",
+    ({"tools": [tool("hide", name="a b")]}, "tools", "pattern"),
+    ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+    ({"tool_choice": "any"}, "tool_choice", "required"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "tools"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON Schema"),
+    ({"functions": [{"name": "f"}]}, "functions", "tools"),
+    ({"function_call": {"name": "f"}}, "function_call", "tools"),
+    ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "messages[0].role", "tool_calls"),
+    (
+        {"messages": [{"role": "user", "content": "1", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id",
+        "tool",
     ),
+    ({"tools": [tool("hide", extra=1)]}, "tools[0].function.extra", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refusals_name_the_field(
+    server: ServerProcess, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for stream in (False, True):
+        response = server.ask("/v1/chat/completions", **{"tools": TOOLS, "stream": stream} | fields)
+        assert_error(response, 422, param, says=says)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": "all"}, {"tools": [WITHOUT_NAME]}, {"tools": [1]}, {"tool_choice": 1}]
+)
+def test_wrong_types(server: ServerProcess, fields: dict[str, Any]) -> None:
+    response = server.ask("/v1/chat/completions", **{"tools": TOOLS} | fields)
+    assert_error(response, 400, next(iter(fields)))
+
+
+# ---------------------------------------------------------------------- other templates, and options
+
+#: The end of a template that shows tools as Llama 3's does, and Qwen's.
+KNOWS_TOOLS = {
+    "hermes": "<tool_call>",
+    "llama3_json": "<|python_tag|>",
 }
+TEMPLATE = """\
+{{- bos_token }}{% if tools %}{{ tools | map(attribute='function.name') | join(' ') }}{% endif %}
+{%- for message in messages %}[{{ message.role }}]{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.place }}{% endfor %}
+{%- endfor %}{{ '[assistant]' if add_generation_prompt }}{# SYNTAX arguments #}"""
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests_are_refused_by_name(server: ServerProcess, name: str) -> None:
-    fields, param = WRONG[name]
-    response = server.ask(PATH, stream=False, **fields)
-    assert_error(response, 422, param, response.json()["error"]["code"])
-    server.assert_serves()
+@pytest.fixture(scope="module", params=["hermes", "llama3_json", "pythonic"])
+def other(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server of each syntax; two of the templates show tools, and the last is Gemma's, which knows none."""
+    source = ZOO / ("gemma3-tiny" if request.param == "pythonic" else "llama-tiny")
+    folder = Path(shutil.copytree(source, tmp_path_factory.mktemp("other") / "model"))
+    if request.param in KNOWS_TOOLS:
+        (folder / "chat_template.jinja").write_text(TEMPLATE.replace("SYNTAX", KNOWS_TOOLS[request.param]))
+    with ServerProcess("phase9_pipelined", "--model", str(folder), "--max-seq-len", "1024") as process:
+        yield process
+        assert "Traceback" not in process.log_text
+
+
+@pytest.mark.parametrize("thing", ["required", "named", "several"])
+def test_each_syntax_is_followed_and_read(other: ServerProcess, thing: str) -> None:
+    fields: dict[str, Any] = {"tools": STRICT, "temperature": 1, "seed": 2, "n": 4, "max_tokens": 200}
+    fields |= {
+        "tool_choice": FOX if thing == "named" else "required",
+        "parallel_tool_calls": thing == "several",
+    }
+    answer = ask(other, **fields)
+    ended = [each for each in answer["choices"] if each["finish_reason"] == "tool_calls"]
+    assert ended
+    for choice in ended:
+        assert choice["message"]["content"] is None
+        assert len(calls_of(choice)) == 1 or thing == "several"
+    chunks = other.chunks("/v1/chat/completions", **fields)
+    assert settled(chunks, 4) == [same(each) for each in answer["choices"]]
+
+
+@pytest.mark.parametrize("other", KNOWS_TOOLS, indirect=True)
+def test_a_template_that_knows_tools_writes_them(other: ServerProcess) -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "find_fox", "arguments": '{"place": "river"}'},
+    }
+    messages = [
+        {"role": "user", "content": "Fox?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "none"},
+    ]
+    body = {"model": other.model, "messages": messages, "tools": TOOLS}
+    tokens = other.client.post("/tokenize", json=body).json()["tokens"]
+    text = other.client.post("/detokenize", json={"model": other.model, "tokens": tokens}).json()["prompt"]
+    expected = "find_fox hide[user]Fox?[assistant]find_fox:river[tool]none[assistant]"
+    assert text.removeprefix("<|begin_of_text|>") == expected
+
+
+def test_a_server_without_a_parser_refuses_tools() -> None:
+    with app_with(tool_call_parser=None) as client:
+        body = {"messages": MESSAGES, "max_tokens": 2, "tools": TOOLS}
+        response = client.post("/v1/chat/completions", json=body)
+        assert_error(response, 422, "tools", says="--tool-call-parser none")
+        response = client.post("/v1/chat/completions", json=body | {"tool_choice": "none"})
+        assert response.status_code == 200, response.text

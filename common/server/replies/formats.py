@@ -214,7 +214,9 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChatChunkChoice]:
         if choice.index not in self._begun:
             self._begun.add(choice.index)
-            yield _chat_chunk(choice, {"role": "assistant", "content": choice.prompt.echo})
+            may_call = choice.reader is not None and choice.reader.may_call
+            nothing = None if may_call else ""
+            yield _chat_chunk(choice, {"role": "assistant", "content": choice.prompt.echo or nothing})
         shown = answer_tokens(self.answer, [output])
         logprobs = chat_logprobs(self.answer.tokenizer, [output])
         deltas = _deltas(choice, output)

@@ -100,6 +100,11 @@ class PartsReader:
             self._state = self._begin if thinks else self._answer
 
     @property
+    def may_call(self) -> bool:
+        """True if the text may have calls: the request has tools."""
+        return bool(self._names)
+
+    @property
     def has_called(self) -> bool:
         """True behind one call or several, all complete."""
         return self.calls > 0 and not self.in_call

@@ -268,7 +268,7 @@ class ToolCallDelta(TypedDict):
 
 class Delta(TypedDict):
     role: NotRequired[Annotated[Literal["assistant"], Field(description="in a choice's first chunk")]]
-    content: NotRequired[str]
+    content: NotRequired[Annotated[str | None, Field(description="null: no text yet, and perhaps none")]]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[Annotated[list[ToolCallDelta], Field(min_length=1, max_length=1)]]
 

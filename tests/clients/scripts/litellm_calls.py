@@ -47,27 +47,6 @@ def asynchronous() -> Any:
     return asyncio.run(all_of_them())
 
 
-def tools() -> Any:
-    """A required call, whole and streamed."""
-    schema = {
-        "type": "object",
-        "properties": {"place": {"enum": ["forest", "river"]}},
-        "required": ["place"],
-        "additionalProperties": False,
-    }
-    tool = {"type": "function", "function": {"name": "find_fox", "parameters": schema}}
-    asked = CHAT | {
-        "tools": [tool],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 100,
-    }
-    (call,) = litellm.completion(**asked).choices[0].message.tool_calls
-    chunks = list(litellm.completion(**asked, **STREAM))
-    rebuilt = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
-    return [[each.function.name, each.function.arguments] for each in (call, *rebuilt)]
-
-
 def text() -> Any:
     answer = litellm.text_completion(**TEXT)
     return {"text": answer.choices[0].text, "usage": usage_of(answer.usage)}
@@ -77,6 +56,38 @@ def text_stream() -> Any:
     chunks = litellm.text_completion(**TEXT, stream=True)
     pieces = [piece for chunk in chunks if chunk.choices and (piece := chunk.choices[0].text)]
     return {"text": "".join(pieces), "pieces": pieces}
+
+
+def tools() -> Any:
+    fox = {
+        "type": "function",
+        "function": {
+            "name": "find_fox",
+            "parameters": {
+                "type": "object",
+                "properties": {"brave": {"type": "boolean"}},
+                "required": ["brave"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    asked = CHAT | {"max_tokens": 60, "tools": [fox]}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    named = {"tool_choice": {"type": "function", "function": {"name": "find_fox"}}}
+    whole = litellm.completion(**asked, **one)
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(**asked, **named, stream=True)))
+    message = whole.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "There is one fox."}
+    told = asked | {"messages": [*GIVEN["messages"], message, result]}
+    return {
+        "reasons": [answer.choices[0].finish_reason for answer in (whole, streamed)],
+        "calls": [
+            [call.function.name, call.function.arguments]
+            for answer in (whole, streamed)
+            for call in answer.choices[0].message.tool_calls
+        ],
+        "text": litellm.completion(**told).choices[0].message.content,
+    }
 
 
 def refusals() -> Any:
@@ -89,4 +100,4 @@ def refusals() -> Any:
     }
 
 
-report(chat, chat_stream, asynchronous, tools, text, text_stream, refusals)
+report(chat, chat_stream, asynchronous, text, text_stream, tools, refusals)

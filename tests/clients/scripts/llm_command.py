@@ -18,7 +18,7 @@ SERVED = {"model_name": GIVEN["model"], "api_base": GIVEN["base_url"], "api_key_
 USER.joinpath("extra-openai-models.yaml").write_text(
     yaml.safe_dump(
         [
-            SERVED | {"model_id": "served", "supports_schema": True},
+            SERVED | {"model_id": "served", "supports_schema": True, "supports_tools": True},
             SERVED | {"model_id": "served-text", "completion": True},
             SERVED | {"model_id": "absent", "model_name": "another"},
         ]
@@ -74,6 +74,27 @@ def library() -> Any:
     }
 
 
+def tools() -> Any:
+    """A chain: the model is told of a function, and the chain goes on while it calls one."""
+    import llm
+
+    asked: list[str] = []
+
+    def find_fox(place: str) -> str:
+        """Find a fox."""
+        asked.append(place)
+        return "There is one fox."
+
+    model = llm.get_model("served")
+    options = {"temperature": 0, "max_tokens": GIVEN["max_tokens"]}
+    chain = model.chain(QUESTION, system=SYSTEM, tools=[find_fox], options=options, chain_limit=3)
+    answers = list(chain.responses())
+    tokens = answers[0].usage().input
+    call = llm.ToolResult(name="find_fox", output="There is one fox.", tool_call_id="call_1")
+    told = model.prompt("Go on.", tools=[find_fox], tool_results=[call], **options)
+    return {"texts": [answer.text() for answer in answers], "tokens": tokens, "told": told.text()}
+
+
 def refusals() -> Any:
     import llm as library
 
@@ -86,4 +107,4 @@ def refusals() -> Any:
     }
 
 
-report(chat, chat_at_once, text, text_at_once, continued, schema, library, refusals)
+report(chat, chat_at_once, text, text_at_once, continued, schema, library, tools, refusals)
