@@ -15,6 +15,7 @@ usage: infer serve PHASE [options]      serve a phase; infer serve --help lists 
        infer cluster [options]          serve replicas of a phase behind one address, on Ray
        infer chat [options]             chat with a model in the terminal; --url for a server that runs already
        infer fetch [MODEL]              download a real model, for --model; without MODEL, list what there is
+       infer doctor                     say what this machine can do, and what is missing
        infer phases                     list the phases: PHASE is a number or a name
        infer compare [options]          start servers in turn and compare them
        infer run --server URL [options] measure a server that runs already
@@ -65,6 +66,10 @@ def _run(words: list[str]) -> int:
             print(HELP)
         case ["fetch", name]:
             return _fetch(name)
+        case ["doctor", *options]:
+            from infer.doctor import main as examine
+
+            return examine(options)
         case ["chat", *options]:
             from infer.chat import main as chat
 

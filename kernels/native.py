@@ -83,16 +83,20 @@ def load_native_kernels(cache: Path | None = None) -> bool:
     Args:
         cache: folder for built libraries; default: `infer-phases` in the user's cache folder.
     """
+    try:
+        require_native_kernels(cache)
+    except NativeKernelsError as error:
+        logger.warning("no native CPU kernels, torch computes instead (slower): %s", error)
+    return _loaded
+
+
+def require_native_kernels(cache: Path | None = None) -> None:
+    """Load the native kernels as `load_native_kernels` does. NativeKernelsError: that is not possible."""
     global _loaded
     if not _loaded:
-        try:
-            _load(cache or default_cache())
-        except NativeKernelsError as error:
-            logger.warning("no native CPU kernels, torch computes instead (slower): %s", error)
-        else:
-            _register_shapes()
-            _loaded = True
-    return _loaded
+        _load(cache or default_cache())
+        _register_shapes()
+        _loaded = True
 
 
 def _register_shapes() -> None:
@@ -113,7 +117,7 @@ def default_cache() -> Path:
 
 
 def _load(cache: Path) -> None:
-    compiler = _compiler()
+    compiler = find_compiler()
     folder = cache / key_of_this_machine()
     library = folder / f"{_NAME}.so"
     try:
@@ -129,7 +133,7 @@ def _load(cache: Path) -> None:
         raise NativeKernelsError(str(error).splitlines()[0]) from None
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
     """Return `$CXX`, or the C++ compiler on the path. NativeKernelsError: there is none."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
@@ -141,7 +145,7 @@ def key_of_this_machine() -> str:
     """Return a hash of everything the library depends on: sources, flags, torch, compiler and processor."""
     parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
     parts += [flag.encode() for flag in FLAGS]
-    parts += [torch.__version__.encode(), _output(_compiler(), "--version"), _processor()]
+    parts += [torch.__version__.encode(), _output(find_compiler(), "--version"), _processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -153,6 +157,11 @@ def _processor() -> bytes:
         return f"{platform.machine()} {platform.processor()}".encode()
     kinds = (b"model name", b"flags", b"CPU part", b"Features")
     return b"\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def compiler_version() -> str:
+    """Return the first line of the C++ compiler's `--version`. NativeKernelsError: there is none, or it fails."""
+    return _output(find_compiler(), "--version").decode(errors="replace").partition("\n")[0]
 
 
 def _output(*command: str) -> bytes:

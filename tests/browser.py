@@ -22,10 +22,24 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 AXE = Path(__file__).resolve().parents[1] / ".clients/axe-core/node_modules/axe-core/axe.min.js"
 PHONE, DESKTOP = 375, 1280
+HEIGHT = 1000
+#: Run before a page's own scripts: it starts as on its first visit.
+FORGET = "localStorage.clear(); sessionStorage.clear()"
 HANG_S = 60.0
 
 #: Of keys that are not letters: the codes that Chromium wants beside their names.
-KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Tab": 9, " ": 32}
+KEYS = {
+    "ArrowLeft": 37,
+    "ArrowRight": 39,
+    "Home": 36,
+    "End": 35,
+    "Tab": 9,
+    " ": 32,
+    "Enter": 13,
+    "Escape": 27,
+}
+TEXTS = {" ": " ", "Enter": "\r"}  # that keys write
+SHIFT = 8
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"),
@@ -102,12 +116,13 @@ class Tab:
 
     # ------------------------------------------------------------------ what a test does
 
-    def open(self, url: str, *, width: int = DESKTOP, dark: bool = False, still: bool = False) -> None:
-        """Load a page. `still`: its reader wants less motion."""
-        self.ask("try { localStorage.clear() } catch {}")  # where the theme keeps what was chosen
+    def open(
+        self, url: str, *, width: int = DESKTOP, height: int = HEIGHT, dark: bool = False, still: bool = False
+    ) -> None:
+        """Load a page, which remembers nothing. `still`: its reader wants less motion."""
         self.command("Page.navigate", url="about:blank")
         self.until("location.href === 'about:blank'")
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.command("Emulation.setDeviceMetricsOverride", **size)
         features = {
             "prefers-color-scheme": "dark" if dark else "light",
@@ -117,8 +132,16 @@ class Tab:
         self.command("Emulation.setEmulatedMedia", features=wanted)
         self.errors.clear()
         self.requested.clear()
+        forgetting = self.command("Page.addScriptToEvaluateOnNewDocument", source=FORGET)
         self.command("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.command("Page.removeScriptToEvaluateOnNewDocument", **forgetting)
+
+    def reload(self) -> None:
+        """Load the page again, which remembers as it likes."""
+        self.ask("globalThis.isOld = true")
+        self.command("Page.reload")
+        self.until("document.readyState === 'complete' && !globalThis.isOld")
 
     def ask(self, script: str) -> Any:
         """The value of an expression, or of the promise that it is."""
@@ -134,8 +157,12 @@ class Tab:
             time.sleep(0.03)
         return value
 
-    def press(self, key: str) -> None:
-        text = {"text": key} if key == " " else {}
+    def type(self, text: str) -> None:
+        """Write into the field that has the focus."""
+        self.command("Input.insertText", text=text)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        text = {"text": TEXTS[key]} if key in TEXTS else {}
         for kind in ("keyDown", "keyUp"):
             self.command(
                 "Input.dispatchKeyEvent",
@@ -143,6 +170,7 @@ class Tab:
                 key=key,
                 code="Space" if key == " " else key,
                 windowsVirtualKeyCode=KEYS[key],
+                modifiers=SHIFT if shift else 0,
                 **(text if kind == "keyDown" else {}),
             )
 

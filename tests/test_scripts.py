@@ -1,4 +1,4 @@
-"""The viewer's JavaScript against the types that its comments give, by TypeScript's compiler."""
+"""The JavaScript of the viewer and the page against the types in its comments, by TypeScript's compiler."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from common.server.page import VIEWER_PARTS
+from common.server.page import PAGE_PARTS, VIEWER_PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TSC = ROOT / ".clients/typescript/node_modules/.bin/tsc"
 VIEWER = ROOT / "common/server/viewer"
+PAGE = ROOT / "common/server/chat_page"
 
 # Parameters without a type may be anything; null is a value of its own. The parts are scripts, and share one scope.
 RULES = ("--allowJs", "--checkJs", "--noEmit", "--strict", "--noImplicitAny", "false")
@@ -29,10 +30,10 @@ def complaints(*scripts: Path) -> list[str]:
     return found.stdout.splitlines()
 
 
-def test_the_viewer_and_the_stepper_keep_their_types() -> None:
-    assert (
-        complaints(*(VIEWER / f"{part}.js" for part in VIEWER_PARTS), ROOT / "docs/assets/stepper.js") == []
-    )
+def test_the_scripts_keep_their_types() -> None:
+    viewer = [VIEWER / f"{part}.js" for part in VIEWER_PARTS]
+    page = [PAGE / f"{part}.js" for part in PAGE_PARTS]
+    assert complaints(*viewer, *page, ROOT / "docs/assets/stepper.js") == []
 
 
 def test_a_wrong_type_is_found(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def print_models() -> None:
     """Print what can be fetched, and where it is kept."""
     for name, model in FETCHABLE.items():
         place = (
-            f"in {model.path}" if _is_whole(model) else f"not fetched; would be kept in {model.path.parent}"
+            f"in {model.path}" if is_fetched(model) else f"not fetched; would be kept in {model.path.parent}"
         )
         print(f"{name}: {model.title}")
         print(
@@ -102,7 +102,7 @@ def print_models() -> None:
 def find_fetched(name: str) -> Path:
     """Return the file of a fetched model. StartupError: it is not fetched yet; the message says how to."""
     model = FETCHABLE[name]
-    if not _is_whole(model):
+    if not is_fetched(model):
         raise StartupError(
             f"{name} is not fetched yet: `infer fetch {name}` downloads it ({model.download_mb} MB) to "
             f"{model.path.parent}"
@@ -110,8 +110,8 @@ def find_fetched(name: str) -> Path:
     return model.path
 
 
-def _is_whole(model: Fetchable) -> bool:
-    """Return whether the file is there, by its size alone: only checked files are moved there."""
+def is_fetched(model: Fetchable) -> bool:
+    """Return whether a model's file is there, by its size alone: only checked files are moved there."""
     return model.path.is_file() and model.path.stat().st_size == model.size
 
 
@@ -132,7 +132,7 @@ def fetch(name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         # The lock is released when its process ends in any way. A second process waits, and finds the file.
         with FileLock(folder / f".{name}.lock"):
-            if not _is_whole(model):
+            if not is_fetched(model):
                 for left in folder.glob(f".{name}-*"):  # by a process that was killed
                     shutil.rmtree(left)
                 with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as scratch:

@@ -204,6 +204,11 @@ def _find_gguf(name: str) -> Path | None:
     return path
 
 
+def zoo_names() -> list[str]:
+    """Return the names of the bundled models, such as `zoo:llama-tiny`."""
+    return [f"zoo:{path.parent.name}" for path in sorted(ZOO.glob("*/config.json"))]
+
+
 def _find_folder(name: str) -> Path:
     """Return the folder of a model's files. The files of a hub id are downloaded.
 
@@ -213,7 +218,7 @@ def _find_folder(name: str) -> Path:
     if name.startswith("zoo:"):
         folder = ZOO / name.removeprefix("zoo:")
         if not (folder / "config.json").is_file():
-            known = ", ".join(f"zoo:{path.parent.name}" for path in sorted(ZOO.glob("*/config.json")))
+            known = ", ".join(zoo_names())
             raise StartupError(f"the zoo has no {name!r}; it has {known}")
         return folder
     folder = Path(name)

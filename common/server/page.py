@@ -1,6 +1,7 @@
-"""The page at `/`: a form that chats with the model or lets it continue a text, and the engine's steps.
+"""The page at `/`: conversations with the model, or texts for it to continue, beside the engine's steps.
 
-The page loads nothing from elsewhere. `viewer/` draws the engine's steps, here and on the documentation's site.
+The page loads nothing from elsewhere. `chat_page/` is the page; `viewer/` draws the engine's steps, here and on the
+documentation's site.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib import resources
 from string import Template
 
 from common.engine import Engine
+from common.request import SamplingParams
 
 #: Headers that restrict the page to its own script and style, and to this server.
 PAGE_HEADERS = {
@@ -20,10 +22,15 @@ PAGE_HEADERS = {
 #: Parts of the viewer's script, in `viewer/`. Each part uses only the parts before it.
 VIEWER_PARTS = ("trace", "shapes", "seats", "memory", "panel", "viewer")
 
-#: The form's default for `max_tokens`: stories of the bundled models are shorter.
+#: Parts of the page's script, in `chat_page/`, after the viewer's.
+PAGE_PARTS = ("words", "elements", "conversations", "sending", "transcript", "page")
+
+#: The form's default for `max_tokens`, if it leaves half of the longest request to the conversation so far. Stories
+#: of the bundled models are shorter.
 MOST_TOKENS = 512
-MOST_COPIES = 32  # requests with the same prompt that the form sends at once
-STORIES = 6
+TEMPERATURE = 0.8  # the form's, if the model has no sampling defaults of its own
+STARTERS = 4  # questions that the page sends at once, as many as `STARTERS` in `words.js`
+MOST_CHOICES = 4  # conversations that begin with the same one of these questions
 
 #: Words of the form for a model with a chat template, and for a model that only continues text.
 CHAT = {
@@ -31,20 +38,23 @@ CHAT = {
     "verb": "Send",
     "prompt_label": "Message",
     "prompt": "Tell me a story about an owl named Nora.",
+    "chat_only": "",
 }
 COMPLETION = {
     "mode": "completion",
     "verb": "Complete",
     "prompt_label": "Text to continue",
     "prompt": "Once there was a young owl named Nora.",
+    "chat_only": "hidden",
 }
 
 
 def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
     """Return the page of an app that serves `engine`'s model under `model_name`."""
-    template = Template(_read("page.html"))
+    template = Template(_read("chat_page/page.html"))
     most_tokens = engine.max_seq_len - 1
-    most_copies = min(MOST_COPIES, engine.config.max_waiting_requests)
+    choices = conversations_per_starter(engine.config.max_batch_size, engine.config.max_waiting_requests)
+    defaults = engine.default_params
     words = COMPLETION if engine.tokenizer.chat_template is None else CHAT
     values = {
         "number": engine.phase.number,
@@ -53,13 +63,27 @@ def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
         "model": model_name,
         "max_seq_len": engine.max_seq_len,
         "most_tokens": most_tokens,
-        "most_copies": most_copies,
-        "max_tokens": min(MOST_TOKENS, most_tokens),
-        "stories": min(STORIES, most_copies),
+        "max_tokens": max(1, min(MOST_TOKENS, engine.max_seq_len // 2)),
+        "temperature": TEMPERATURE if defaults == SamplingParams() else "",
+        "default_temperature": defaults.temperature,
+        "default_top_p": defaults.top_p,
+        "choices": choices,
+        "conversations": STARTERS * choices,
+        "live_view": "on" if live_view else "off",
     }
     escaped = {name: html.escape(str(value)) for name, value in (values | words).items()}
-    parts = {"viewer": viewer_script(), "viewer_style": viewer_style()}
-    return template.substitute(escaped | parts, live_view="on" if live_view else "off")
+    page_script = [_read(f"chat_page/{part}.js") for part in PAGE_PARTS]
+    return template.substitute(
+        escaped,
+        style="\n".join((_read("chat_page/page.css"), viewer_style())),
+        script="\n".join((viewer_script(), *page_script)),
+    )
+
+
+def conversations_per_starter(seats: int, most_waiting: int) -> int:
+    """Return how many conversations begin with each starter: enough to fill the seats and let some wait."""
+    wanted = -(-(seats + 2) // STARTERS)
+    return max(1, min(wanted, MOST_CHOICES, most_waiting))
 
 
 def viewer_script() -> str:

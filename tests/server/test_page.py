@@ -1,20 +1,23 @@
-"""The page at `/`: what it says, and, in a real browser, that its form chats and streams completions."""
+"""The page at `/`: what it says, and, in a real browser, its conversations beside the engine's steps."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.phases import find_phase
-from common.server.page import render_page
+from common.request import SamplingParams
+from common.server.page import conversations_per_starter, render_page
 from tests.browser import DESKTOP, PHONE, Tab
-from tests.server.support import ServerProcess, eventually
+from tests.server.support import LocalServer, ServerProcess, eventually, rendered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,10 +56,26 @@ def test_a_models_name_cannot_be_markup() -> None:
     package = find_phase("phase5_continuous")
     phase = package.PHASE
     tokenizer = SimpleNamespace(chat_template=None)
-    engine = SimpleNamespace(phase=phase, max_seq_len=64, config=package.Config(), tokenizer=tokenizer)
+    engine = SimpleNamespace(
+        phase=phase,
+        max_seq_len=64,
+        config=package.Config(),
+        tokenizer=tokenizer,
+        default_params=SamplingParams(temperature=0.3),
+    )
     page = render_page(engine, '<script>"&$idea', live_view=True)
     assert "&lt;script&gt;&quot;&amp;$idea" in page
-    assert 'value="63"' in page, "no more than fits"
+    assert 'max="63" value="32"' in page, "half of what fits"
+    assert 'value="" placeholder="0.3"' in page, "the model's own temperature is the default"
+
+
+@pytest.mark.parametrize(
+    ("seats", "most_waiting", "each"), [(1, 256, 1), (2, 256, 1), (8, 256, 3), (64, 256, 4), (8, 1, 1)]
+)
+def test_enough_conversations_start_at_once_to_fill_the_seats(
+    seats: int, most_waiting: int, each: int
+) -> None:
+    assert conversations_per_starter(seats, most_waiting) == each
 
 
 # ---------------------------------------------------------------------- in a browser
@@ -69,40 +88,47 @@ def chatty() -> Iterator[ServerProcess]:
         yield process
 
 
-#: Keeps the bodies that the page posts and the statuses that it shows.
+@pytest.fixture(scope="module")
+def slow() -> Iterator[LocalServer]:
+    """A server with two seats, whose steps take so long that the page shows each of them."""
+    with LocalServer("phase8_prefix", max_batch_size=2, max_seq_len=512) as server:
+        server.engine.watchers.append(lambda *_: time.sleep(0.02))
+        yield server
+
+
+#: Keeps the bodies that the page posts.
 RECORDER = """(() => {
     window.sent = [];
-    window.said = [];
-    const post = window.fetch, status = document.getElementById("status");
-    window.fetch = (path, options) => {
+    const post = window.fetch;
+    window.fetch = (path, options = {}) => {
         if (options.body) sent.push([path, JSON.parse(options.body)]);
         return post(path, options);
     };
-    new MutationObserver(() => said.push(status.textContent)).observe(status, { childList: true });
 })()"""
 
 
-def opened(tab: Tab, server: ServerProcess, **how: int | bool) -> None:
-    tab.open(server.url, **how)  # type: ignore[arg-type]  # the words that `open` takes
+def opened(tab: Tab, server: Any, **how: Any) -> None:
+    tab.open(server.url, **how)
     tab.ask(RECORDER)
 
 
-def write(tab: Tab, text: str | None = None, **settings: float) -> None:
-    """Fill in the form and send it."""
-    if text is not None:
-        tab.ask(f"document.getElementById('prompt').value = {text!r}")
+def write(tab: Tab, text: str, **settings: float | str) -> None:
+    """Write a message into the form, settings as well, and press Enter."""
     for name, value in settings.items():
-        tab.ask(f"document.getElementById('{name}').value = {value}")
-    tab.ask("document.getElementById('send').click()")
+        tab.ask(f"document.getElementById({name!r}).value = {value!r}")
+    tab.ask("document.getElementById('prompt').value = ''; document.getElementById('prompt').focus()")
+    tab.type(text)
+    tab.press("Enter")
 
 
-def ended(tab: Tab) -> str:
-    """Wait until no answer is open. Return the last status."""
-    tab.until(
-        "document.getElementById('stop').disabled && document.getElementById('status').textContent !== ''"
-    )
-    status: str = tab.ask("document.getElementById('status').textContent")
-    return status
+def answered(tab: Tab) -> str:
+    """Wait until the answer in the shown conversation has ended. Return its last line."""
+    tab.ask(
+        "new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))"
+    )  # what was sent is drawn
+    tab.until("document.getElementById('stop').hidden && document.querySelectorAll('.turn').length")
+    about: str = tab.ask("document.querySelector('.turn:last-of-type .about').textContent")
+    return about
 
 
 def texts(tab: Tab, selector: str) -> list[str]:
@@ -110,58 +136,284 @@ def texts(tab: Tab, selector: str) -> list[str]:
     return found
 
 
+def messages(tab: Tab, request: int) -> list[dict[str, str]]:
+    """The messages of a request that the page has sent."""
+    found: list[dict[str, str]] = tab.ask(f"sent[{request}][1].messages")
+    return found
+
+
+def joined(text: str) -> str:
+    """A text without its white space: the page makes paragraphs of some."""
+    return "".join(text.split())
+
+
+FIGURES = re.compile(
+    r"Done\. (\d+) tokens, \d+ tokens/s, the first after [\d.]+ m?s\. Prompt: (\d+) tokens, (\d+) cached\."
+)
+
+
 @pytest.mark.browser
-@pytest.mark.parametrize(("width", "dark"), [(DESKTOP, False), (PHONE, True)], ids=["desk", "phone at night"])
-def test_a_model_with_a_chat_template_chats(tab: Tab, chatty: ServerProcess, width: int, dark: bool) -> None:
-    opened(tab, chatty, width=width, dark=dark)
-    write(tab)
-    assert re.fullmatch(r"1 answer: \d+ tokens in [\d.]+ s, \d+ tokens/s", ended(tab))
-    assert tab.ask("[...new Set(said)].slice(0, 2)") == ["waiting for the first token", "writing:"]
-    (answer,), (about,) = texts(tab, ".made"), texts(tab, ".about")
+def test_a_conversation_remembers_what_was_said(tab: Tab, slow: LocalServer) -> None:
+    opened(tab, slow)
+    write(tab, "Tell me a story about an owl named Nora.", system="You tell stories.", seed=5)
+    first = FIGURES.fullmatch(answered(tab))
+    assert first is not None
+    (answer,) = texts(tab, ".answer")
     assert "Nora" in answer
-    assert re.fullmatch(r"\d+ tokens in .*, the first after \d+ ms\. The model ended its answer\.", about)
-    above_the_fold = 600  # pixels of a phone's 844
-    assert tab.ask("document.querySelector('.made').getBoundingClientRect().top") < above_the_fold
+    write(tab, "What is Nora?", temperature=0, top_p=0.9, max_tokens=40)
+    second = FIGURES.fullmatch(answered(tab))
+    assert second is not None
+
+    told = messages(tab, 1)
+    assert [each["role"] for each in told] == ["system", "user", "assistant", "user"]
+    assert told[0]["content"] == "You tell stories."
+    assert joined(told[2]["content"]) == joined(answer)
+    assert int(second[2]) == len(rendered(told, add_generation_prompt=True))
+    assert int(second[3]) >= int(first[2]), "the first prompt was found in memory"
+    assert tab.ask(
+        "(({temperature, top_p, max_tokens, seed}) => [temperature, top_p, max_tokens, seed])(sent[1][1])"
+    ) == [
+        0,
+        0.9,
+        40,
+        5,
+    ]
+    assert "top_p" not in tab.ask("sent[0][1]"), "an empty setting is the server's"
+
+    tab.point("#new", click=True)
+    write(tab, "Hello!", system="")
+    answered(tab)
+    assert messages(tab, 2) == [{"role": "user", "content": "Hello!"}]
+    assert texts(tab, "#list .name") == ["Tell me a story about an owl named Nora.", "Hello!"]
+    tab.assert_well(slow.url)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True], ids=["day", "night"])
+@pytest.mark.parametrize("width", [DESKTOP, 900, 390, 320])
+def test_conversations_at_once_are_seen_in_seats_and_blocks(
+    tab: Tab, slow: LocalServer, width: int, dark: bool
+) -> None:
+    opened(tab, slow, width=width, dark=dark, height=844)
+    tab.until("document.querySelector('.sv-head') !== null")
+    tab.point("#load", click=True)
+    tab.until("document.querySelectorAll('#list .open').length === 4")
+    tab.until("document.querySelectorAll('.sv-chip').length === 4")
+    tab.until(
+        "[...document.querySelectorAll('.sv-chip b')].map(each => each.textContent).sort().join('') === 'ABCD'"
+    )
+    tab.until("document.querySelectorAll('.sv-chip.sv-waits').length === 2")
+    tab.until(
+        "[...document.querySelectorAll('#list .state')]"
+        ".filter(each => each.textContent.startsWith('…')).length === 2"
+    )
+    running = tab.ask(
+        "[...document.querySelectorAll('.sv-chip:not(.sv-waits) b')].map(each => each.textContent)"
+    )
+    colours = (
+        "(selector => Object.fromEntries([...document.querySelectorAll(selector)]"
+        ".map(each => [each.textContent, getComputedStyle(each).backgroundColor])))"
+    )
+    in_list, in_picture = tab.ask(f"[{colours}('#list .badge'), {colours}('.sv-chip:not(.sv-waits) b')]")
+    assert {letter: in_list[letter] for letter in running} == in_picture
+    assert set("".join(texts(tab, ".sv-memory text"))) <= {*"ABCD×234"}
+    narrow = width < 800
+    if narrow:
+        assert [each for each in texts(tab, "#strip .badge") if each != "0"], "the seats stand above the form"
     assert tab.ask("document.documentElement.scrollWidth") <= width
-    labelled = "[...document.querySelectorAll('input, textarea')].every(e => e.labels.length || e.ariaLabel)"
-    assert tab.ask(labelled)
+    assert tab.ask("document.documentElement.scrollHeight") <= 844
+    if narrow:
+        tab.point("#strip", click=True)
+        assert tab.ask("getComputedStyle(document.getElementById('talk')).display") == "none"
+        assert tab.ask("document.documentElement.scrollWidth") <= width
+        tab.ask("document.querySelector('.sv-chip').click()")
+        assert tab.ask("getComputedStyle(document.getElementById('live')).display") == "none"
+    tab.point("#stop-all", click=True)
+    eventually(lambda: not slow.engine.scheduler.has_work)
+    tab.until("!document.querySelector('#list .open')")
+    tab.assert_well(slow.url)
+    assert tab.violations("body") == []
 
-    write(tab, "What is Nora?", temperature=0)
-    ended(tab)
-    paths = tab.ask("sent.map(each => each[0])")
-    assert paths == ["v1/chat/completions"] * 2
-    roles = tab.ask("sent[1][1].messages.map(each => each.role)")
-    assert roles == ["user", "assistant", "user"]
-    assert tab.ask("sent[1][1].messages[1].content") == answer
-    assert texts(tab, ".given")[0] == "What is Nora?", "the newest answer stands under the form"
 
-    tab.point("#anew", click=True)
-    write(tab, "Hello!", copies=2)
-    ended(tab)
-    assert tab.ask("sent[2][1].messages.length") == 1
-    assert len(texts(tab, ".answer")) == 4
+@pytest.mark.browser
+@pytest.mark.parametrize("way", ["Escape", "#stop", "#delete"])
+def test_stop_frees_the_seat(tab: Tab, slow: LocalServer, way: str) -> None:
+    opened(tab, slow)
+    before = slow.counters()["requests_cancelled"]
+    write(tab, "Tell me a story about an owl named Nora.")
+    tab.point("#new", click=True)
+    write(tab, "Tell me a story about a brave fox.")
+    tab.until("document.querySelector('.answer')?.textContent.length > 5")
+    eventually(lambda: len(slow.engine.scheduler.active) == 2)
+    if way == "Escape":
+        tab.press(way)
+    else:
+        tab.point(way, click=True)
+    eventually(lambda: slow.counters()["requests_cancelled"] == before + 1)
+    eventually(lambda: len(slow.engine.scheduler.active) == 1)
+    if way != "#delete":
+        assert answered(tab).startswith("Stopped. ")
+        (cut,) = texts(tab, ".answer")
+        write(tab, "Go on.", max_tokens=3)
+        assert answered(tab).startswith("Cut at the limit. 3 tokens")
+        assert joined(messages(tab, 2)[1]["content"]) == joined(cut), "what was read of the answer"
+        tab.point("#list li:first-child button", click=True)
+    assert answered(tab).startswith("Done. ")
+
+
+@pytest.mark.browser
+def test_keys(tab: Tab, slow: LocalServer) -> None:
+    opened(tab, slow)
+    tab.point("#prompt", click=True)
+    tab.ask("document.getElementById('prompt').value = ''")
+    tab.press("Enter")
+    assert texts(tab, ".turn") == [], "nothing is sent"
+    tab.type("Hello!")
+    tab.press("Enter", shift=True)
+    tab.type("Who are you?")
+    assert tab.ask("document.getElementById('prompt').value") == "Hello!\nWho are you?"
+    tab.press("Enter")
+    tab.type("And then?")
+    tab.press("Enter")
+    assert tab.ask("sent.length") == 1, "one answer at a time"
+    assert tab.ask("document.getElementById('prompt').value") == "And then?"
+    answered(tab)
+    tab.press("Enter")
+    answered(tab)
+    assert [each["content"] for each in messages(tab, 1)[::2]] == ["Hello!\nWho are you?", "And then?"]
+
+
+@pytest.mark.browser
+def test_a_reload_keeps_conversations_and_settings(tab: Tab, slow: LocalServer) -> None:
+    opened(tab, slow)
+    write(tab, "Tell me a story about an owl named Nora.", system="You tell stories.", temperature=0.5)
+    answered(tab)
+    (answer,) = texts(tab, ".answer")
+    tab.point("#new", click=True)
+    write(tab, "Tell me a story about a brave fox.")
+    tab.until("document.querySelector('.answer')?.textContent.length > 5")
+    kept = "JSON.parse(sessionStorage.getItem('infer-conversations') ?? '{}').chats?.[1]?.turns[0]?.text"
+    tab.until(kept)
+    tab.reload()
+    tab.ask(RECORDER)
+    assert tab.until("document.querySelector('.turn .about')?.textContent").startswith("Broken off. ")
+    assert tab.ask(
+        "[document.getElementById('temperature').value, document.getElementById('system').value]"
+    ) == [
+        "0.5",
+        "You tell stories.",
+    ]
+    tab.point("#list li:first-child button", click=True)
+    tab.until(f"document.querySelector('.answer')?.textContent === {json.dumps(answer)}")
+    write(tab, "What is Nora?")
+    answered(tab)
+    assert [each["role"] for each in messages(tab, 0)] == ["system", "user", "assistant", "user"]
+    eventually(lambda: not slow.engine.scheduler.has_work)
+    tab.assert_well(slow.url)
+
+
+@pytest.mark.browser
+def test_a_refusal_is_part_of_the_conversation(tab: Tab, chatty: ServerProcess) -> None:
+    opened(tab, chatty, width=PHONE)
+    write(tab, "Hello!", max_tokens=5)
+    answered(tab)
+    message = "word " * 5000
+    write(tab, message)
+    assert answered(tab) == "Failed."
+    (refusal,) = [each for each in texts(tab, ".error") if each]
+    assert refusal.startswith("the prompt has ")
+    assert tab.ask("document.getElementById('prompt').value") == message, "to try again"
+    assert tab.ask("document.documentElement.scrollWidth") <= PHONE
+    write(tab, "What is Nora?")
+    assert answered(tab).startswith("Cut at the limit. 5 tokens")
+    assert len(messages(tab, 2)) == 3, "the message without an answer is left out"
+    tab.errors.clear()  # that one request was refused
+    assert tab.violations("body") == []
+
+
+@pytest.mark.browser
+def test_a_full_server_says_so_and_serves_the_next_message(tab: Tab) -> None:
+    with LocalServer(
+        "phase5_continuous", max_batch_size=1, max_waiting_requests=1, max_seq_len=512
+    ) as server:
+        server.engine.watchers.append(lambda *_: time.sleep(0.02))
+        opened(tab, server)
+        write(tab, "Tell me a story about an owl named Nora.")
+        tab.until("document.querySelector('.answer')?.textContent.length > 5")
+        tab.point("#new", click=True)
+        write(tab, "This one waits.")
+        eventually(lambda: server.engine.scheduler.num_waiting == 1)
+        tab.point("#new", click=True)
+        write(tab, "This one is refused.")
+        assert answered(tab) == "Failed."
+        assert "503" in " ".join(tab.errors)
+        assert [each for each in texts(tab, ".error") if each], "the server's message"
+        tab.point("#stop-all", click=True)
+        eventually(lambda: not server.engine.scheduler.has_work)
+        assert tab.ask("document.getElementById('prompt').value") == "This one is refused."
+        tab.ask("document.getElementById('prompt').focus()")
+        tab.press("Enter")
+        assert answered(tab).startswith("Done. ")
+
+
+#: Answers each message with a stream of these deltas, as a reasoning model with tools might.
+STAND_IN = """(deltas => {
+    const post = window.fetch;
+    window.fetch = (path, options) => {
+        if (!options?.body) return post(path, options);
+        const usage = { prompt_tokens: 9, completion_tokens: 3 };
+        const data = deltas.map((delta, at) => JSON.stringify({ choices: [{ index: 0, delta,
+            finish_reason: at === deltas.length - 1 ? "stop" : null }], usage }));
+        const stream = [...data, "[DONE]"].map(each => `data: ${each}\\n\\n`).join("");
+        return Promise.resolve(new Response(stream));
+    };
+})"""
+
+
+@pytest.mark.browser
+def test_reasoning_calls_and_code_are_shown_apart(tab: Tab, chatty: ServerProcess) -> None:
+    tab.open(chatty.url)
+    evil = '<img src="x" onerror="throw 1">'
+    deltas = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "The user "},
+        {"reasoning_content": f"greets. {evil}"},
+        {"content": f"Hello {evil}, **you**!\n\nRun `ls`:\n```sh\nls -l\n"},
+        {"content": "\npwd\n```\nThat is **not closed, and `neither this."},
+        {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
+    ]
+    tab.ask(f"({STAND_IN})({json.dumps(deltas)})")
+    write(tab, f"Hello {evil}")
+    answered(tab)
+    assert texts(tab, ".thought") == [f"The user greets. {evil}"]
+    assert tab.ask("document.querySelector('.turn details').open") is False
+    assert texts(tab, ".answer p") == [
+        f"Hello {evil}, you!",
+        "Run ls:",
+        "That is **not closed, and `neither this.",
+    ]
+    assert texts(tab, ".answer pre") == ["ls -l\n\npwd"]
+    assert texts(tab, ".answer strong") == ["you"]
+    assert texts(tab, ".calls p, .calls pre") == ["Calls the tool weather", '{"city": "Rome"}']
+    assert texts(tab, ".asked") == [f"Hello {evil}"]
+    assert tab.ask("document.querySelectorAll('img').length") == 0
     tab.assert_well(chatty.url)
     assert tab.violations("body") == []
 
 
 @pytest.mark.browser
-def test_an_answer_that_was_cut_says_so(tab: Tab, chatty: ServerProcess) -> None:
-    opened(tab, chatty)
-    write(tab, max_tokens=5)
-    ended(tab)
-    (about,) = texts(tab, ".about")
-    assert about.endswith("Cut at 5 tokens.")
-
-
-@pytest.mark.browser
-def test_six_stories_are_one_click(tab: Tab, chatty: ServerProcess) -> None:
-    opened(tab, chatty, width=PHONE)
-    tab.point("#stories", click=True)
-    assert ended(tab).startswith("6 answers: ")
-    assert len(set(texts(tab, ".given"))) == 6
-    assert all(len(each) > 20 for each in texts(tab, ".made"))
-    (prompts,) = tab.ask("sent.map(each => each[1].prompt)")
-    assert len(prompts) == 6, "all in one stream"
+def test_a_stream_that_breaks_says_so(tab: Tab, chatty: ServerProcess) -> None:
+    tab.open(chatty.url)
+    tab.ask(f"({STAND_IN})([])")
+    write(tab, "Hello!")
+    assert answered(tab) == "Failed."
+    assert texts(tab, ".error") == ["the stream ended before the answer did"]
+    tab.ask("window.fetch = async () => new Response('no way', { status: 503, statusText: 'Busy' })")
+    write(tab, "Hello!")
+    answered(tab)
+    assert texts(tab, ".error")[1] == "503 Busy"
 
 
 @pytest.mark.browser
@@ -170,40 +422,16 @@ def test_a_model_without_a_chat_template_continues_text(tab: Tab, tmp_path: Path
     shutil.copytree(ROOT / "common/zoo/llama-tiny", folder, ignore=shutil.ignore_patterns("chat_template*"))
     with ServerProcess("phase5_continuous", "--model", str(folder)) as server:
         opened(tab, server)
-        write(tab, max_tokens=20, temperature=0)
-        ended(tab)
-        assert tab.ask("sent.map(each => each[0])") == ["v1/completions"]
-        assert texts(tab, ".given") == ["Once there was a young owl named Nora."]
-        (about,) = texts(tab, ".about")
-        assert about.endswith("Cut at 20 tokens.")
+        assert tab.ask("getComputedStyle(document.getElementById('system').parentElement).display") == "none"
+        write(tab, "Once there was a young owl named Nora.", max_tokens=20, temperature=0)
+        assert answered(tab).startswith("Cut at the limit. 20 tokens")
+        write(tab, "Once there was a fox.")
+        answered(tab)
+        assert tab.ask("sent.map(each => [each[0], each[1].prompt])") == [
+            ["v1/completions", "Once there was a young owl named Nora."],
+            ["v1/completions", "Once there was a fox."],
+        ]
         tab.assert_well(server.url)
-
-
-@pytest.mark.browser
-def test_stop_gives_the_request_up(tab: Tab, chatty: ServerProcess) -> None:
-    opened(tab, chatty, width=PHONE)
-    before = chatty.counters()["requests_cancelled"]
-    write(tab, copies=4, max_tokens=1000)
-    tab.until("document.querySelector('.made')?.textContent.length > 5")
-    tab.point("#stop", click=True)
-    assert ended(tab) == "stopped"
-    eventually(lambda: chatty.counters()["requests_cancelled"] > before)
-    write(tab, "Hello!", copies=1, max_tokens=5)
-    assert ended(tab).startswith("1 answer: ")
-
-
-@pytest.mark.browser
-def test_a_refusal_is_shown_once_and_the_message_stays(tab: Tab, chatty: ServerProcess) -> None:
-    opened(tab, chatty, width=PHONE)
-    message = "word " * 5000
-    write(tab, message)
-    refusal = ended(tab)
-    assert refusal.startswith("the prompt has ")
-    assert tab.ask(f"document.body.innerText.split({refusal!r}).length") == 2
-    assert texts(tab, ".answer") == []
-    assert tab.ask("document.getElementById('prompt').value") == message
-    write(tab, "Hello!", max_tokens=5)
-    assert ended(tab).startswith("1 answer: ")
 
 
 # ---------------------------------------------------------------------- live, over a real server
@@ -229,50 +457,76 @@ def give_key(tab: Tab) -> None:
     tab.until("document.querySelector('.sv-head') !== null")
 
 
-def send(tab: Tab, count: int, tokens: int) -> None:
-    tab.ask(
-        "document.getElementById('prompt').value = 'Tell me about a fox.'; "
-        f"document.getElementById('copies').value = {count}; "
-        f"document.getElementById('max_tokens').value = {tokens}; document.getElementById('send').click()"
+def engine_line(tab: Tab) -> str:
+    line: str = tab.ask("document.querySelector('.sv-head span').textContent")
+    return line
+
+
+@pytest.mark.browser
+def test_a_server_with_keys_wants_one(tab: Tab, live: ServerProcess) -> None:
+    tab.open(live.url)
+    tab.until("!document.getElementById('keyed').hidden")
+    assert tab.ask("document.body.innerText.split('wants a key').length") == 2, "it is said once"
+    write(tab, "Hello!", max_tokens=5)
+    assert answered(tab) == "Failed."
+    assert tab.ask("document.getElementById('prompt').value") == "Hello!"
+    tab.errors.clear()  # these requests were refused
+    give_key(tab)
+    tab.ask("document.getElementById('prompt').focus()")
+    tab.press("Enter")
+    assert answered(tab).startswith("Cut at the limit. 5 tokens")
+    assert not tab.ask("JSON.stringify({ ...sessionStorage, ...localStorage })").count("a-key"), (
+        "nobody keeps the key"
     )
+    tab.assert_well(live.url)
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("width", "dark"), [(DESKTOP, False), (PHONE, True)], ids=["desk", "phone at night"])
-def test_requests_are_seen_sharing_the_steps(tab: Tab, live: ServerProcess, width: int, dark: bool) -> None:
+def test_the_picture_follows_the_engine_until_it_is_paused(
+    tab: Tab, live: ServerProcess, width: int, dark: bool
+) -> None:
     tab.open(live.url, width=width, dark=dark)
-    tab.until("!document.getElementById('keyed').hidden")
-    assert tab.ask("document.body.innerText.split('wants a key').length") == 2, "it is said once"
-    tab.errors.clear()  # that one request was refused
     give_key(tab)
-    send(tab, 6, 240)
-    tab.until("document.querySelectorAll('.sv-chip').length > 4")  # four seats, and who waits
-    tab.until(
-        "[...document.querySelectorAll('.sv-chip span')].some(each => each.textContent.startsWith('…'))"
-    )
-    assert re.search(r" running, \d waiting · ", texts(tab, ".sv-head span")[0])
-    assert "blocks" in tab.until("document.querySelector('.sv-memory-head').textContent")
-    tab.until("document.querySelectorAll('.answer b:not([hidden])').length === 6")
-    letters = tab.ask("[...document.querySelectorAll('.answer b')].map(each => each.textContent)")
-    assert len(set(letters)) == 6
-    tab.until("document.getElementById('stop').disabled && !document.querySelector('.sv-chip')")
-    assert tab.ask("document.querySelector('.sv-head span').textContent").endswith("6 done")
+    tab.errors.clear()  # that one request was refused
+    tab.ask("document.querySelector('#views [data-view=engine]').click()")
+    before = live.counters()["requests_finished"]
+    tab.ask("document.getElementById('load').click()")
+    eventually(lambda: live.counters()["requests_finished"] == before + 8)
+    tab.until("!document.querySelector('#list .open') && !document.querySelector('.sv-chip')")
+    assert engine_line(tab).endswith("8 done")
+    assert "blocks" in tab.ask("document.querySelector('.sv-memory-head').textContent")
     explained = set(texts(tab, ".sv-legend span:not([hidden])"))
     assert {"prompt tokens", "one new token"} <= explained
     assert not any("found" in each or "kept" in each for each in explained), "this phase shares no memory"
-    ends = tab.ask("[...document.querySelectorAll('.answer .about')].map(each => each.textContent)")
-    assert all(" tokens/s, the first after " in each for each in ends)
 
     tab.point("[data-do=back]", click=True)  # pauses: what comes is not shown until it is asked for
-    shown = tab.ask("document.querySelector('.sv-head span').textContent")
-    send(tab, 1, 5)
-    tab.until("document.getElementById('stop').disabled")
-    assert tab.ask("document.querySelector('.sv-head span').textContent") == shown
+    shown = engine_line(tab)
+    live.complete(max_tokens=5)
+    tab.ask("new Promise(resolve => setTimeout(resolve, 300))")
+    assert engine_line(tab) == shown
     tab.point("[data-do=last]", click=True)
-    tab.until("document.querySelector('.sv-head span').textContent.endsWith('7 done')")
+    tab.until("document.querySelector('.sv-head span').textContent.endsWith('9 done')")
     assert tab.ask("document.documentElement.scrollWidth") <= width
     tab.assert_well(live.url)
     assert tab.violations("body") == []
+
+
+@pytest.mark.browser
+def test_requests_of_others_have_small_letters(tab: Tab, slow: LocalServer) -> None:
+    opened(tab, slow)
+    tab.until("document.querySelector('.sv-head') !== null")
+    with slow.streaming(max_tokens=60, ignore_eos=True) as events:
+        next(events)
+        write(tab, "Hello!")
+        letters = tab.until(
+            "(found => found.length === 2 && found.includes('A') && found)"
+            "([...document.querySelectorAll('.sv-chip b')].map(each => each.textContent))"
+        )
+        assert [each for each in letters if each != "A"] == [each.lower() for each in letters if each != "A"]
+        for _ in events:
+            pass
+    answered(tab)
 
 
 @pytest.mark.browser
@@ -280,8 +534,8 @@ def test_a_server_without_the_view_says_so(tab: Tab) -> None:
     with ServerProcess("phase5_continuous", "--no-live-view") as server:
         tab.open(server.url)
         assert "--no-live-view" in tab.until("document.getElementById('live-status').textContent")
-        send(tab, 1, 5)
-        tab.until("document.querySelector('.answer .about').textContent.endsWith('Cut at 5 tokens.')")
+        write(tab, "Hello!", max_tokens=5)
+        assert answered(tab).startswith("Cut at the limit. 5 tokens")
         assert not any(each.endswith("/steps") for each in tab.requested)
         tab.assert_well(server.url)
 

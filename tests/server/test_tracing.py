@@ -135,12 +135,10 @@ def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
         with server.streaming(max_tokens=200) as events:
             next(events)  # and leave: cancelled
         eventually(lambda: server.counters()["requests_cancelled"] == 1)
-        with ThreadPoolExecutor() as pool:  # a reader of /trace does not hold up the end
-            reading = pool.submit(server.client.get, "/trace", params={"seconds": 3000})
-            eventually(lambda: server.counters()["steps"] > 0)
-            server.signal()
-            assert server.wait() == 0
-            assert read_trace(reading.result(HANG_S).content) is not None
+        with server.client.stream("GET", "/trace", params={"seconds": 3000}) as reading:
+            server.signal()  # a reader of /trace does not hold up the end
+            assert read_trace(reading.read()) is not None
+        assert server.wait() == 0
         assert "Traceback" not in server.log_text
     data = path.read_bytes()
     assert data.endswith(b"]\n")

@@ -16,6 +16,7 @@ class MemoryPicture {
     this.trace = trace;
     this.viewer = viewer;
     this.id = `sv-memory${++memoryPictures}`;
+    this.summary = ""; /* blocks in use, in a few words */
   }
 
   /** @param {Frame} frame @param {State} state */
@@ -30,7 +31,8 @@ class MemoryPicture {
       });
     const slots = blocks <= this.trace.header.seats, word = slots ? "slots" : "blocks";
     const shared = [...owners.values()].filter(each => each.length > 1).length, kept = state.kept.size;
-    const words = [`memory: ${owners.size} of ${blocks} ${word} of ${size} tokens in use`];
+    this.summary = `${owners.size} of ${blocks} ${word}`;
+    const words = [`memory: ${this.summary} of ${size} tokens in use`];
     if (shared) words.push(`${shared} shared`);
     if (kept) words.push(`${kept} kept for later prompts`);
     this.heading.textContent = blocks ? words.join(", ") : "memory: none is taken";
@@ -44,7 +46,7 @@ class MemoryPicture {
     const per = all ? Math.max(1, Math.ceil(drawn.length / rows)) : most; /* no row that is nearly empty */
     const w = all ? width / per : side, h = slots ? 16 : Math.min(side, 22);
     const gap = side > 10 ? 1 : 0.5, round = side > 10 ? 2.5 : 0;
-    const layer = new Layer(this.viewer.hot);
+    const layer = new Layer(this.trace, this.viewer.hot);
     drawn.forEach((block, place) => {
       const x = (place % per) * w + gap, y = Math.floor(place / per) * h + gap;
       const owned = owners.get(block);
@@ -84,7 +86,7 @@ class MemoryPicture {
       layer.box("sv-full", number, x, y + place * band, width * used, band, round);
     });
     const [number, used] = held[0], shared = held.length > 1;
-    const words = shared ? `×${held.length}` : letterOf(number);
+    const words = shared ? `×${held.length}` : this.trace.label(number);
     if (height < 10 || width < 7 * words.length) return;
     const wide = width > 60, on = used * width > (wide ? 20 : width * 0.75) ? "sv-on" : "sv-off";
     const middle = wide ? x + 10 : x + width / 2;

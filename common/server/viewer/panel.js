@@ -72,8 +72,8 @@ class StepPanel {
   words() {
     if (this.index < 0) return "no step yet";
     const frame = this.trace.frames[this.index];
-    const work = frame.running.map(row => `${letterOf(row[0])}: ${workOf(row, this.trace.name(row[0]))}`);
-    const waiting = frame.waiting[1].map(letterOf).join(", ") || "nobody";
+    const work = frame.running.map(row => `${this.trace.label(row[0])}: ${workOf(row, this.trace.name(row[0]))}`);
+    const waiting = frame.waiting[1].map(number => this.trace.label(number)).join(", ") || "nobody";
     return `Phase ${this.trace.header.phase[0]}, step ${frame.step}. ${work.join("; ") || "nothing runs"}. `
       + `Waiting: ${waiting}. ${this.memory.heading.textContent}.`;
   }
@@ -109,12 +109,12 @@ class StepPanel {
     if (!chip) {
       chip = document.createElement("button");
       chip.type = "button";
-      chip.className = `sv-chip ${hueOf(number)}`;
       chip.dataset.r = String(number);
       for (const tag of ["b", "span", "i"]) chip.append(document.createElement(tag));
-      chip.children[0].textContent = letterOf(number);
       this.chips.set(number, chip);
     }
+    chip.className = `sv-chip ${this.trace.hue(number)}`; /* a mark may come after its request */
+    chip.children[0].textContent = this.trace.label(number);
     chip.children[1].textContent = words;
     chip.classList.toggle("sv-waits", words === "waits");
     /** @type {HTMLElement} */ (chip.children[2]).style.width = `${Math.round(share * 100)}%`;
@@ -128,7 +128,7 @@ class StepPanel {
     const now = row ? workOf(row, name) : frame.waiting[1].includes(this.hot) ? "waits" : "has left";
     const held = table ? `, ${counted(table.length, "block")} for ${counted(row?.[2] ?? 0, "token")}` : "";
     const found = name.found ? `, ${name.found} of its prompt found in memory` : "";
-    return `<b>${letterOf(this.hot)}</b> <code>${escaped(name.id)}</code>: ${now}${held}; a prompt of `
+    return `<b>${escaped(this.trace.label(this.hot))}</b> <code>${escaped(name.id)}</code>: ${now}${held}; a prompt of `
       + `${counted(name.prompt, "token")}, up to ${name.fresh} new${found}`;
   }
 }

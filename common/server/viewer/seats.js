@@ -46,7 +46,7 @@ class SeatsPicture {
     while (first > 0 && this.right(first - 1) > this.scroll) first--;
     while (last + 1 < frames.length && this.left(last + 1) < this.scroll + view) last++;
     const longest = Math.max(...frames.slice(first, last + 1).map(frame => frame.took));
-    const past = new Layer(this.viewer.hot), future = new Layer(this.viewer.hot);
+    const past = new Layer(this.trace, this.viewer.hot), future = new Layer(this.trace, this.viewer.hot);
     for (let index = first; index <= last; index++)
       this.drawStep(index <= now ? past : future, index, now, top, longest);
     const y = seat => top + seat * ROW;
@@ -128,10 +128,10 @@ class SeatsPicture {
     layer.box(look, number, x, y + EDGE, own, height, 3);
     if (own > token) layer.box("sv-guess", number, x + token, y + EDGE, own - token, height, 3);
     if (own < inner - .5) layer.box("sv-idle", number, x + own, y + EDGE, inner - own, height, 3);
-    const on = kind === "p" || kind === "d" ? "sv-on" : "sv-off", letter = letterOf(number), middle = x + own / 2;
+    const on = kind === "p" || kind === "d" ? "sv-on" : "sv-off", letter = this.trace.label(number), middle = x + own / 2;
     if (kind === "p" && own > 66) {
       const words = `${letter} ${start}–${end}`;
-      layer.others.push(text(`${on} ${hueOf(number)}`, middle, y + 15.5, words, 'text-anchor="middle"'));
+      layer.others.push(text(`${on} ${this.trace.hue(number)}`, middle, y + 15.5, words, 'text-anchor="middle"'));
     } else if (own > 7 * letter.length && (letter.length === 1 || kind === "p" || marked))
       layer.letters(on, number, middle, y + 15.5, letter);
     if ((frame.found ?? []).some(each => each[0] === number))

@@ -36,8 +36,9 @@ function workOf(row, name) {
  * has a hundred elements.
  */
 class Layer {
-  /** @param {number | null} hot the request that stands out */
-  constructor(hot) {
+  /** @param {StepTrace} trace @param {number | null} hot the request that stands out */
+  constructor(trace, hot) {
+    this.trace = trace;
     this.hot = hot;
     /** @type {Map<string, string[]>} */
     this.paths = new Map();
@@ -51,7 +52,7 @@ class Layer {
   look(request, kind) {
     if (request === null) return `class="${kind}"`;
     const cold = this.hot !== null && this.hot !== request ? " sv-cold" : "";
-    return `class="${kind} ${hueOf(request)}${cold}" data-r="${request}"`;
+    return `class="${kind} ${this.trace.hue(request)}${cold}" data-r="${request}"`;
   }
 
   /** @param {string} kind @param {number | null} request */

@@ -22,15 +22,20 @@
  *   ended?: [number, string][], done: number}} Frame
  * @typedef {{id: string, prompt: number, fresh: number, found: number, seen: number}} Named
  * @typedef {{index: number, tables: Map<number, number[]>, kept: Set<number>}} State
+ * @typedef {{label: string, hue: string}} Mark a label and a colour's class that a page gives to a request
  */
 
 /** A trace as it is read: frames by their index, and the tables as they were after any of them. */
 class StepTrace {
-  /** @param {Header} header @param {number} most frames that are remembered; older ones are forgotten */
-  constructor(header, most = Infinity) {
+  /**
+   * @param {Header} header @param {number} most frames that are remembered; older ones are forgotten
+   * @param {Map<string, Mark> | null} marks of requests, by id; null: nobody gives any
+   */
+  constructor(header, most = Infinity, marks = null) {
     if (header.format !== "infer-steps" || header.version !== 1) throw new Error("not a step trace of version 1");
     this.header = header;
     this.most = most;
+    this.marks = marks;
     /** @type {Frame[]} */
     this.frames = [];
     /** @type {Map<number, Named>} */
@@ -84,12 +89,27 @@ class StepTrace {
     this.frames.splice(0, key);
     this.forgotten += key;
     this.state.index = -1;
-    for (const [number, name] of this.names) if (name.seen < this.forgotten) this.names.delete(number);
+    for (const [number, { id, seen }] of this.names)
+      if (seen < this.forgotten) {
+        this.names.delete(number);
+        this.marks?.delete(id);
+      }
   }
 
   /** @param {number} number @returns {Named} */
   name(number) {
     return this.names.get(number) ?? { id: "?", prompt: 0, fresh: 0, found: 0, seen: 0 };
+  }
+
+  /** @param {number} number @returns {string} a request's letter: a small one if others have marks, and it has none */
+  label(number) {
+    if (!this.marks) return letterOf(number);
+    return this.marks.get(this.name(number).id)?.label ?? letterOf(number).toLowerCase();
+  }
+
+  /** @param {number} number @returns {string} the class of a request's colour */
+  hue(number) {
+    return this.marks?.get(this.name(number).id)?.hue ?? hueOf(number);
   }
 
   /** Tables and kept blocks after a frame. @param {number} index @returns {State} */

