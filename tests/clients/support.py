@@ -34,9 +34,9 @@ PROMPT = "Once upon a time"
 MAX_TOKENS = 12
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
-PHASES = (5, 6, 7, 8, 9)
+PHASES = (5, 6, 7, 8, 9, 10)
 #: For tools that take long: the first of these phases and the last.
-ON_TWO_PHASES = pytest.mark.parametrize("phase", [5, 9], indirect=True, scope="session")
+ON_TWO_PHASES = pytest.mark.parametrize("phase", [5, 10], indirect=True, scope="session")
 
 
 class NotInstalledError(Exception):
