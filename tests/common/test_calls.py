@@ -28,7 +28,8 @@ from common.calls import (
     written,
 )
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
-from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
+from common.server.replies.call_readers import new_reader
+from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from tests.tool_schemas import parameters
 
 SYNTAXES: tuple[CallSyntax, ...] = ("hermes", "llama3_json", "pythonic")

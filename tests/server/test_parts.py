@@ -13,17 +13,8 @@ from tokenizers.models import WordLevel
 
 from common.chat_template import ChatTemplate
 from common.dialect import Dialect, opens_thought
-from common.server.replies.parts import (
-    ArgumentsPart,
-    CallPart,
-    HermesReader,
-    LlamaReader,
-    PartsReader,
-    PythonReader,
-    ReasoningPart,
-    TextPart,
-    new_reader,
-)
+from common.server.replies.call_readers import HermesReader, LlamaReader, PythonReader, new_reader
+from common.server.replies.parts import ArgumentsPart, CallPart, PartsReader, ReasoningPart, TextPart
 from common.text import Tokenizer
 
 NAMES = ("weather", "add")

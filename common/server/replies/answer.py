@@ -18,7 +18,8 @@ from common.dialect import Dialect, opens_thought
 from common.request import StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.server.intake import Lane
-from common.server.replies.parts import Part, PartsReader, TextPart, new_reader
+from common.server.replies.call_readers import new_reader
+from common.server.replies.parts import Part, PartsReader, TextPart
 from common.server.replies.shapes import Logprobs, Usage
 from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer

@@ -1,0 +1,357 @@
+"""Readers of tool calls, one for each syntax of `common.dialect`."""
+
+from __future__ import annotations
+
+import json
+import re
+from ast import literal_eval
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from common.dialect import HERMES_MARKERS, PYTHON_TAG, CallSyntax, Dialect
+from common.server.replies.parts import PartsReader
+
+# ---------------------------------------------------------------------- calls written as JSON
+
+
+class _ObjectEnd:
+    """Finds the end of a JSON object that comes in pieces.
+
+    Args:
+        depth: number of brackets that are open already.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+
+    def find(self, text: str, start: int = 0) -> int | None:
+        """Return the index behind the end, or None if it has not come. `text[:start]` has been searched before.
+
+        Outside of a string, `<` belongs to no JSON: there the object has broken off.
+        """
+        for at in range(start, len(text)):
+            character = text[at]
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+            elif character == "<":
+                return at
+        return None
+
+
+#: The begin of a call whose name comes first: its arguments can be streamed.
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class _JsonReader(PartsReader):
+    """Reads calls that are JSON objects with a name and arguments."""
+
+    opener: ClassVar[str]
+    takes_none: ClassVar[bool]  # a call may have no arguments at all
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._end = _ObjectEnd()
+        self._searched = 0
+
+    def _open(self) -> bool:
+        """Text before the opener, if the opener has come."""
+        text, opener, rest = self._held.partition(self.opener)
+        if opener:
+            self._say(text.rstrip())
+            self._begin_object(text[len(text.rstrip()) :] + opener, rest)
+            return True
+        text, self._held = self._split(self.opener)
+        self._say(text)
+        return False
+
+    def _begin_object(self, before: str, text: str) -> None:
+        self._before, self._held = before, text
+        self._end, self._searched = _ObjectEnd(), 0
+        self._state = self._object
+
+    def _object(self) -> bool:
+        """A JSON object, of which too little has come to tell what it is."""
+        text = self._held.lstrip()
+        self._before += self._held[: len(self._held) - len(text)]
+        self._held = text
+        head = _HEAD.match(self._held)
+        if head is not None and _loaded(head[1]) in self._names:
+            self._begin_call(_loaded(head[1]))
+            self._held, self._end = self._held[head.end() :], _ObjectEnd()
+            self._state, self.in_call = self._arguments, True
+            return True
+        if not self._held and not self._final:
+            return False
+        if head is None and self._held.startswith("{"):
+            end = self._end.find(self._held, self._searched)
+            self._searched = len(self._held)
+            if end is None and not self._final:
+                return False
+            call = self._call_of(_loaded(self._held[:end]))
+            if end is not None and call is not None:
+                self._begin_call(call[0])
+                self._add_arguments(json.dumps(call[1], ensure_ascii=False))
+                self._held, self._state = self._held[end:], self._close
+                return True
+        self._say(self._before)
+        self._state = self._open
+        return True
+
+    def _call_of(self, value: Any) -> tuple[str, dict[str, Any]] | None:
+        """Return name and arguments of a call; None if `value` is no call of a tool."""
+        if not isinstance(value, dict) or value.get("name") not in self._names:
+            return None
+        arguments = value.get("arguments", value.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = _loaded(arguments)
+        if arguments is None and self.takes_none:
+            arguments = {}
+        return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+    def _arguments(self) -> bool:
+        end = self._end.find(self._held)
+        if end != 0 and self._held:
+            self._add_arguments(self._held[:end])
+        self._held = "" if end is None else self._held[end:]
+        if end is None:
+            return False
+        self.in_call, self._end, self._state = False, _ObjectEnd(depth=1), self._rest
+        return True
+
+    def _rest(self) -> bool:
+        """The rest of a call's object behind its arguments, which is left out."""
+        end = self._end.find(self._held)
+        self._held = "" if end is None else self._held[end:]
+        if end is None:
+            return False
+        self._state = self._close
+        return True
+
+    def _close(self) -> bool:
+        """State behind a call's object."""
+        raise NotImplementedError
+
+
+class HermesReader(_JsonReader):
+    """Reads `<tool_call>{"name": …, "arguments": …}</tool_call>`, anywhere in the answer, any number of times."""
+
+    opener = HERMES_MARKERS[0]
+    takes_none = True
+
+    def _answer(self) -> bool:
+        return self._open()
+
+    def _close(self) -> bool:
+        """Text up to the closing marker, which is left out."""
+        at = [found for marker in HERMES_MARKERS if (found := self._held.find(marker)) >= 0]
+        if not at:
+            _, self._held = self._split(*HERMES_MARKERS)
+            return False
+        self._held = self._held[min(at) :].removeprefix(HERMES_MARKERS[1])
+        self._state = self._answer
+        return True
+
+
+class LlamaReader(_JsonReader):
+    """Reads `{"name": …, "parameters": …}` at the begin of an answer, or behind `<|python_tag|>` anywhere.
+
+    Several calls are separated by semicolons.
+    """
+
+    opener = PYTHON_TAG
+    takes_none = False
+
+    def _answer(self) -> bool:
+        text = self._held.lstrip()
+        if text.startswith("{"):
+            self._begin_object("", self._held)
+        elif self._final or text == self.opener or not self.opener.startswith(text):
+            self._state = self._open
+        else:
+            return False
+        return True
+
+    def _close(self) -> bool:
+        text = self._held.lstrip("; \n\t,")
+        if text.startswith("{"):
+            self._begin_object(self._held[: -len(text)], text)
+            return True
+        if text or self._final:
+            self._state = self._open
+        return bool(text) or self._final
+
+
+def _loaded(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------------- calls written as Python
+
+
+class PythonReader(PartsReader):
+    """Reads `[f(a=1), g(b="x")]`, or the same behind ```` ```tool_code ````, at the begin of an answer.
+
+    A call is read when all of it has come. Values are Python's literals or JSON.
+    """
+
+    _FENCE: ClassVar[str] = "```tool_code"
+    _OPENER: ClassVar[re.Pattern[str]] = re.compile(rf"\s*(?:{_FENCE}\s*\[?|\[)\s*")
+    _NAME: ClassVar[re.Pattern[str]] = re.compile(r"([\w.-]+)\s*\(")
+
+    def _answer(self) -> bool:
+        opener = self._OPENER.match(self._held)
+        if opener is not None:
+            return self._name(opener.end())
+        text = self._held.lstrip()
+        if not self._final and self._FENCE.startswith(text):
+            return False
+        self._state = self._text
+        return True
+
+    def _text(self) -> bool:
+        self._say(self._held)
+        self._held = ""
+        return False
+
+    def _name(self, begin: int) -> bool:
+        """Look for a tool's name and a bracket behind the separator `self._held[:begin]`."""
+        name = self._NAME.match(self._held, begin)
+        if name is not None and name[1] in self._names:
+            self._before, self._held = self._held[:begin], self._held[begin:]
+            self._state = self._call
+            return True
+        if not self._final and re.fullmatch(r"[\w.-]*\s*", self._held[begin:]):
+            return False
+        self._state = self._close if self.calls else self._text
+        return True
+
+    def _call(self) -> bool:
+        name = self._NAME.match(self._held)
+        assert name is not None, "the state before has found it"
+        inside = _split_arguments(self._held[name.end() :])
+        if inside is None and not self._final:
+            return False
+        arguments = None if inside is None else _named_values(inside[0])
+        if inside is None or arguments is None:
+            self._held, self._state = self._before + self._held, self._text
+            return True
+        self._begin_call(name[1])
+        self._add_arguments(json.dumps(arguments, ensure_ascii=False))
+        self._held, self._state = self._held[name.end() + inside[1] :], self._next
+        return True
+
+    def _next(self) -> bool:
+        separator = re.match(r"\s*[,;]?\s*", self._held)
+        assert separator is not None, "it matches nothing, too"
+        return self._name(separator.end())
+
+    def _close(self) -> bool:
+        if not self._final and re.fullmatch(r"\s*[,;]?\s*\]?\s*`{0,3}\s*", self._held):
+            return False
+        self._held = re.sub(r"^\s*[,;]?\s*\]?\s*(```)?\s*", "", self._held)
+        self._state = self._text
+        return True
+
+
+def _split_arguments(text: str) -> tuple[list[str], int] | None:
+    """Return the arguments before a closing bracket, and the index behind it; None if the bracket has not come."""
+    arguments, begin, depth, at = [], 0, 0, 0
+    while at < len(text):
+        character = text[at]
+        if character in "\"'":
+            string = re.compile(rf"{character}(?:[^{character}\\]|\\.)*{character}", re.DOTALL).match(
+                text, at
+            )
+            if string is None:
+                return None
+            at = string.end()
+            continue
+        if character in ",)" and depth == 0:
+            arguments.append(text[begin:at])
+            begin = at + 1
+            if character == ")":
+                return [each for each in arguments if each.strip()], at + 1
+        depth += (character in "([{") - (character in ")]}")
+        at += 1
+    return None
+
+
+def _named_values(arguments: list[str]) -> dict[str, Any] | None:
+    """Return the values of `name=value` and `**{"name": value}` by name; None if one is of another form."""
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        unpacked = argument.strip().startswith("**")
+        try:
+            value = _value(argument.strip().removeprefix("**") if unpacked else text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+        if unpacked and isinstance(value, dict):
+            values |= value
+        elif equals and name.strip().isidentifier() and not unpacked:
+            values[name.strip()] = value
+        else:
+            return None
+    return values
+
+
+def _value(text: str) -> Any:
+    """Return the value of a JSON text or a Python literal.
+
+    Raises:
+        ValueError, SyntaxError: it is neither, or a literal that JSON cannot hold.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        value = literal_eval(text)
+    try:
+        json.dumps(value)
+    except TypeError as error:  # bytes, sets, complex numbers
+        raise ValueError(str(error)) from None
+    return value
+
+
+# ---------------------------------------------------------------------- the choice of a reader
+
+_READERS: dict[CallSyntax, type[PartsReader]] = {
+    "hermes": HermesReader,
+    "llama3_json": LlamaReader,
+    "pythonic": PythonReader,
+}
+
+
+def new_reader(
+    dialect: Dialect, *, names: Collection[str] = (), thinking: bool = False
+) -> PartsReader | None:
+    """Return a reader of one choice's text, or None if all of the text is the answer.
+
+    Args:
+        dialect: the model's.
+        names: names of the tools that may be called; empty: calls are not looked for.
+        thinking: the prompt ends within a thought (`common.dialect.opens_thought`).
+    """
+    if names and dialect.calls is not None:
+        reader = _READERS[dialect.calls]
+    elif dialect.thinks:
+        reader = PartsReader
+    else:
+        return None
+    return reader(thinks=dialect.thinks, thinking=dialect.thinks and thinking, names=names)
