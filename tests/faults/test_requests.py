@@ -71,9 +71,12 @@ def ending(server: LocalServer, **fields: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("told to"), torch.OutOfMemoryError("no room")], ids=repr)
-def test_a_pass_that_raises(server: LocalServer, error: Exception) -> None:
+def test_a_pass_that_raises(server: LocalServer, phase: str, error: Exception) -> None:
     with breaking.passes(server, before=breaking.raising(error)):
-        assert ending(server, **MARKED) == (2, "internal_error")
+        count, code = ending(server, **MARKED)
+        assert code == "internal_error"
+        # The third pass fails. Each pass before it yields one token, or several where drafts came true.
+        assert 2 <= count < 40 if phase in with_option("draft_length") else count == 2
         assert_error(server.post(**MARKED), 500, None, "internal_error")
     assert server.complete(**MARKED)["usage"]["completion_tokens"] == 40
 
