@@ -12,11 +12,7 @@ from lm_eval.tasks import TaskManager
 
 os.environ["OPENAI_API_KEY"] = GIVEN["key"]
 QUESTIONS = [
-    (
-        "Once upon a time",
-        [" there was a quiet rabbit", " there was a fox"],
-        0,
-    ),  # the first is what the model says
+    ("Once upon a time", [" there was a", " there was the fox"], 0),  # the model is sure of the first
     ("Once upon a time there was a", [" rabbit", " quiet fox", " house of green stone"], 0),
     ("Ivy was tired and lay down under a", [" tree", " bridge to sleep", " carrot"], 0),
     ("The fox said:", [" Hello.", " I am lost in the forest.", " No"], 1),
