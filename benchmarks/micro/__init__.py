@@ -29,6 +29,7 @@ from common.models.registry import open_checkpoint
 Key = TypeVar("Key")
 Measurement = Callable[..., Iterable[MeasuredTable]]
 Dtype = Literal["bfloat16", "float32"]
+Quantize = Literal["none", "int8"]
 
 
 class Entry(NamedTuple):

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from benchmarks.micro import Dtype, say
+from benchmarks.micro import Dtype, Quantize, say
 from benchmarks.micro.passes import milliseconds
 from benchmarks.peers.environments import LIBRARIES, Environment, find_environment
 from benchmarks.peers.process import WorkerProcess
@@ -102,13 +102,15 @@ def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
     return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
 
 
-def find_peer(name: str) -> tuple[str, Environment | None]:
+def find_peer(name: str, quantize: Quantize) -> tuple[str, Environment | None]:
     """Return a peer and its virtual environment, named after the `=`; None: this project's environment.
 
     Raises:
-        StartupError: there is no such peer, or it is not installed.
+        StartupError: there is no such peer, it is not installed, or it is not measured with quantized weights.
     """
     peer, _, folder = name.partition("=")
+    if quantize != "none" and not (peer in LIBRARIES and LIBRARIES[peer].converts):
+        raise StartupError(f"--peer {name}: with --quantize, only openvino and llama.cpp are measured")
     if name == OWN_ENVIRONMENT:
         return name, None
     if peer not in LIBRARIES:
@@ -183,6 +185,7 @@ def passes(
     peer: tuple[str, ...] = (OWN_ENVIRONMENT,),
     repeats: int = 3,
     dtype: Dtype = "bfloat16",
+    quantize: Quantize = "none",
     threads: int = torch.get_num_threads(),
 ) -> Iterator[MeasuredTable]:
     """Start all workers, and measure them in turns.
@@ -190,11 +193,12 @@ def passes(
     Args:
         phase: numbers or names; the last one is compared
         peer: transformers, or with the folder of a virtual environment: vllm=, openvino=, llama.cpp=
+        quantize: weights as int8; llama.cpp then gets Q8_0
         threads: that compute, for each
     """
     torch.set_num_threads(threads)
-    peers = [find_peer(name) for name in peer]
-    weights = weights_of(model, dtype)
+    peers = [find_peer(name, quantize) for name in peer]
+    weights = weights_of(model, dtype, quantize=quantize)
     options = weights.options(
         max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
     )
@@ -208,11 +212,12 @@ def passes(
             say(f"starting {name}")
             worker = start_peer(name, environment, weights, options)
             contenders.append(Contender(stack.enter_context(worker), ours=False))
-        num_bytes = weight_bytes(weights.config, weights.dtype)
+        int8: Literal["none", "all"] = "none" if quantize == "none" else "all"
+        num_bytes = weight_bytes(weights.config, weights.dtype, int8=int8)
         floor_s = measure(contenders, lambda: reading_s(num_bytes), repeats, weights.config.vocab_size)
     yield MeasuredTable(
-        name="decode_step",
-        title="one pass",
+        name="decode_step" if quantize == "none" else f"decode_step_{quantize}",
+        title="one pass" if quantize == "none" else f"one pass with {quantize} weights",
         setup={
             "model": f"{model} in {weights.dtype_name}",
             "decode after prompts of": f"{PROMPT_TOKENS} tokens",

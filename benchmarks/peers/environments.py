@@ -18,7 +18,8 @@ class Library:
         module: its worker.
         packages: packages that must be installed; the version of the first is the peer's.
         max_pass_tokens: prompt tokens computed at once when whole prompts are timed; 0: the library's default.
-        converts: whether it reads a format of its own, so that weights must be converted.
+        converts: whether it reads a format of its own, so that weights must be converted. Converted weights may
+            be quantized to int8.
     """
 
     title: str

@@ -37,6 +37,7 @@ class Weights:
 
     Attributes:
         key: a hash of the weights' source; the cache's folder for conversions has this name.
+        quantize: `int8`, or `none`.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Weights:
     dtype: torch.dtype
     config: ModelConfig
     key: str
+    quantize: str = "none"
 
     @property
     def dtype_name(self) -> str:
@@ -64,16 +66,18 @@ class Weights:
             kv_tokens=kv_tokens,
             kv_bytes=kv_tokens * self.kv_bytes_per_token,
             threads=threads,
+            quantize=self.quantize,
         )
 
 
-def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
+def weights_of(model: str, dtype: str, cache: Path | None = None, quantize: str = "none") -> Weights:
     """Return a model's weights as a folder.
 
     Args:
         model: any name that a server takes.
         dtype: the number type to compute in, or `auto`.
         cache: where exported weights are kept; default: `peers` in the user's cache folder.
+        quantize: `int8`: libraries that read a format of their own get quantized weights.
 
     Raises:
         StartupError: there is no such model.
@@ -83,7 +87,7 @@ def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
     if checkpoint.folder is not None:
         folder = checkpoint.folder.resolve()
         files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
-        return Weights(model, folder, resolved, checkpoint.config, _key(folder, files))
+        return Weights(model, folder, resolved, checkpoint.config, _key(folder, files), quantize)
     if isinstance(checkpoint, GGUFCheckpoint):
         source: object = (checkpoint.file.path.resolve(), checkpoint.file.path.stat().st_mtime_ns)
     else:
@@ -91,7 +95,7 @@ def weights_of(model: str, dtype: str, cache: Path | None = None) -> Weights:
     key = _key(model, source, resolved)
     name = str(resolved).removeprefix("torch.")
     folder = made_once((cache or _cache()) / key / "weights", lambda folder: export(model, folder, name))
-    return Weights(model, folder, resolved, checkpoint.config, key)
+    return Weights(model, folder, resolved, checkpoint.config, key, quantize)
 
 
 def converted(weights: Weights, module: str, python: Path, version: str, cache: Path | None = None) -> Path:
@@ -102,13 +106,14 @@ def converted(weights: Weights, module: str, python: Path, version: str, cache: 
     """
 
     def convert(target: Path) -> None:
-        program = command(python, module, "convert", str(weights.folder), str(target))
+        program = command(python, module, "convert", str(weights.folder), str(target), weights.quantize)
         done = subprocess.run(program, env=environment(), capture_output=True, text=True, errors="replace")
         if done.returncode != 0:
             said = (done.stderr.strip() or "(nothing)").splitlines()[-1]
             raise StartupError(f"{module} cannot convert {weights.model}: {said}")
 
-    return made_once((cache or _cache()) / weights.key / f"{module}-{version}", convert)
+    name = f"{module}-{version}" if weights.quantize == "none" else f"{module}-{version}-{weights.quantize}"
+    return made_once((cache or _cache()) / weights.key / name, convert)
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:

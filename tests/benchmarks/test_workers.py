@@ -18,6 +18,7 @@ from benchmarks.micro.decode_step import (
     MANY,
     SINGLE,
     Contender,
+    find_peer,
     measure,
     prompts,
     rows_of,
@@ -114,6 +115,15 @@ def test_what_a_library_cannot_convert_is_one_line(tmp_path: Path) -> None:
         converted(weights, "llama_cpp", Path(sys.executable), "1.0", tmp_path)
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.rglob("llama_cpp*"))
+
+
+def test_quantized_weights_are_kept_apart(tmp_path: Path) -> None:
+    weights = weights_of("zoo:llama-tiny", "float32", quantize="int8")
+    (tmp_path / weights.key / "llama_cpp-1.0").mkdir(parents=True)  # bfloat16, converted before
+    with pytest.raises(StartupError, match="cannot convert"):
+        converted(weights, "llama_cpp", Path(sys.executable), "1.0", tmp_path)
+    with pytest.raises(StartupError, match="only openvino and llama"):
+        find_peer("transformers", "int8")
 
 
 # ---------------------------------------------------------------------------------------------- timing

@@ -129,8 +129,10 @@ _STORED: dict[str, tuple[np.dtype[Any], Any]] = {
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def convert(source: Path, target: Path) -> None:
-    """Convert a Hugging Face folder of a Llama or Qwen 3 to one GGUF file of the same type, without a vocabulary.
+def convert(source: Path, target: Path, quantize: str) -> None:
+    """Convert a Hugging Face folder of a Llama or Qwen 3 to one GGUF file without a vocabulary.
+
+    Matrices keep their type, or are quantized to Q8_0.
 
     Raises:
         ValueError: it is another architecture, or its rotary frequencies are scaled.
@@ -161,8 +163,10 @@ def convert(source: Path, target: Path) -> None:
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = _interleaved(array, heads if "q_proj" in name else kv_heads)
         if array.ndim == 1:  # norms are kept in float32
-            wide = (array.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else array.astype("f4")
-            writer.add_tensor(_renamed(name), wide)
+            writer.add_tensor(_renamed(name), _widened(array, kind))
+        elif quantize == "int8":
+            q8_0 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(_renamed(name), gguf.quantize(_widened(array, kind), q8_0), raw_dtype=q8_0)
         else:
             writer.add_tensor(_renamed(name), array, raw_dtype=_STORED[kind][1])
     writer.write_header_to_file()
@@ -181,6 +185,10 @@ def _read(path: Path) -> Iterable[tuple[str, str, Array]]:
         first, last = (start + offset for offset in entry["data_offsets"])
         kind = entry["dtype"]
         yield name, kind, content[first:last].view(_STORED[kind][0]).reshape(entry["shape"])
+
+
+def _widened(array: Array, kind: str) -> Array:
+    return (array.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else array.astype(np.float32)
 
 
 def _interleaved(weight: Array, heads: int) -> Array:

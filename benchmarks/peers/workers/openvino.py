@@ -51,11 +51,16 @@ class OpenVino(SteppingWorker):
                     del self._handles[job]
 
 
-def convert(source: Path, target: Path) -> None:
-    """Convert a Hugging Face folder to OpenVINO's intermediate representation, with weights of the same type."""
+def convert(source: Path, target: Path, quantize: str) -> None:
+    """Convert a Hugging Face folder to OpenVINO's intermediate representation, with weights of the same type or
+    quantized as by `optimum-cli export openvino --weight-format int8`."""
     from optimum.exporters.openvino import main_export  # takes seconds, and only this needs it
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
-    main_export(str(source), target, task="text-generation-with-past", library_name="transformers")
+    config = OVConfig(quantization_config=OVWeightQuantizationConfig(bits=8)) if quantize == "int8" else None
+    main_export(
+        str(source), target, task="text-generation-with-past", library_name="transformers", ov_config=config
+    )
 
 
 if __name__ == "__main__":

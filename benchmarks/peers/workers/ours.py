@@ -24,6 +24,7 @@ class Ours(SteppingWorker):
             model=options.model,
             device="cpu",
             dtype=options.dtype,
+            quantize=options.quantize,
             max_batch_size=options.max_sequences,
             max_seq_len=options.max_seq_len,
             **passes,

@@ -36,6 +36,7 @@ class Options(NamedTuple):
         threads: the number of threads that compute.
         max_pass_tokens: prompt tokens computed at once; 0: the library's default.
         phase: the phase that the worker `ours` runs.
+        quantize: `int8`, or `none`; other libraries' folders have weights that were quantized in advance.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Options(NamedTuple):
     threads: int
     max_pass_tokens: int = 0
     phase: str = ""
+    quantize: str = "none"
 
 
 class Timing(NamedTuple):
@@ -112,8 +114,12 @@ class SteppingWorker(Worker):
         return Timing(prefill_s, decode_s, [first[job] for job in range(len(prompts))])
 
 
-def main(make: Callable[[Options], Worker], convert: Callable[[Path, Path], None] | None = None) -> None:
-    """Run a worker: convert weights (`convert FROM TO`), or without arguments serve orders from standard input."""
+Convert = Callable[[Path, Path, str], None]  # source, target, `quantize`
+
+
+def main(make: Callable[[Options], Worker], convert: Convert | None = None) -> None:
+    """Run a worker: convert weights (`convert FROM TO QUANTIZE`), or without arguments serve orders from standard
+    input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -121,8 +127,8 @@ def main(make: Callable[[Options], Worker], convert: Callable[[Path, Path], None
         print(json.dumps(message), file=answers, flush=True)
 
     if convert is not None and sys.argv[1:2] == ["convert"]:
-        source, target = sys.argv[2:]
-        convert(Path(source), Path(target))
+        source, target, quantize = sys.argv[2:]
+        convert(Path(source), Path(target), quantize)
         return
     try:
         worker = make(Options(**json.loads(sys.stdin.readline())))
