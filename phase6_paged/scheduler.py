@@ -13,12 +13,15 @@ from __future__ import annotations
 from common.kv import SchedulerPool
 from common.request import Request
 from phase5_continuous.scheduler import ContinuousScheduler
+from phase6_paged.config import Config
 
 GROWTH_RESERVE = 0.2  # share of free memory that admission leaves to the decoding sequences
 
 
 class PagedScheduler(ContinuousScheduler):
     """Continuous batching with a budget of blocks. With a pool of slots it behaves like phase 5."""
+
+    config: Config
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
         """Reserve memory for each decoding request's next token. If it runs out, preempt the last in line.
@@ -34,11 +37,20 @@ class PagedScheduler(ContinuousScheduler):
 
     def admit(self, pool: SchedulerPool) -> None:
         """Admit waiting requests in order while the blocks for their prompt and generated tokens are in budget."""
-        free = pool.free_token_capacity()
-        budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
+        budget = self._budget(pool)
         while request := self.next_waiting():
             cost = pool.cost(request, len(request.token_ids))
             # With no active request none grows: a prompt that fits the pool must not wait forever.
             if (cost > budget and self.active) or not self._seat(request, pool):
                 return
             budget -= cost
+
+    def _fits_instead(self, waiting: Request, active: Request, pool: SchedulerPool) -> bool:
+        # Shared blocks stay in use, so the active request gives up at most so many.
+        given_up = active.num_tokens + self.config.block_size
+        return pool.cost(waiting, len(waiting.token_ids)) <= self._budget(pool, given_up)
+
+    def _budget(self, pool: SchedulerPool, more: int = 0) -> float:
+        """Return how many columns admission may take if `more` were free."""
+        free = pool.free_token_capacity()
+        return float("inf") if free is None else (free + more) * (1 - GROWTH_RESERVE)

@@ -175,6 +175,23 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("phase", ["paged", "chunked", "prefix", "pipelined", "speculative"])
+@pytest.mark.parametrize(("prompt_tokens", "gives_way"), [(40, True), (60, False)])
+def test_a_group_gives_up_no_seat_to_a_request_that_would_find_no_memory(
+    phase: str, prompt_tokens: int, gives_way: bool
+) -> None:
+    """The other request may take 80 % of the free blocks, which are more than half of all."""
+    engine = build(phase, max_batch_size=4, max_seq_len=80, block_size=4, num_blocks=20)
+    twins = [add_to(engine, "twins", [5, 6], new_tokens=12) for _ in range(4)]
+    outputs = [output for _ in range(3) for output in engine.step()]
+    other = add_to(engine, "other", [9] * prompt_tokens)
+    outputs += [output for _ in range(4) for output in engine.step()]
+    assert groups_at_work(engine) == (["other"] * gives_way + ["twins"] * (4 - gives_way))
+    assert engine.scheduler.preemptions == gives_way
+    assert_answered(outputs + run(engine), [*twins, other])
+    assert_all_free(engine)
+
+
 def test_those_of_one_group_keep_their_order() -> None:
     engine = build("continuous", max_batch_size=4, max_waiting_requests=32)
     many = [add_to(engine, "many", [5, i]) for i in range(3)]
