@@ -41,8 +41,8 @@ from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
 from common.server.errors import OVERLOADED, unavailable
-from common.server.requests.chat import DetokenizeRequest, TokenizeRequest
 from common.server.requests.generation import GenerationRequest
+from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
 #: Grammars whose matchers take less processor time, in seconds, are compiled in the threads that tokenize prompts.

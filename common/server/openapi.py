@@ -32,9 +32,10 @@ from common.server.replies.shapes import (
     Tokens,
     Version,
 )
-from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.responses import ResponsesRequest
+from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 
 
 class NoFields(BaseModel):

@@ -13,7 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from common.calls import Call, Function, ToolUse
 from common.server.bodies import BODY, refused
-from common.server.errors import shorten
+from common.server.requests.forms import Other, by_kind, refuse_other
 
 #: Arguments of a function without `parameters`: it takes none.
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -50,21 +50,9 @@ class FunctionTool(BaseModel):
     function: FunctionFields
 
 
-class OtherTool(BaseModel):
-    """A tool of another type, such as `custom`. `functions_of` refuses it by its type's name."""
-
-    type: str
-
-
-def _tool_form(tool: Any) -> str:
-    other = isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function"
-    return "as another tool" if other else "as a function"
-
-
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("as a function")]
-    | SkipJsonSchema[Annotated[OtherTool, Tag("as another tool")]],
-    Discriminator(_tool_form),
+    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+    by_kind({"function": "as a function"}),
 ]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
@@ -111,22 +99,24 @@ CHOICE = (
 )
 
 
-def choice_form(choice: Any) -> str | None:
+def _choice_form(choice: Any) -> str | None:
     """Return the tag of the type to validate a choice of tools as."""
     if isinstance(choice, dict):
         return "as allowed tools" if choice.get("type") == "allowed_tools" else "as a tool"
     return "as a word" if isinstance(choice, str) else None
 
 
+BY_CHOICE = Discriminator(
+    _choice_form,
+    custom_error_type="tool_choice_type",
+    custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
+)
+Word = Literal["none", "auto", "required"]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("as a word")]
+    Annotated[Word, Tag("as a word")]
     | Annotated[NamedTool, Tag("as a tool")]
     | Annotated[AllowedTools, Tag("as allowed tools")],
-    Discriminator(
-        choice_form,
-        custom_error_type="tool_choice_type",
-        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
-    ),
+    BY_CHOICE,
 ]
 
 
@@ -138,11 +128,7 @@ def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
     """
     functions: list[Function] = []
     for number, tool in enumerate(tools):
-        if isinstance(tool, OtherTool):
-            kind = shorten(tool.type, 40)
-            raise refused(
-                f"tools[{number}].type", f"{kind!r} is refused: only tools of type 'function' are called"
-            )
+        refuse_other(f"tools[{number}]", tool, "only tools of type 'function' are called")
         functions.append(tool.function.as_function())
     check_functions(functions)
     return tuple(functions)
@@ -169,7 +155,7 @@ def check_functions(functions: Sequence[Function]) -> None:
 
 def tool_use_of(
     functions: Sequence[Function],
-    choice: Literal["none", "auto", "required"] | None,
+    choice: Word | None,
     *,
     names: Sequence[str] | None = None,
     parallel: bool = True,
