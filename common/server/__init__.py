@@ -13,8 +13,8 @@ inbox     common.worker the engine's thread moves requests from the inbox to `Sc
 step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
                         `parts`: answer, thoughts and tool calls, cut from that text
-event                   `formats`, `responses`: an event of a stream, or the JSON answer (`shapes`, `logprobs`:
-                        its objects)
+event                   `completions`, `chat`, `responses`: an event of a stream, or the JSON answer (`formats`:
+                        the part that they share; `shapes`, `logprobs`: its objects)
 socket    stream        bytes to the client, until the answer ends or the client leaves (`backlogs`: unread bytes)
 ```
 

@@ -29,7 +29,8 @@ from common.server.metrics import Metrics, count_longest_choices
 from common.server.middleware import client_of
 from common.server.page import PAGE_HEADERS
 from common.server.replies.answer import Answer, WireFormat, collect, stream_events
-from common.server.replies.formats import ChatChunks, CompletionChunks, NamedCompletionEvents
+from common.server.replies.chat import ChatChunks
+from common.server.replies.completions import CompletionChunks, NamedCompletionEvents
 from common.server.replies.responses import ResponseEvents
 from common.server.replies.shapes import (
     CacheReset,
