@@ -17,6 +17,7 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
+    assert_served,
     build,
     continuation,
     end_of,
@@ -156,8 +157,7 @@ def test_a_group_leaves_seats_to_those_who_came_later(phase: str, many: int, oth
     requests += [add_to(engine, f"other {i}", [9, i]) for i in range(others)]
     outputs = engine.step()
     assert groups_at_work(engine) == ["many"] * (4 - others) + [f"other {i}" for i in range(others)]
-    assert_answered(outputs + run(engine), requests)
-    assert_all_free(engine)
+    assert_served(engine, requests, outputs)
 
 
 @EVERY_PHASE
@@ -171,8 +171,7 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
     is_static = phase == "phase4_static"  # a batch runs to its end
     assert groups_at_work(engine) == (["many"] * 4 if is_static else ["", "", "many", "many"])
     assert engine.scheduler.preemptions == (0 if is_static else 2)
-    assert_answered(outputs + run(engine), [*many, *others])
-    assert_all_free(engine)
+    assert_served(engine, [*many, *others], outputs)
 
 
 @pytest.mark.parametrize("phase", ["paged", "chunked", "prefix", "pipelined", "speculative"])
@@ -188,8 +187,7 @@ def test_a_group_gives_up_no_seat_to_a_request_that_would_find_no_memory(
     outputs += [output for _ in range(4) for output in engine.step()]
     assert groups_at_work(engine) == (["other"] * gives_way + ["twins"] * (4 - gives_way))
     assert engine.scheduler.preemptions == gives_way
-    assert_answered(outputs + run(engine), [*twins, other])
-    assert_all_free(engine)
+    assert_served(engine, [*twins, other], outputs)
 
 
 def test_those_of_one_group_keep_their_order() -> None:
