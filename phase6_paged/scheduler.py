@@ -37,7 +37,8 @@ class PagedScheduler(ContinuousScheduler):
 
     def admit(self, pool: SchedulerPool) -> None:
         """Admit waiting requests in order while the blocks for their prompt and generated tokens are in budget."""
-        budget = self._budget(pool)
+        free = pool.free_token_capacity()
+        budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
         while request := self.next_waiting():
             cost = pool.cost(request, len(request.token_ids))
             # With no active request none grows: a prompt that fits the pool must not wait forever.
@@ -46,11 +47,8 @@ class PagedScheduler(ContinuousScheduler):
             budget -= cost
 
     def _fits_instead(self, waiting: Request, active: Request, pool: SchedulerPool) -> bool:
-        # Shared blocks stay in use, so the active request gives up at most so many.
-        given_up = active.num_tokens + self.config.block_size
-        return pool.cost(waiting, len(waiting.token_ids)) <= self._budget(pool, given_up)
-
-    def _budget(self, pool: SchedulerPool, more: int = 0) -> float:
-        """Return how many columns admission may take if `more` were free."""
         free = pool.free_token_capacity()
-        return float("inf") if free is None else (free + more) * (1 - GROWTH_RESERVE)
+        if free is None:
+            return True
+        free += active.num_tokens + self.config.block_size  # at most so many: shared blocks stay in use
+        return pool.cost(waiting, len(waiting.token_ids)) <= free * (1 - GROWTH_RESERVE)

@@ -126,31 +126,17 @@ def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
     Raises:
         ApiError: 422, a tool is no function, two have the same name, or a schema is none of an object.
     """
-    functions: list[Function] = []
+    functions: dict[str, Function] = {}
     for number, tool in enumerate(tools):
-        refuse_other(f"tools[{number}]", tool, "only tools of type 'function' are called")
-        functions.append(tool.function.as_function())
-    check_functions(functions)
-    return tuple(functions)
-
-
-def check_functions(functions: Sequence[Function]) -> None:
-    """Refuse functions with the same name, and schemas that are none of an object.
-
-    Raises:
-        ApiError: 422.
-    """
-    seen: set[str] = set()
-    for number, function in enumerate(functions):
-        if function.name in seen:
-            raise refused(f"tools[{number}]", f"there is another function named {function.name!r}")
-        seen.add(function.name)
-        kind = function.parameters.get("type", "object")
-        if kind != "object":
-            raise refused(
-                f"tools[{number}]",
-                "parameters: the arguments are an object; the schema's type must be 'object'",
-            )
+        name = f"tools[{number}]"
+        refuse_other(name, tool, "only tools of type 'function' are called")
+        function: Function = tool.function.as_function()
+        if function.name in functions:
+            raise refused(name, f"there is another function named {function.name!r}")
+        if function.parameters.get("type", "object") != "object":
+            raise refused(name, "parameters: the arguments are an object; the schema's type must be 'object'")
+        functions[function.name] = function
+    return tuple(functions.values())
 
 
 def tool_use_of(
