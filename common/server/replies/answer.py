@@ -91,17 +91,7 @@ class Choice:
 
     def usage(self) -> Usage:
         """Return the choice's token counts so far."""
-        assert self.latest is not None, "asked for with an output of the choice"
-        latest = self.latest
-        wrong = latest.draft_tokens - latest.accepted_tokens
-        return _usage(
-            latest.prompt_tokens,
-            latest.completion_tokens,
-            latest.cached_tokens,
-            latest.accepted_tokens,
-            wrong,
-            0 if self.reader is None else self.reader.thoughts,
-        )
+        return usage_of([self], [self])
 
 
 @dataclass(slots=True)
@@ -207,16 +197,7 @@ class Answer:
 
     def usage(self) -> Usage:
         """Return the token counts of all choices together. A prompt counts once, as in its first choice's usage."""
-        usages = [choice.usage() for choice in self.choices]
-        first = [usage for choice, usage in zip(self.choices, usages, strict=True) if choice.is_prompts_first]
-        return _usage(
-            sum(usage["prompt_tokens"] for usage in first),
-            sum(usage["completion_tokens"] for usage in usages),
-            sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in first),
-            sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages),
-            sum(usage["completion_tokens_details"]["rejected_prediction_tokens"] for usage in usages),
-            sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages),
-        )
+        return usage_of([choice for choice in self.choices if choice.is_prompts_first], self.choices)
 
     def cancel(self) -> None:
         """Cancel the requests that are not finished. Harmless for the rest."""
@@ -224,23 +205,25 @@ class Answer:
             stream.cancel()
 
 
-def _usage(
-    prompt_tokens: int,
-    completion_tokens: int,
-    cached_tokens: int,
-    accepted_tokens: int,
-    rejected_tokens: int,
-    reasoning_tokens: int,
-) -> Usage:
+def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
+    """Return the token counts of `choices` together, with the prompts of `prompts`. Each must have an output."""
+    first = [choice.latest for choice in prompts if choice.latest is not None]
+    latest = [choice.latest for choice in choices if choice.latest is not None]
+    assert (len(first), len(latest)) == (len(prompts), len(choices)), (
+        "asked for with an output of each choice"
+    )
+    prompt_tokens = sum(output.prompt_tokens for output in first)
+    completion_tokens = sum(output.completion_tokens for output in latest)
+    accepted_tokens = sum(output.accepted_tokens for output in latest)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in first)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted_tokens,
-            "rejected_prediction_tokens": rejected_tokens,
-            "reasoning_tokens": reasoning_tokens,
+            "rejected_prediction_tokens": sum(output.draft_tokens for output in latest) - accepted_tokens,
+            "reasoning_tokens": sum(each.reader.thoughts for each in choices if each.reader is not None),
         },
     }
 

@@ -19,7 +19,7 @@ from common.server.requests.forms import refuse_other_parts, text_of
 from common.server.requests.generation import GenerationRequest
 from common.server.requests.known_fields import OpenAIChatFields, TemplateFields, VllmChatFields
 from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages
-from common.server.requests.tools import CHOICE, NamedTool, ToolChoice, Tools, functions_of, tool_use_of
+from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, tool_use_of
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT = "how much the model reasons before it answers, if its template has the variable `reasoning_effort`"
@@ -133,9 +133,23 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         default=True, description="an answer may have several calls; false: one at most"
     )
 
+    tool_choice: Any = None  # each body has a type of its own
+
     @property
     def turns(self) -> Sequence[ChatMessage]:
         raise NotImplementedError
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        choice, functions = self.tool_choice, self.told_functions
+        parallel = self.parallel_tool_calls is not False
+        if choice in (None, "none", "auto", "required"):
+            return tool_use_of(functions, choice, parallel=parallel)
+        if choice.type == "function":
+            return tool_use_of(functions, "required", names=[choice.called], parallel=False)
+        allowed = choice.allowed_tools
+        names = [tool.called for tool in allowed.tools]
+        return tool_use_of(functions, allowed.mode, names=names, parallel=parallel)
 
     @property
     def num_prompts(self) -> int:
@@ -218,17 +232,6 @@ class ChatRequest(ConversationRequest, OpenAIChatFields, VllmChatFields):
     @property
     def effort(self) -> ReasoningEffort | None:
         return self.reasoning_effort
-
-    @cached_property
-    def tool_use(self) -> ToolUse | None:
-        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        if isinstance(choice, NamedTool):
-            return tool_use_of(self.told_functions, "required", names=[choice.function.name], parallel=False)
-        if choice is None or isinstance(choice, str):
-            return tool_use_of(self.told_functions, choice, parallel=parallel)
-        allowed = choice.allowed_tools
-        names = [tool.function.name for tool in allowed.tools]
-        return tool_use_of(self.told_functions, allowed.mode, names=names, parallel=parallel)
 
     @property
     def predicted_text(self) -> str:

@@ -10,7 +10,7 @@ import orjson
 from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from common.calls import Function, ToolUse
+from common.calls import Function
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.replies.response_shapes import Settings
@@ -25,7 +25,7 @@ from common.server.requests.known_fields import (
     OpenAIToolFields,
 )
 from common.server.requests.messages import ChatMessage
-from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word, tool_use_of
+from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -66,6 +66,10 @@ class NamedTool(BaseModel):
     type: Literal["function"]
     name: FunctionName
 
+    @property
+    def called(self) -> str:
+        return self.name
+
 
 class AllowedTools(BaseModel):
     """The tools among `tools` that may be called, and whether one must be. The model is told of all."""
@@ -75,6 +79,11 @@ class AllowedTools(BaseModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+
+    @property
+    def allowed_tools(self) -> AllowedTools:
+        """The fields, which chat has in an envelope."""
+        return self
 
 
 ToolChoice = Annotated[
@@ -149,16 +158,6 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
         for item in given:
             item.add_to(messages)
         return messages
-
-    @cached_property
-    def tool_use(self) -> ToolUse | None:
-        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        if isinstance(choice, NamedTool):
-            return tool_use_of(self.told_functions, "required", names=[choice.name], parallel=False)
-        if isinstance(choice, AllowedTools):
-            names = [each.name for each in choice.tools]
-            return tool_use_of(self.told_functions, choice.mode, names=names, parallel=parallel)
-        return tool_use_of(self.told_functions, choice, parallel=parallel)
 
     @property
     def max_new_tokens(self) -> int | None:

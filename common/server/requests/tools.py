@@ -73,6 +73,10 @@ class NamedTool(BaseModel):
     type: Literal["function"]
     function: Named
 
+    @property
+    def called(self) -> str:
+        return self.function.name
+
 
 class AllowedToolsFields(BaseModel):
     """Some of the tools, and whether one of them must be called."""
