@@ -143,13 +143,13 @@ class Scheduler(ABC):
     def _clear_seats(self) -> list[Request]:
         """Remove the active requests that may leave now from `active`, and return them."""
 
-    def make_room(self, pool: SchedulerPool) -> list[Request]:  # noqa: ARG002 - subclasses use it
+    def make_room(self, pool: SchedulerPool) -> list[Request]:
         """Preempt requests to free seats or memory for others. Returns the preempted requests.
 
         The engine releases their memory and calls again, until the list is empty. This base class frees seats: a
         group that holds more than its share gives one up while others wait. From phase 6 on, memory is freed too.
         """
-        greediest = self._over_share()
+        greediest = self._over_share(pool)
         return [] if greediest is None else self._make_way(greediest)
 
     def _make_way(self, request: Request) -> list[Request]:
@@ -193,17 +193,26 @@ class Scheduler(ABC):
             return entitled[0]
         return first
 
-    def _over_share(self) -> Request | None:
+    def _over_share(self, pool: SchedulerPool) -> Request | None:
         """Return the last in line of the groups that hold too many seats while others wait; None if none does.
 
         A group may take many seats while no other request waits. Without preemption it would keep them until its
-        answers are complete.
+        answers are complete. The seat goes to the first waiting request of a group below its share. If that request
+        would find no memory, the seat would stay empty, so none is given up.
         """
-        if self.free_seats > 0 or not any(request.group for request in self.active) or not self._entitled():
+        if self.free_seats > 0 or not any(request.group for request in self.active):
+            return None
+        entitled = self._entitled()
+        if not entitled:
             return None
         share, held = self._share(), self._held()
         over = [r for r in self.active if r.group and held[r.group] > share and not r.is_terminal]
-        return max(over, key=lambda request: request.rank, default=None)
+        last = max(over, key=lambda request: request.rank, default=None)
+        return last if last is not None and self._fits_instead(entitled[0], last, pool) else None
+
+    def _fits_instead(self, waiting: Request, active: Request, pool: SchedulerPool) -> bool:  # noqa: ARG002 - phase 6
+        """Return whether a waiting request finds memory if an active one gives up its own. A seat has enough."""
+        return True
 
     def _entitled(self) -> list[Request]:
         """Return the waiting requests whose group holds less than its share of the seats."""

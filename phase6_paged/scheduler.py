@@ -13,12 +13,15 @@ from __future__ import annotations
 from common.kv import SchedulerPool
 from common.request import Request
 from phase5_continuous.scheduler import ContinuousScheduler
+from phase6_paged.config import Config
 
 GROWTH_RESERVE = 0.2  # share of free memory that admission leaves to the decoding sequences
 
 
 class PagedScheduler(ContinuousScheduler):
     """Continuous batching with a budget of blocks. With a pool of slots it behaves like phase 5."""
+
+    config: Config
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
         """Reserve memory for each decoding request's next token. If it runs out, preempt the last in line.
@@ -42,3 +45,10 @@ class PagedScheduler(ContinuousScheduler):
             if (cost > budget and self.active) or not self._seat(request, pool):
                 return
             budget -= cost
+
+    def _fits_instead(self, waiting: Request, active: Request, pool: SchedulerPool) -> bool:
+        free = pool.free_token_capacity()
+        if free is None:
+            return True
+        free += active.num_tokens + self.config.block_size  # at most so many: shared blocks stay in use
+        return pool.cost(waiting, len(waiting.token_ids)) <= free * (1 - GROWTH_RESERVE)

@@ -344,6 +344,12 @@ def assert_all_free(engine: Engine) -> None:
     assert engine.telemetry.counters.reclaimed_slots == 0
 
 
+def assert_served(engine: Engine, requests: Sequence[Request], outputs: Sequence[StepOutput] = ()) -> None:
+    """Run an engine to its end. `outputs` came before. Each request is answered, and all memory is free."""
+    assert_answered([*outputs, *run(engine)], requests, engine.runner.model)
+    assert_all_free(engine)
+
+
 # ---------------------------------------------------------------------- a scheduler without an engine
 
 

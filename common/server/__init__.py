@@ -1,7 +1,7 @@
 """The HTTP server. A request goes through these modules once, from top to bottom.
 
-`connections` and `routes` put the others together. The others import each other in one direction only, which an
-import contract in `pyproject.toml` checks.
+`connections`, `routes` and `state_routes` put the others together. The others import each other in one direction
+only, which an import contract in `pyproject.toml` checks.
 
 ```text
 socket    connections   bounds on the number of connections, and on the time that each may take
@@ -13,8 +13,8 @@ inbox     common.worker the engine's thread moves requests from the inbox to `Sc
 step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
                         `parts`: answer, thoughts and tool calls, cut from that text
-event                   `formats`, `responses`: an event of a stream, or the JSON answer (`shapes`, `logprobs`:
-                        its objects)
+event                   `completions`, `chat`, `responses`: an event of a stream, or the JSON answer (`formats`:
+                        the part that they share; `shapes`, `logprobs`: its objects)
 socket    stream        bytes to the client, until the answer ends or the client leaves (`backlogs`: unread bytes)
 ```
 
@@ -23,6 +23,7 @@ Modules beside this path:
 | module | holds |
 | --- | --- |
 | `app` | the app: middleware, routes and error handlers put around an engine |
+| `state_routes` | the routes that make no text: models, health, telemetry, traces, administration |
 | `service` | the objects that all routes share |
 | `serve`, `options` | the command: signals, draining, exit code; flags, environment, `--help` |
 | `sockets` | listening; limits of the operating system; closing without a reset |

@@ -14,6 +14,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.engine import Engine
+from common.server import routes, state_routes
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS, answer_unexpected_error
@@ -30,7 +31,6 @@ from common.server.middleware import (
     cors_settings,
 )
 from common.server.openapi import openapi_document
-from common.server.routes import admin_router, router
 from common.server.service import Service, served_model_name
 from common.worker import EngineWorker
 
@@ -112,9 +112,9 @@ def create_app(
     )
     app.state.server = service
     app.state.paths = []  # of all routes, to suggest one for a mistyped path
-    for routes in (router, admin_router) if admin else (router,):
-        app.include_router(routes)
-        app.state.paths += [route.path for route in routes.routes if isinstance(route, APIRoute)]
+    for router in (routes.router, state_routes.router, *([state_routes.admin_router] if admin else [])):
+        app.include_router(router)
+        app.state.paths += [route.path for route in router.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)
     # Starlette's own handler of unexpected errors is outside of all middleware: its answers have no id and no CORS.
     app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)

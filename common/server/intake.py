@@ -41,8 +41,8 @@ from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
 from common.server.errors import OVERLOADED, unavailable
-from common.server.requests.chat import DetokenizeRequest, TokenizeRequest
 from common.server.requests.generation import GenerationRequest
+from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
 #: Grammars whose matchers take less processor time, in seconds, are compiled in the threads that tokenize prompts.
@@ -122,25 +122,25 @@ class Intake:
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float
     ) -> list[RequestStream]:
         choices = wanted.num_prompts * wanted.choices_per_prompt
-        grammar = wanted.grammar_in(self._dialect)
-        matchers = await self._compile(grammar, choices)
-        with self._worker.hold_places(choices) as places:
-            requests = await self._admission.tokenizing.run(
-                functools.partial(self._make_requests, wanted, answer_id, arrived_s, grammar, matchers)
-            )
-            return places.submit(requests)
+        field, grammar = wanted.grammar_in(self._dialect) or ("", None)
+        try:
+            matchers = await self._compile(grammar, choices)
+            with self._worker.hold_places(choices) as places:
+                requests = await self._admission.tokenizing.run(
+                    functools.partial(self._make_requests, wanted, answer_id, arrived_s, grammar, matchers)
+                )
+                return places.submit(requests)
+        except InvalidGrammarError as error:
+            raise InvalidGrammarError(f"{field}: {error}", param=field) from None
 
-    async def _compile(
-        self, named_grammar: tuple[str, Grammar] | None, choices: int
-    ) -> Sequence[Matcher | None]:
+    async def _compile(self, grammar: Grammar | None, choices: int) -> Sequence[Matcher | None]:
         """Return a matcher for each choice; None for each if there is no grammar, or it compiles quickly.
 
         A quick grammar is compiled later, in the thread that tokenizes the prompt. Others are compiled in the lane
         `compiling`, while the request holds no place in the queue.
         """
-        if named_grammar is None:
+        if grammar is None:
             return [None] * choices
-        name, grammar = named_grammar
         compile_s = self._engine.grammars.compile_s(grammar)
         if compile_s is not None and compile_s * choices <= QUICK_COMPILE_S:
             return [None] * choices
@@ -149,10 +149,7 @@ class Intake:
         def compile_all() -> Sequence[Matcher]:
             return [self._engine.grammars.new_matcher(grammar) for _ in range(choices)]
 
-        try:
-            return await self._admission.compiling.run(compile_all)
-        except InvalidGrammarError as error:
-            raise InvalidGrammarError(f"{name}: {error}", param=name) from None
+        return await self._admission.compiling.run(compile_all)
 
     async def tokenize(self, body: bytes) -> tuple[list[int], list[str] | None]:
         """Return the token ids of a body's text, and the tokenizer's spelling of each (None unless asked for).
@@ -189,11 +186,11 @@ class Intake:
         wanted: GenerationRequest,
         answer_id: str,
         arrived_s: float,
-        named_grammar: tuple[str, Grammar] | None,
+        grammar: Grammar | None,
         matchers: Sequence[Matcher | None],
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
-        defaults = self._defaults(wanted, named_grammar)
+        defaults = self._defaults(wanted, grammar)
         prediction = self._tokenize_prediction(wanted.predicted_text)
         scored = 0  # prompt tokens of all choices so far
         try:
@@ -216,18 +213,12 @@ class Intake:
                     )
                     for choice in range(wanted.choices_per_prompt)
                 ]
-        except InvalidGrammarError as error:
-            assert named_grammar is not None
-            name, _ = named_grammar
-            raise InvalidGrammarError(f"{name}: {error}", param=name) from None
         except InvalidRequestError as error:
             error.param = error.param and wanted.field_of(error.param)
             raise
         return requests
 
-    def _defaults(
-        self, wanted: GenerationRequest, named_grammar: tuple[str, Grammar] | None
-    ) -> SamplingParams:
+    def _defaults(self, wanted: GenerationRequest, grammar: Grammar | None) -> SamplingParams:
         """Return the parameters of fields that the request leaves out, with its grammar.
 
         Markers that are special tokens are shown if the answer is searched for them.
@@ -236,7 +227,7 @@ class Intake:
         markers = self._engine.tokenizer.special_ids.intersection(self._dialect.special.values())
         return dataclasses.replace(
             self._engine.default_params,
-            grammar=None if named_grammar is None else named_grammar[1],
+            grammar=grammar,
             skip_special_tokens=not (reads_markers and markers),
         )
 

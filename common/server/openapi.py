@@ -32,9 +32,10 @@ from common.server.replies.shapes import (
     Tokens,
     Version,
 )
-from common.server.requests.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.responses import ResponsesRequest
+from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 
 
 class NoFields(BaseModel):
@@ -89,7 +90,7 @@ _LATE = "The request took longer than the server gives one"
 _SLOW = "The body did not come in time"
 _FAILURES = {
     408: _SLOW,
-    413: f"The body is over {MAX_BODY_BYTES} bytes",
+    413: f"The body is over {MAX_BODY_BYTES} bytes, has too many values, or comes in too many pieces",
     500: "A failure of the server",
     503: _BUSY,
     504: _LATE,

@@ -7,7 +7,9 @@ import importlib.metadata
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
 
+from fastapi import Depends
 from starlette.requests import Request
 
 from common.dialect import Dialect
@@ -108,6 +110,10 @@ async def service_of(request: Request) -> Service:
     """Return the service of the app that a request came to."""
     service: Service = request.app.state.server
     return service
+
+
+#: Argument of a route: the service of its app.
+Served = Annotated[Service, Depends(service_of)]
 
 
 def served_model_name(model: str) -> str:

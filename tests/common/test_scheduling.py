@@ -17,6 +17,7 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
+    assert_served,
     build,
     continuation,
     end_of,
@@ -156,8 +157,7 @@ def test_a_group_leaves_seats_to_those_who_came_later(phase: str, many: int, oth
     requests += [add_to(engine, f"other {i}", [9, i]) for i in range(others)]
     outputs = engine.step()
     assert groups_at_work(engine) == ["many"] * (4 - others) + [f"other {i}" for i in range(others)]
-    assert_answered(outputs + run(engine), requests)
-    assert_all_free(engine)
+    assert_served(engine, requests, outputs)
 
 
 @EVERY_PHASE
@@ -171,8 +171,23 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
     is_static = phase == "phase4_static"  # a batch runs to its end
     assert groups_at_work(engine) == (["many"] * 4 if is_static else ["", "", "many", "many"])
     assert engine.scheduler.preemptions == (0 if is_static else 2)
-    assert_answered(outputs + run(engine), [*many, *others])
-    assert_all_free(engine)
+    assert_served(engine, [*many, *others], outputs)
+
+
+@pytest.mark.parametrize("phase", ["paged", "chunked", "prefix", "pipelined", "speculative"])
+@pytest.mark.parametrize(("prompt_tokens", "gives_way"), [(40, True), (60, False)])
+def test_a_group_gives_up_no_seat_to_a_request_that_would_find_no_memory(
+    phase: str, prompt_tokens: int, gives_way: bool
+) -> None:
+    """The other request may take 80 % of the free blocks, which are more than half of all."""
+    engine = build(phase, max_batch_size=4, max_seq_len=80, block_size=4, num_blocks=20)
+    twins = [add_to(engine, "twins", [5, 6], new_tokens=12) for _ in range(4)]
+    outputs = [output for _ in range(3) for output in engine.step()]
+    other = add_to(engine, "other", [9] * prompt_tokens)
+    outputs += [output for _ in range(4) for output in engine.step()]
+    assert groups_at_work(engine) == (["other"] * gives_way + ["twins"] * (4 - gives_way))
+    assert engine.scheduler.preemptions == gives_way
+    assert_served(engine, [*twins, other], outputs)
 
 
 def test_those_of_one_group_keep_their_order() -> None:

@@ -64,8 +64,7 @@ def slowly(_: object) -> None:
 
 
 async def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
-    engine = engine_of(phase)
-    async with working(engine) as worker:
+    async with working(engine_of(phase)) as worker:
         prompts = ["one", "two two", "three", "4"] * 3
         streams = [submit(worker, prompt, greedy(5 + i)) for i, prompt in enumerate(prompts)]
         for i, outputs in enumerate(await asyncio.gather(*map(read, streams))):
@@ -75,8 +74,7 @@ async def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
 
 
 async def test_the_event_loop_runs_on_while_a_pass_does(phase: str, gate: Gate) -> None:
-    engine = engine_of(phase, gate)
-    async with working(engine) as worker:
+    async with working(engine_of(phase, gate)) as worker:
         stream = submit(worker, "one", greedy(2))
         await until(gate.reached.is_set)
         started = time.monotonic()
@@ -101,8 +99,7 @@ async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate
 
 
 async def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    engine = engine_of("continuous", gate)
-    async with working(engine) as worker:
+    async with working(engine_of("continuous", gate)) as worker:
         loop = asyncio.get_running_loop()
         calls: list[int] = []
         original = loop.call_soon_threadsafe
@@ -157,8 +154,7 @@ async def test_cancelled_while_running(phase: str) -> None:
 
 
 async def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str, gate: Gate) -> None:
-    engine = engine_of(phase, gate)
-    async with working(engine) as worker:
+    async with working(engine_of(phase, gate)) as worker:
         running, waiting = submit(worker, "one", greedy(9)), submit(worker, "two", greedy(9))
         readers = [asyncio.create_task(read(stream)) for stream in (running, waiting)]
         await until(gate.reached.is_set)
@@ -267,8 +263,7 @@ async def test_an_engine_that_fails_while_it_is_paused_says_so(gate: Gate) -> No
         gate(None)
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    engine = engine_of("pipelined", fail)
-    async with working(engine) as worker:
+    async with working(engine_of("pipelined", fail)) as worker:
         stream = submit(worker, "one", greedy(9))
         await until(gate.reached.is_set)
         pausing = asyncio.create_task(worker.pause())
@@ -367,16 +362,14 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_an_idle_engine_is_drained_at_once(phase: str) -> None:
-    engine = engine_of(phase)
-    async with working(engine) as worker:
+    async with working(engine_of(phase)) as worker:
         assert len(await read(submit(worker, "one", greedy(2)))) == 2
         assert await worker.drain(0)
 
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
 async def test_the_end_does_not_wait_for_a_step_that_hangs(end: str, gate: Gate) -> None:
-    engine = engine_of("continuous", gate)
-    async with working(engine) as worker:
+    async with working(engine_of("continuous", gate)) as worker:
         stream = submit(worker, "one", greedy(3))
         await until(gate.reached.is_set)
         if end == "drain":
@@ -391,8 +384,7 @@ async def test_the_end_does_not_wait_for_a_step_that_hangs(end: str, gate: Gate)
 
 
 async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
-    engine = engine_of(phase, gate)
-    async with working(engine) as worker:
+    async with working(engine_of(phase, gate)) as worker:
         streams = [submit(worker, text, greedy(3)) for text in ("one", "two")]
         await until(gate.reached.is_set)
         draining = asyncio.create_task(worker.drain(TIMEOUT_S))

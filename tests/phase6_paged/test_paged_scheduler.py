@@ -15,6 +15,7 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
+    assert_served,
     continuation,
     greedy,
     ids,
@@ -255,8 +256,7 @@ def test_blocks_freed_in_a_step_serve_an_admission_in_that_step(variant: Variant
     outputs += engine.step()
     assert tokens_of(outputs, second) == continuation([2] * 13, 1), "admitted and prefilled in the same step"
     assert first.slot is None
-    assert_answered(outputs + run(engine), [first, second])
-    assert_all_free(engine)
+    assert_served(engine, [first, second], outputs)
 
 
 @pytest.mark.parametrize(
@@ -304,5 +304,4 @@ def test_sixteen_requests_at_batch_16(variant: Variant) -> None:
     requests = [add(engine, [i + 1] * (1 + 3 * i % 17), greedy(6 + i % 5)) for i in range(16)]
     outputs = engine.step()
     assert len(outputs) == 16
-    assert_answered(outputs + run(engine), requests)
-    assert_all_free(engine)
+    assert_served(engine, requests, outputs)

@@ -17,6 +17,7 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
+    assert_served,
     end_of,
     greedy,
     ids,
@@ -79,8 +80,7 @@ def test_a_failure_in_chunk_2_of_4(engine_of: Build, backend: str, mixed: bool, 
     outputs += failed + engine.step()
     assert victim.slot is None
     assert_held_by(engine, [*decoders, behind])
-    assert_answered(outputs + run(engine), [*decoders, behind])
-    assert_all_free(engine)
+    assert_served(engine, [*decoders, behind], outputs)
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
@@ -98,8 +98,7 @@ def test_a_cancellation_in_chunk_2_of_4(engine_of: Build, backend: str, mixed: b
     assert (end.finish_reason, end.token_id, end.completion_tokens) == ("cancelled", None, 0)
     assert victim.slot is None
     assert_held_by(engine, decoders)
-    assert_answered(outputs + run(engine), decoders)
-    assert_all_free(engine)
+    assert_served(engine, decoders, outputs)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -118,8 +117,7 @@ def test_a_preemption_in_chunk_2_of_4(engine_of: Build, mixed: bool) -> None:
     assert (victim.state, victim.slot, victim.prefill_progress) == (RequestState.WAITING, None, 0)
     assert [output.request_id for output in told] == ids(decoders)
     assert_held_by(engine, decoders)
-    assert_answered(outputs + told + run(engine), [*decoders, victim])
-    assert_all_free(engine)
+    assert_served(engine, [*decoders, victim], outputs + told)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -147,5 +145,4 @@ def test_a_nan_in_chunk_2_stays_with_its_owner(engine_of: Build, mixed: bool) ->
     assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
     assert sick.prefill_progress == 4 * CHUNK, "only the last chunk has logits to look at"
     heir = add(engine, [7, 8], greedy(20, ignore_eos=True))
-    assert_answered(outputs + run(engine), [*neighbours, heir], model)
-    assert_all_free(engine)
+    assert_served(engine, [*neighbours, heir], outputs)

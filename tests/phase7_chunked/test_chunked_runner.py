@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 
 from common.request import RequestState
-from tests.engine_helpers import (
-    Call,
-    RememberingModel,
-    Variant,
-    add,
-    assert_all_free,
-    assert_answered,
-    greedy,
-    run,
-)
+from tests.engine_helpers import Call, RememberingModel, Variant, add, assert_served, greedy, run
 
 BACKENDS: list[dict[str, Any]] = [{"block_size": 16}, {"block_size": 1}, {"kv_cache_backend": "contiguous"}]
 
@@ -85,8 +76,7 @@ def test_a_prompt_of_2048_among_six_who_decode(
         assert rows == [last, last, last, [*last, 6 + 511]]
     else:
         assert rows == [last, [0], last, [0], last, [0], last, [511]], "a pass always names a row"
-    assert_answered(outputs + run(engine), [*decoders, long])
-    assert_all_free(engine)
+    assert_served(engine, [*decoders, long], outputs)
 
 
 # ---------------------------------------------------------------------- after every chunk
@@ -146,5 +136,4 @@ def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own(variant: Var
     told = engine.step()
     assert pass_lengths(model.calls) == [((1, 8, 8), (6, 8, 8)), ((8, 3), (8, 3))]
     assert [o.request_id for o in told] == [r.request_id for r in (first, *others[1:])]
-    assert_answered(outputs + told + run(engine), [first, *others])
-    assert_all_free(engine)
+    assert_served(engine, [first, *others], outputs + told)

@@ -23,6 +23,7 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
+    assert_served,
     chained,
     continuation,
     end_of,
@@ -65,8 +66,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_done() -> None:
         "submit forward 2",
         "submit sample 2",
     ], "it waits for that step and for none that came later"
-    assert_answered(outputs + run(engine), [request])
-    assert_all_free(engine)
+    assert_served(engine, [request], outputs)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,7 @@ def test_shallower_pipelines(depth: int, order: list[str]) -> None:
     before = len(stream.log)
     outputs += engine.step()
     assert [line for line in stream.log[before:] if not line.startswith("do")] == order
-    assert_answered(outputs + run(engine), [request])
-    assert_all_free(engine)
+    assert_served(engine, [request], outputs)
 
 
 def test_whoever_needs_the_token_before_waits_for_it_and_the_forward_pass_does_not() -> None:
@@ -94,8 +93,7 @@ def test_whoever_needs_the_token_before_waits_for_it_and_the_forward_pass_does_n
     order = ["submit forward 1", "wait sample 0", "submit sample 1"]
     assert [line for line in stream.log if not line.startswith("do")][2:] == order
     assert len(tokens_of(outputs, request)) == 1
-    assert_answered(outputs + run(engine), [request])
-    assert_all_free(engine)
+    assert_served(engine, [request], outputs)
 
 
 def test_a_batch_with_a_grammar_takes_that_order_and_the_others_are_answered_alike() -> None:
@@ -182,8 +180,7 @@ def test_a_zombie_keeps_its_seat_until_its_last_step_is_read() -> None:
         outputs += engine.step()
     assert first.inflight_refs == 1
     assert second.state is RequestState.WAITING
-    assert_answered(outputs + run(engine), [second])
-    assert_all_free(engine)
+    assert_served(engine, [second], outputs)
 
 
 def test_a_cancelled_request_is_told_at_once_and_its_results_are_dropped() -> None:
@@ -193,8 +190,7 @@ def test_a_cancelled_request_is_told_at_once_and_its_results_are_dropped() -> No
     outputs = engine.step()
     assert end_of(outputs, victim).finish_reason == "cancelled"
     assert tokens_of(outputs, victim) == []
-    assert_answered(outputs + run(engine), [other])
-    assert_all_free(engine)
+    assert_served(engine, [other], outputs)
 
 
 def test_nobody_gets_more_than_was_asked_for() -> None:
@@ -236,8 +232,7 @@ def test_a_prompt_starts_within_two_completions(mode: str) -> None:
     assert done <= 2
     if mode == "drained":
         assert len(runner_of(engine).state.steps) == 1, "alone in flight: what came before has been read"
-    assert_answered(outputs + run(engine), [running, newcomer])
-    assert_all_free(engine)
+    assert_served(engine, [running, newcomer], outputs)
 
 
 def test_whose_last_chunk_is_on_its_way_decodes_behind_it() -> None:

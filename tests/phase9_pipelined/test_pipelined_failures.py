@@ -14,6 +14,7 @@ from tests.engine_helpers import (
     add,
     assert_all_free,
     assert_answered,
+    assert_served,
     end_of,
     greedy,
     run,
@@ -45,8 +46,7 @@ def test_and_so_for_those_who_wait_for_their_tokens(place: str) -> None:
     engine, stream = engine_of()
     stream.faults[place] = RuntimeError("cosmic ray")
     requests = [add(engine, [i, 1], greedy(7, presence_penalty=1e-9)) for i in range(3)]
-    assert_answered(run(engine), requests)
-    assert_all_free(engine)
+    assert_served(engine, requests)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -58,8 +58,7 @@ def test_only_the_guilty_fail(depth: int) -> None:
     assert str(end_of(outputs, guilty).error) == "allergic"
     assert_answered(outputs, others)
     next_one = add(engine, [3, 3], greedy(4))
-    assert_answered(run(engine), [next_one])
-    assert_all_free(engine)
+    assert_served(engine, [next_one])
 
 
 def test_a_request_that_ends_in_the_failed_step_is_not_computed_behind_it() -> None:
@@ -67,8 +66,7 @@ def test_a_request_that_ends_in_the_failed_step_is_not_computed_behind_it() -> N
     stream.faults["sample 1"] = RuntimeError("cosmic ray")
     short = add(engine, [1, 2], greedy(2))
     long = add(engine, [3, 4], greedy(6))
-    assert_answered(run(engine), [short, long])
-    assert_all_free(engine)
+    assert_served(engine, [short, long])
 
 
 def test_cancelled_while_its_step_fails() -> None:

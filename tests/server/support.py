@@ -148,10 +148,7 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def complete(self, **fields: Any) -> dict[str, Any]:
-        response = self.post(**fields)
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
+        return answer_of(self.post(**fields))
 
     def text(self, **fields: Any) -> str:
         """The text of a completion's only choice."""
@@ -199,6 +196,13 @@ class Served:
     def queue_room(self) -> int:
         room: int = self.client.get("/telemetry", params={"since_step": 2**40}).json()["queue_room"]
         return room
+
+
+def answer_of(response: httpx.Response) -> dict[str, Any]:
+    """The object that a request was answered with, status 200."""
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 FORKS = multiprocessing.get_context("forkserver")

@@ -379,8 +379,7 @@ async def test_log_probabilities_of_a_prompt_are_bounded(monkeypatch: pytest.Mon
 
 
 async def test_large_answers_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build("continuous", tiny_model(), max_batch_size=8)
-    async with started(engine) as app:
+    async with started(build("continuous", tiny_model(), max_batch_size=8)) as app:
         encoded: list[Any] = []
         lane = app.service.admission.encoding
         run = lane.run

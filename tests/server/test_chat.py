@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,8 @@ import httpx
 import pytest
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import MESSAGES, PREFIXES, ServerProcess, assert_error, rendered
+from tests.server.support import MESSAGES, PREFIXES, ServerProcess, answer_of, assert_error, rendered
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-FOX = {
-    "type": "function",
-    "function": {
-        "name": "find_fox",
-        "parameters": {
-            "type": "object",
-            "properties": {"place": {"enum": ["forest", "river"]}},
-            "required": ["place"],
-            "additionalProperties": False,
-        },
-    },
-}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/fox.png"}}
 
 
@@ -39,10 +25,7 @@ def post(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> httpx.Res
 
 
 def chat(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
-    response = post(server, prefix, **fields)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return answer_of(post(server, prefix, **fields))
 
 
 # ---------------------------------------------------------------------- answers
@@ -149,16 +132,8 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
         ({"messages": MESSAGES * 1025}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-        ({"tools": [FOX, FOX]}, "tools[1]"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [FOX], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
-        ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -239,30 +214,6 @@ def test_an_assistants_content_may_be_null(server: ServerProcess) -> None:
             first["choices"],
             first["usage"]["prompt_tokens"],
         )
-
-
-# ---------------------------------------------------------------------- tools
-
-
-def test_a_required_call_and_its_result(server: ServerProcess, prefix: str) -> None:
-    fields = {"tools": [FOX], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
-    (choice,) = chat(server, prefix, **fields)["choices"]
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-    (call,) = choice["message"]["tool_calls"]
-    assert set(json.loads(call["function"]["arguments"])) == {"place"}
-    chunks = [each["choices"][0] for each in server.chunks(f"{prefix}/chat/completions", **fields)]
-    assert chunks[-1]["finish_reason"] == "tool_calls"
-    first, *deltas = [each for chunk in chunks for each in chunk["delta"].get("tool_calls", ())]
-    assert (first["index"], first["type"], first["function"]) == (
-        *(0, "function"),
-        {"name": "find_fox", "arguments": ""},
-    )
-    assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "There is one fox."}
-    answer = chat(server, prefix, tools=[FOX], messages=[*MESSAGES, choice["message"], result])
-    assert answer["choices"][0]["message"]["content"]
-    without = chat(server, prefix, tools=[FOX], messages=[*MESSAGES, choice["message"]])
-    assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
 
 
 # ---------------------------------------------------------------------- other templates

@@ -242,8 +242,7 @@ def test_options_that_contradict_each_other() -> None:
 
 
 def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:
-    folder = zoo_copy(tmp_path)
-    with ServerProcess(phase, "--model", str(folder), "--max-seq-len", "64") as server:
+    with ServerProcess(phase, "--model", str(zoo_copy(tmp_path)), "--max-seq-len", "64") as server:
         assert server.model == "broken"
         for path in ("/v1/models", "/openapi.json", "/version", "/health", "/telemetry"):
             assert str(tmp_path) not in server.client.get(path).text

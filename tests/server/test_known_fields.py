@@ -19,10 +19,11 @@ from pydantic import BaseModel
 
 from common.server.bodies import Body, Limits, parse
 from common.server.errors import ApiError
-from common.server.requests.chat import ChatRequest, TokenizeRequest
+from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.known_fields import TABLES, Neutral, lines_of
 from common.server.requests.responses import ReasoningOptions, ResponsesRequest, TextOptions
+from common.server.requests.tokens import TokenizeRequest
 from docs.building.options import unimplemented_fields_table
 from tests.server.support import PREFIXES, ServerProcess, assert_error
 

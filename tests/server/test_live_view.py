@@ -99,8 +99,7 @@ async def test_nothing_is_made_while_nobody_looks() -> None:
 
 
 async def test_who_comes_in_the_middle_begins_with_a_frame_that_tells_everything() -> None:
-    engine = engine_of()
-    async with working(engine) as worker:
+    async with working(engine_of()) as worker:
         view = LiveView(worker)
         first = view.open()
         stream = submit(worker, "one", greedy(55))
@@ -131,8 +130,7 @@ async def test_frames_come_no_faster_than_they_may(monkeypatch: pytest.MonkeyPat
 
 
 async def test_who_does_not_read_misses_frames_and_goes_on_with_a_whole_one() -> None:
-    engine = engine_of()
-    async with working(engine) as worker:
+    async with working(engine_of()) as worker:
         view = LiveView(worker)
         slow, quick = view.open(), view.open()
         seen = []
@@ -163,8 +161,7 @@ async def test_who_does_not_read_misses_frames_and_goes_on_with_a_whole_one() ->
 
 
 async def test_as_many_may_look_as_may() -> None:
-    engine = engine_of()
-    async with working(engine) as worker:
+    async with working(engine_of()) as worker:
         view = LiveView(worker)
         viewers = [view.open() for _ in range(live_view.MAX_VIEWERS)]
         with pytest.raises(ApiError, match="as many as may") as refused:
@@ -177,8 +174,7 @@ async def test_as_many_may_look_as_may() -> None:
 
 
 async def test_it_ends_when_nothing_more_is_taken() -> None:
-    engine = engine_of()
-    async with working(engine) as worker:
+    async with working(engine_of()) as worker:
         view = LiveView(worker)
         viewer = view.open()
         worker.stop_accepting()
@@ -243,8 +239,7 @@ def test_an_open_view_does_not_hold_up_a_shutdown() -> None:
 
 
 def test_it_can_be_switched_off() -> None:
-    app = create_app(engine_of(), model_name="mine", live_view=False)
-    with TestClient(app) as client:
+    with TestClient(create_app(engine_of(), model_name="mine", live_view=False)) as client:
         assert_error(client.get("/steps"), 404, None, "live_view_off")
         page = client.get("/").text
         assert 'data-live="off"' in page

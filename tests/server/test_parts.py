@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import tokenizers
@@ -13,7 +14,8 @@ from tokenizers.models import WordLevel
 
 from common.chat_template import ChatTemplate
 from common.dialect import Dialect, opens_thought
-from common.server.replies.call_readers import HermesReader, LlamaReader, PythonReader, new_reader
+from common.server.replies import call_readers
+from common.server.replies.call_readers import End, HermesReader, LlamaReader, PythonReader, new_reader
 from common.server.replies.parts import ArgumentsPart, CallPart, PartsReader, ReasoningPart, TextPart
 from common.text import Tokenizer
 
@@ -166,27 +168,7 @@ def test_any_text_is_the_same_in_any_deltas(kind: type[PartsReader], data: st.Da
         "```tool_code",
         "weather",
     ]
-    words += [
-        "[",
-        "]",
-        "(",
-        ")",
-        "{",
-        "}",
-        '"',
-        "'",
-        ",",
-        ";",
-        ":",
-        "=",
-        " ",
-        "\n",
-        "\\",
-        "1",
-        "<",
-        "`",
-        LLAMA,
-    ]
+    words += [*"[](){}\"',;:= \n\\1<`", LLAMA]
     words += ['{"name": "weather", "arguments": ', '"name"', '"arguments"', "[weather(", "add(a=1)"]
     deltas = data.draw(st.lists(st.one_of(st.sampled_from(words), st.text(max_size=2)), max_size=12))
     for options in ({}, {"thinks": True}, {"thinking": True}):
@@ -210,6 +192,40 @@ def test_text_is_held_back_only_while_it_may_become_a_marker() -> None:
     assert reader.add("}") == [ArgumentsPart(0, "}")]
     assert not reader.in_call
     assert reader.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "behind"),
+    [
+        (HermesReader, '<tool_call>{"arguments": {"city": "', '"}, "name": "weather"}</tool_call>'),
+        (LlamaReader, '{"name": "', '", "parameters": {}}'),
+        (PythonReader, "[weather(city='", "', days=[])]"),
+    ],
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_long_call_is_searched_once_and_parsed_once(
+    kind: type[PartsReader], before: str, behind: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text comes letter by letter, with brackets that could end it if they were not in a string."""
+    searched: list[int] = []
+    find = End.find
+
+    def counted(end: End, text: str, start: int = 0) -> int | None:
+        searched.append(len(text) - start)
+        return find(end, text, start)
+
+    monkeypatch.setattr(End, "find", counted)
+    parses = {
+        name: MagicMock(wraps=getattr(call_readers, name)) for name in ("_HEAD", "_loaded", "_named_values")
+    }
+    for name, parse in parses.items():
+        monkeypatch.setattr(call_readers, name, parse)
+    text = before + "a)}, " * 500 + (behind if is_whole else "")
+    _, _, calls = read(kind(names=NAMES), *text)
+    assert bool(calls) is (is_whole and kind is not LlamaReader)  # there the name is of no tool
+    assert sum(searched) <= len(text)
+    assert parses["_HEAD"].match.call_count <= 2
+    assert parses["_loaded"].call_count + parses["_named_values"].call_count <= 2
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

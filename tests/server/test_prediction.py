@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from common.phases import find_phase
 from common.server.app import create_app
-from tests.server.support import MESSAGES
+from tests.server.support import MESSAGES, answer_of
 
 CHAT = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "stream": False}
 
@@ -25,10 +25,7 @@ def client() -> Iterator[TestClient]:
 
 
 def chat(client: TestClient, **fields: Any) -> dict[str, Any]:
-    response = client.post("/v1/chat/completions", json=CHAT | fields)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return answer_of(client.post("/v1/chat/completions", json=CHAT | fields))
 
 
 def accepted(answer: dict[str, Any]) -> int:

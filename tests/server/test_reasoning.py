@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import ServerProcess, assert_error
+from tests.server.support import ServerProcess, answer_of, assert_error
 from tests.server.test_responses import respond, settled, stream
 
 #: Qwen 3's: thoughts of earlier turns are left out, and `enable_thinking` false puts an empty thought before the
@@ -59,10 +59,7 @@ def server(thinker: ServerProcess) -> Iterator[ServerProcess]:
 
 
 def chat(server: ServerProcess, **fields: Any) -> dict[str, Any]:
-    response = server.ask("/v1/chat/completions", **{"messages": ASKED, "max_tokens": 64} | fields)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return answer_of(server.ask("/v1/chat/completions", **{"messages": ASKED, "max_tokens": 64} | fields))
 
 
 def prompt_tokens(text: str) -> int:

@@ -14,6 +14,7 @@ from tests.server.support import (
     MESSAGES,
     PREFIXES,
     ServerProcess,
+    answer_of,
     assert_error,
     eventually,
     read_events,
@@ -51,9 +52,7 @@ def assert_known(value: Any) -> None:
 
 def respond(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
     """Ask for a response, which is one of OpenAI's."""
-    response = server.ask(f"{prefix}/responses", **fields)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
+    answer = answer_of(server.ask(f"{prefix}/responses", **fields))
     assert_known(Response.model_validate(answer, strict=True))
     return answer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.models.registry import open_checkpoint
-from tests.server.support import ServerProcess, assert_error
+from tests.server.support import ServerProcess, answer_of, assert_error
 
 TEXT = "Once upon a time, 猫 🐈‍⬛ met Zoë.\n  <|eot_id|> The end"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -21,9 +21,7 @@ def the_next_request_is_served(server: ServerProcess) -> Iterator[None]:
 
 
 def tokenize(server: ServerProcess, **fields: Any) -> dict[str, Any]:
-    response = server.client.post("/tokenize", json=fields)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
+    answer = answer_of(server.client.post("/tokenize", json=fields))
     assert answer["count"] == len(answer["tokens"])
     assert answer["max_model_len"] == 1024
     return answer

@@ -12,7 +12,16 @@ import jsonschema
 import pytest
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import MESSAGES, PHASES, ServerProcess, app_with, assert_error, on_phases
+from tests.server.support import (
+    MESSAGES,
+    PHASES,
+    PREFIXES,
+    ServerProcess,
+    answer_of,
+    app_with,
+    assert_error,
+    on_phases,
+)
 
 ON_FIRST_AND_LAST = on_phases(PHASES[0], PHASES[-1])
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -41,11 +50,8 @@ FOX = {"type": "function", "function": {"name": "find_fox"}}
 ALLOWED = {"mode": "required", "tools": [FOX]}
 
 
-def ask(server: ServerProcess, **fields: Any) -> dict[str, Any]:
-    response = server.ask("/v1/chat/completions", **{"tools": TOOLS, "max_tokens": 120} | fields)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+def ask(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
+    return answer_of(server.ask(f"{prefix}/chat/completions", **{"tools": TOOLS, "max_tokens": 120} | fields))
 
 
 def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -221,18 +227,19 @@ def test_token_ids_beside_calls(server: ServerProcess) -> None:
 # ---------------------------------------------------------------------- a conversation with calls
 
 
-def test_calls_and_results_go_back(server: ServerProcess) -> None:
-    (choice,) = ask(server, tool_choice=FOX)["choices"]
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_calls_and_results_go_back(server: ServerProcess, prefix: str) -> None:
+    (choice,) = ask(server, prefix, tool_choice=FOX)["choices"]
     (call,) = choice["message"]["tool_calls"]
     asked = [*MESSAGES, choice["message"]]
     lengths = []
     for result in ("", "a fox", "a fox and a bear"):
         messages = [*asked, {"role": "tool", "tool_call_id": call["id"], "content": result}]
-        lengths.append(ask(server, messages=messages)["usage"]["prompt_tokens"])
+        lengths.append(ask(server, prefix, messages=messages)["usage"]["prompt_tokens"])
     assert lengths == sorted(set(lengths)), "the model reads the result"
     broken = {**call, "function": {"name": "find_fox", "arguments": '{"place": "riv'}}
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [broken]}]
-    assert ask(server, messages=messages, tools=None)["usage"]["prompt_tokens"] > 0
+    assert ask(server, prefix, messages=messages, tools=None)["usage"]["prompt_tokens"] > 0
 
 
 def test_tokens_are_counted_with_tools(server: ServerProcess) -> None:
@@ -243,6 +250,11 @@ def test_tokens_are_counted_with_tools(server: ServerProcess) -> None:
 
 # ---------------------------------------------------------------------- refusals
 
+USERS_CALL = {
+    "role": "user",
+    "content": "1",
+    "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+}
 WITHOUT_NAME = {"type": "function", "function": {"parameters": {}}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "'custom'"),
@@ -267,6 +279,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_call_id",
         "tool",
     ),
+    ({"messages": [USERS_CALL]}, "messages[0].tool_calls", "assistant"),
     ({"tools": [tool("hide", extra=1)]}, "tools[0].function.extra", "unknown"),
 ]
 
@@ -275,9 +288,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 def test_refusals_name_the_field(
     server: ServerProcess, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    for stream in (False, True):
-        response = server.ask("/v1/chat/completions", **{"tools": TOOLS, "stream": stream} | fields)
-        assert_error(response, 422, param, says=says)
+    for prefix, status, stream in (("/v1", 422, False), ("/v1", 422, True), ("/openai/v1", 400, False)):
+        response = server.ask(f"{prefix}/chat/completions", **{"tools": TOOLS, "stream": stream} | fields)
+        assert_error(response, status, param, says=says)
 
 
 @pytest.mark.parametrize(

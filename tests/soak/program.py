@@ -273,8 +273,7 @@ class Clients:
 
 def soak(phase: str, requests: int, clients: int, seed: int = 0) -> tuple[Tally, State, State, float]:
     """What became of all requests, the server before and after, and the seconds it took."""
-    target = Target(phase, 0, find_phase_module(phase), dict(OPTIONS))
-    with RunningServer(target) as server:
+    with RunningServer(Target(phase, 0, find_phase_module(phase), dict(OPTIONS))) as server:
         pid = server.pid
         with httpx.Client(base_url=server.url, timeout=60.0) as client:
             # What is made once, by the first of a kind, is no leak.

@@ -20,7 +20,7 @@ from common.server.errors import from_exception
 from common.server.intake import Lane
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import Part, PartsReader, TextPart
-from common.server.replies.shapes import Logprobs, Usage
+from common.server.replies.shapes import AnswerHeader, Logprobs, Usage
 from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
 from common.worker import RequestStream
@@ -91,17 +91,7 @@ class Choice:
 
     def usage(self) -> Usage:
         """Return the choice's token counts so far."""
-        assert self.latest is not None, "asked for with an output of the choice"
-        latest = self.latest
-        wrong = latest.draft_tokens - latest.accepted_tokens
-        return _usage(
-            latest.prompt_tokens,
-            latest.completion_tokens,
-            latest.cached_tokens,
-            latest.accepted_tokens,
-            wrong,
-            0 if self.reader is None else self.reader.thoughts,
-        )
+        return usage_of([self], [self])
 
 
 @dataclass(slots=True)
@@ -112,6 +102,7 @@ class Answer:
         created: seconds since 1970.
         fingerprint: stands for the software, the phase, the model and its number type.
         streams: the engine's requests for the choices, in order.
+        header: the fields that each JSON object of the answer begins with.
         text_only: whether nothing is shown beside the text of its choices.
     """
 
@@ -123,10 +114,17 @@ class Answer:
     choices: Sequence[Choice]
     shown: Shown = dataclasses.field(default_factory=Shown)
     streams: Sequence[RequestStream] = ()
+    header: AnswerHeader = dataclasses.field(init=False)
     text_only: bool = dataclasses.field(init=False)
     _held_back: list[tuple[Choice, StepOutput]] = dataclasses.field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        self.header = {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
         self.text_only = self.shown == Shown()
 
     @classmethod
@@ -199,16 +197,7 @@ class Answer:
 
     def usage(self) -> Usage:
         """Return the token counts of all choices together. A prompt counts once, as in its first choice's usage."""
-        usages = [choice.usage() for choice in self.choices]
-        first = [usage for choice, usage in zip(self.choices, usages, strict=True) if choice.is_prompts_first]
-        return _usage(
-            sum(usage["prompt_tokens"] for usage in first),
-            sum(usage["completion_tokens"] for usage in usages),
-            sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in first),
-            sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages),
-            sum(usage["completion_tokens_details"]["rejected_prediction_tokens"] for usage in usages),
-            sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages),
-        )
+        return usage_of([choice for choice in self.choices if choice.is_prompts_first], self.choices)
 
     def cancel(self) -> None:
         """Cancel the requests that are not finished. Harmless for the rest."""
@@ -216,23 +205,25 @@ class Answer:
             stream.cancel()
 
 
-def _usage(
-    prompt_tokens: int,
-    completion_tokens: int,
-    cached_tokens: int,
-    accepted_tokens: int,
-    rejected_tokens: int,
-    reasoning_tokens: int,
-) -> Usage:
+def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
+    """Return the token counts of `choices` together, with the prompts of `prompts`. Each must have an output."""
+    first = [choice.latest for choice in prompts if choice.latest is not None]
+    latest = [choice.latest for choice in choices if choice.latest is not None]
+    assert (len(first), len(latest)) == (len(prompts), len(choices)), (
+        "asked for with an output of each choice"
+    )
+    prompt_tokens = sum(output.prompt_tokens for output in first)
+    completion_tokens = sum(output.completion_tokens for output in latest)
+    accepted_tokens = sum(output.accepted_tokens for output in latest)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in first)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted_tokens,
-            "rejected_prediction_tokens": rejected_tokens,
-            "reasoning_tokens": reasoning_tokens,
+            "rejected_prediction_tokens": sum(output.draft_tokens for output in latest) - accepted_tokens,
+            "reasoning_tokens": sum(each.reader.thoughts for each in choices if each.reader is not None),
         },
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from ast import literal_eval
@@ -11,19 +12,25 @@ from typing import Any, ClassVar
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, CallSyntax, Dialect
 from common.server.replies.parts import PartsReader
 
-# ---------------------------------------------------------------------- calls written as JSON
 
-
-class _ObjectEnd:
-    """Finds the end of a JSON object that comes in pieces.
+class End:
+    """Finds the end of an object, or of a call's arguments, in text that comes in pieces. Reads a character once.
 
     Args:
         depth: number of brackets that are open already.
+        in_python: strings may have single quotes, and brackets may be round.
+
+    Attributes:
+        commas: the indices of the commas outside of all brackets but the first.
     """
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, depth: int = 0, *, in_python: bool = False) -> None:
+        self.commas: list[int] = []
         self._depth = depth
-        self._in_string = False
+        self._in_python = in_python
+        self._quotes = "\"'" if in_python else '"'
+        self._openers, self._closers = ("{[(", "}])") if in_python else ("{[", "}]")
+        self._quote = ""  # that the string which is read began with
         self._escaped = False
 
     def find(self, text: str, start: int = 0) -> int | None:
@@ -35,21 +42,25 @@ class _ObjectEnd:
             character = text[at]
             if self._escaped:
                 self._escaped = False
-            elif self._in_string:
+            elif self._quote:
                 self._escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
+                self._quote = "" if character == self._quote else self._quote
+            elif character in self._quotes:
+                self._quote = character
+            elif character in self._openers:
                 self._depth += 1
-            elif character in "}]":
+            elif character in self._closers:
                 self._depth -= 1
                 if self._depth <= 0:
                     return at + 1
-            elif character == "<":
+            elif character == "," and self._depth == 1:
+                self.commas.append(at)
+            elif character == "<" and not self._in_python:
                 return at
         return None
 
+
+# ---------------------------------------------------------------------- calls written as JSON
 
 #: The begin of a call whose name comes first: its arguments can be streamed.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -63,7 +74,7 @@ class _JsonReader(PartsReader):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._end = _ObjectEnd()
+        self._end = End()
         self._searched = 0
 
     def _open(self) -> bool:
@@ -79,7 +90,7 @@ class _JsonReader(PartsReader):
 
     def _begin_object(self, before: str, text: str) -> None:
         self._before, self._held = before, text
-        self._end, self._searched = _ObjectEnd(), 0
+        self._end, self._searched = End(), 0
         self._state = self._object
 
     def _object(self) -> bool:
@@ -87,10 +98,11 @@ class _JsonReader(PartsReader):
         text = self._held.lstrip()
         self._before += self._held[: len(self._held) - len(text)]
         self._held = text
-        head = _HEAD.match(self._held)
+        # The head ends where an object begins. Only a piece with one is worth a search.
+        head = _HEAD.match(self._held) if self._held.find("{", max(1, self._searched)) > 0 else None
         if head is not None and _loaded(head[1]) in self._names:
             self._begin_call(_loaded(head[1]))
-            self._held, self._end = self._held[head.end() :], _ObjectEnd()
+            self._held, self._end = self._held[head.end() :], End()
             self._state, self.in_call = self._arguments, True
             return True
         if not self._held and not self._final:
@@ -128,7 +140,7 @@ class _JsonReader(PartsReader):
         self._held = "" if end is None else self._held[end:]
         if end is None:
             return False
-        self.in_call, self._end, self._state = False, _ObjectEnd(depth=1), self._rest
+        self.in_call, self._end, self._state = False, End(depth=1), self._rest
         return True
 
     def _rest(self) -> bool:
@@ -215,6 +227,10 @@ class PythonReader(PartsReader):
     _OPENER: ClassVar[re.Pattern[str]] = re.compile(rf"\s*(?:{_FENCE}\s*\[?|\[)\s*")
     _NAME: ClassVar[re.Pattern[str]] = re.compile(r"([\w.-]+)\s*\(")
 
+    _called: str  # the name of the call whose arguments are read
+    _end: End
+    _searched: int
+
     def _answer(self) -> bool:
         opener = self._OPENER.match(self._held)
         if opener is not None:
@@ -234,7 +250,8 @@ class PythonReader(PartsReader):
         """Look for a tool's name and a bracket behind the separator `self._held[:begin]`."""
         name = self._NAME.match(self._held, begin)
         if name is not None and name[1] in self._names:
-            self._before, self._held = self._held[:begin], self._held[begin:]
+            self._before, self._held = self._held[: name.end()], self._held[name.end() :]
+            self._called, self._searched, self._end = name[1], 0, End(depth=1, in_python=True)
             self._state = self._call
             return True
         if not self._final and re.fullmatch(r"[\w.-]*\s*", self._held[begin:]):
@@ -243,19 +260,25 @@ class PythonReader(PartsReader):
         return True
 
     def _call(self) -> bool:
-        name = self._NAME.match(self._held)
-        assert name is not None, "the state before has found it"
-        inside = _split_arguments(self._held[name.end() :])
-        if inside is None and not self._final:
+        """Arguments, behind the opening bracket."""
+        end = self._end.find(self._held, self._searched)
+        self._searched = len(self._held)
+        if end is None and not self._final:
             return False
-        arguments = None if inside is None else _named_values(inside[0])
-        if inside is None or arguments is None:
+        arguments = None if end is None or self._held[end - 1] != ")" else self._values(end - 1)
+        if arguments is None:
             self._held, self._state = self._before + self._held, self._text
             return True
-        self._begin_call(name[1])
+        self._begin_call(self._called)
         self._add_arguments(json.dumps(arguments, ensure_ascii=False))
-        self._held, self._state = self._held[name.end() + inside[1] :], self._next
+        self._held, self._state = self._held[end:], self._next
         return True
+
+    def _values(self, end: int) -> dict[str, Any] | None:
+        """Return the values of the arguments `self._held[:end]` by name; None if one is of another form."""
+        cuts = [-1, *self._end.commas, end]
+        arguments = [self._held[begin + 1 : at] for begin, at in itertools.pairwise(cuts)]
+        return _named_values([each for each in arguments if each.strip()])
 
     def _next(self) -> bool:
         separator = re.match(r"\s*[,;]?\s*", self._held)
@@ -268,29 +291,6 @@ class PythonReader(PartsReader):
         self._held = re.sub(r"^\s*[,;]?\s*\]?\s*(```)?\s*", "", self._held)
         self._state = self._text
         return True
-
-
-def _split_arguments(text: str) -> tuple[list[str], int] | None:
-    """Return the arguments before a closing bracket, and the index behind it; None if the bracket has not come."""
-    arguments, begin, depth, at = [], 0, 0, 0
-    while at < len(text):
-        character = text[at]
-        if character in "\"'":
-            string = re.compile(rf"{character}(?:[^{character}\\]|\\.)*{character}", re.DOTALL).match(
-                text, at
-            )
-            if string is None:
-                return None
-            at = string.end()
-            continue
-        if character in ",)" and depth == 0:
-            arguments.append(text[begin:at])
-            begin = at + 1
-            if character == ")":
-                return [each for each in arguments if each.strip()], at + 1
-        depth += (character in "([{") - (character in ")]}")
-        at += 1
-    return None
 
 
 def _named_values(arguments: list[str]) -> dict[str, Any] | None:

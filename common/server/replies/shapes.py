@@ -63,6 +63,10 @@ class Header(TypedDict):
     ]
 
 
+class AnswerHeader(Header, closed=True):
+    """These fields alone, which each object of an answer repeats."""
+
+
 class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[
         int, Field(description="found in memory and not computed; 0 in phases that share nothing")

@@ -1,169 +1,25 @@
-"""Bodies that hold a conversation: `POST /v1/chat/completions`, and `POST /tokenize` with `POST /detokenize`."""
+"""The body of `POST /v1/chat/completions`, and the fields of all bodies that hold a conversation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator
-from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field
 
-from common.calls import Call, Function, ToolUse, behind_thought, told_in_messages
+from common.calls import Function, ToolUse, behind_thought, told_in_messages
 from common.chat_template import RESERVED
 from common.dialect import Dialect
 from common.errors import InvalidRequestError
 from common.grammar import Grammar
-from common.server.bodies import BODY, Body, Limits, check_model, refused
-from common.server.errors import shorten
-from common.server.requests.generation import GenerationRequest, TokenId, by_type
-from common.server.requests.known_fields import (
-    OLD_TOOLS,
-    OpenAIChatFields,
-    OpenAIMessageFields,
-    TemplateFields,
-    VllmChatFields,
-)
-from common.server.requests.tools import (
-    CHOICE,
-    NamedTool,
-    ToolCall,
-    ToolChoice,
-    Tools,
-    functions_of,
-    tool_use_of,
-)
-
-
-class TextPart(BaseModel):
-    """A part of a message."""
-
-    model_config = BODY
-
-    type: Literal["text"]
-    text: str
-
-
-class OtherPart(BaseModel):
-    """A part of another type, such as an image. `ChatMessage.check` refuses it by its type's name."""
-
-    type: str
-
-
-def _part_form(part: Any) -> str:
-    """Return the tag of the model to validate a part with. A part without a type is refused as a text part."""
-    other = isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text"
-    return "as another part" if other else "as a text part"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("as a text part")] | SkipJsonSchema[Annotated[OtherPart, Tag("as another part")]],
-    Discriminator(_part_form),
-]
-Content = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
-    Discriminator(
-        by_type({str: "as text", list: "as parts"}),
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string, or a list of parts of type text",
-    ),
-]
-
-
-def _joined(content: Any) -> str:
-    """Return a checked content's text; parts stand on lines of their own."""
-    return (
-        content or "" if content is None or isinstance(content, str) else "\n".join(p.text for p in content)
-    )
-
-
-def _check_parts(name: str, content: Any) -> None:
-    """Refuse parts that are not text. `name` is the content's place in the body. Raises ApiError."""
-    for number, part in enumerate(content or ()):
-        if isinstance(part, OtherPart):
-            kind = shorten(part.type, 40)
-            raise refused(
-                f"{name}[{number}].type", f"{kind!r} is refused: only parts of type 'text' are read"
-            )
-
-
-class ChatMessage(OpenAIMessageFields):
-    """A message of a conversation. An answer's `message` can be sent back as it is."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
-        json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]}
-    )
-    content: Content | None = Field(
-        default=None,
-        validate_default=True,
-        description="a text, or parts of type text, which stand on lines of their own; null, which is an empty "
-        "text, for an assistant only",
-    )
-    name: str | None = Field(default=None, description="for templates that show it")
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="an assistant's calls, as its answer had them"
-    )
-    reasoning_content: str | None = Field(
-        default=None,
-        description="an assistant's thoughts, as its answer had them; the template may leave them out",
-    )
-    reasoning: str | None = Field(default=None, description="another name of the same")
-    provider_specific_fields: dict[str, Any] | None = Field(
-        default=None, description="litellm's copy of an answer's fields, which it sends back; not read"
-    )
-    tool_call_id: str | None = Field(
-        default=None, max_length=256, description="of the call whose result a `tool` message has"
-    )
-
-    @field_validator("content")
-    @classmethod
-    def _only_an_assistants_may_be_null(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") != "assistant":
-            raise PydanticCustomError("missing", "Field required: a string, or a list of parts of type text")
-        return content
-
-    @property
-    def calls(self) -> list[Call]:
-        return [call.as_call() for call in self.tool_calls or ()]
-
-    def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
-        """Return the message as a chat template reads it. `called` has the function of each earlier call, by id."""
-        name = self.name
-        if self.role == "tool" and name is None:
-            name = called.get(self.tool_call_id or "")
-        given = {
-            "name": name,
-            "reasoning_content": self.reasoning_content or self.reasoning or None,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": [call.for_template() for call in self.calls] or None,
-        }
-        message: dict[str, Any] = {"role": self.role, "content": _joined(self.content)}
-        return message | {field: value for field, value in given.items() if value is not None}
-
-    def check(self, name: str) -> None:
-        """Refuse calls in other messages than an assistant's, and parts that are not text. `name` is the message's
-        place in the body.
-
-        Raises:
-            ApiError: 422.
-        """
-        if self.role == "function":
-            raise refused(f"{name}.role", f"'function' is refused: {OLD_TOOLS}")
-        if self.tool_calls and self.role != "assistant":
-            raise refused(f"{name}.tool_calls", "only an assistant's message has calls")
-        if (self.reasoning_content or self.reasoning) and self.role != "assistant":
-            raise refused(f"{name}.reasoning_content", "only an assistant's message has thoughts")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise refused(f"{name}.tool_call_id", "only a tool's message answers a call")
-        _check_parts(f"{name}.content", self.content)
-
-
-# Bounded, as are the parts of each: two megabytes of empty messages would block the event loop for half a second.
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
-
+from common.server.bodies import BODY, refused
+from common.server.requests.forms import refuse_other_parts, text_of
+from common.server.requests.generation import GenerationRequest
+from common.server.requests.known_fields import OpenAIChatFields, TemplateFields, VllmChatFields
+from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages
+from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, tool_use_of
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT = "how much the model reasons before it answers, if its template has the variable `reasoning_effort`"
@@ -277,9 +133,23 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         default=True, description="an answer may have several calls; false: one at most"
     )
 
+    tool_choice: Any = None  # each body has a type of its own
+
     @property
     def turns(self) -> Sequence[ChatMessage]:
         raise NotImplementedError
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        choice, functions = self.tool_choice, self.told_functions
+        parallel = self.parallel_tool_calls is not False
+        if choice in (None, "none", "auto", "required"):
+            return tool_use_of(functions, choice, parallel=parallel)
+        if choice.type == "function":
+            return tool_use_of(functions, "required", names=[choice.called], parallel=False)
+        allowed = choice.allowed_tools
+        names = [tool.called for tool in allowed.tools]
+        return tool_use_of(functions, allowed.mode, names=names, parallel=parallel)
 
     @property
     def num_prompts(self) -> int:
@@ -363,24 +233,13 @@ class ChatRequest(ConversationRequest, OpenAIChatFields, VllmChatFields):
     def effort(self) -> ReasoningEffort | None:
         return self.reasoning_effort
 
-    @cached_property
-    def tool_use(self) -> ToolUse | None:
-        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        if isinstance(choice, NamedTool):
-            return tool_use_of(self.told_functions, "required", names=[choice.function.name], parallel=False)
-        if choice is None or isinstance(choice, str):
-            return tool_use_of(self.told_functions, choice, parallel=parallel)
-        allowed = choice.allowed_tools
-        names = [tool.function.name for tool in allowed.tools]
-        return tool_use_of(self.told_functions, allowed.mode, names=names, parallel=parallel)
-
     @property
     def predicted_text(self) -> str:
-        return "" if self.prediction is None else _joined(self.prediction.content)
+        return "" if self.prediction is None else text_of(self.prediction.content)
 
     def echo_of(self, number: int) -> str:  # noqa: ARG002 - there is one
         last = self.messages[-1]
-        return _joined(last.content) if last.role == "assistant" else ""
+        return text_of(last.content) if last.role == "assistant" else ""
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -402,52 +261,4 @@ class ChatRequest(ConversationRequest, OpenAIChatFields, VllmChatFields):
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)
         if self.prediction is not None:
-            _check_parts("prediction.content", self.prediction.content)
-
-
-class TokenizeRequest(Body, TemplateOptions):
-    """The body of `POST /tokenize`: a text or a conversation."""
-
-    model: str | None = Field(default=None, description="a name of the served model; default: that model")
-    prompt: str | None = Field(default=None, description="a text; or else:")
-    messages: Messages | None = Field(default=None, description="a conversation, as for chat")
-    add_special_tokens: bool | None = Field(
-        default=None, description="default: for a prompt; a conversation has its own"
-    )
-    return_token_strs: bool | None = Field(
-        default=False, description="the tokens as the tokenizer spells them, too"
-    )
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
-
-    def text(self, dialect: Dialect) -> str:
-        """Return the text to tokenize.
-
-        Raises:
-            InvalidRequestError: there is no template for these messages.
-        """
-        if self.messages is not None:
-            return self.render(self.messages, dialect, self.told_functions)
-        assert self.prompt is not None  # see `check`
-        return self.prompt
-
-    def check(self, limits: Limits) -> None:
-        check_model(self.model, limits)
-        if (self.prompt is None) is (self.messages is None):
-            raise refused("prompt", "send either a prompt or messages")
-        self.check_messages(self.messages or ())
-
-
-class DetokenizeRequest(Body):
-    """The body of `POST /detokenize`: token ids."""
-
-    model: str | None = Field(default=None, description="a name of the served model; default: that model")
-    tokens: list[TokenId] = Field(fail_fast=True)
-
-    def check(self, limits: Limits) -> None:
-        check_model(self.model, limits)
-        unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
-        if unknown is not None:
-            raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")
+            refuse_other_parts("prediction.content", self.prediction.content, TEXT_ONLY)

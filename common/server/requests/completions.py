@@ -9,7 +9,8 @@ from pydantic import Discriminator, Field, Tag
 
 from common.dialect import Dialect
 from common.server.bodies import refused
-from common.server.requests.generation import GenerationRequest, Shown, Text, TokenId
+from common.server.requests.answer_forms import Text
+from common.server.requests.generation import GenerationRequest, Shown, TokenId
 from common.server.requests.known_fields import OpenAICompletionFields, VllmCompletionFields
 
 DEFAULT_MAX_TOKENS = 128

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from common.calls import ToolUse
@@ -16,39 +16,20 @@ from common.dialect import Dialect
 from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
-from common.server.requests.known_fields import OpenAIStreamFields, VllmFields, VllmStructuredFields
+from common.server.requests.answer_forms import ResponseFormat, StructuredOutputs
+from common.server.requests.forms import by_type
+from common.server.requests.known_fields import OpenAIStreamFields, VllmFields
 
 # fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
 TokenId = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-def by_type(forms: Mapping[type, str]) -> Callable[[Any], str | None]:
-    """Return a function that returns the tag in `forms` for the type of a value; None for another type."""
-    return lambda value: forms.get(type(value))
-
-
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[
     Annotated[StopString, Tag("as text")]
     | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
-    Discriminator(
-        by_type({str: "as text", list: "as texts"}),
-        custom_error_type="stop_type",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
+    by_type({str: "as text", list: "as texts"}, "stop_type", "a string or a list of strings"),
 ]
 
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
-
-JsonSchema = Annotated[
-    Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
-    Discriminator(
-        by_type({str: "as text", dict: "as object"}),
-        custom_error_type="schema_type",
-        custom_error_message="Input should be an object, or the JSON text of one",
-    ),
-]
 
 
 def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -85,9 +66,6 @@ class Shown:
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
-# ---------------------------------------------------------------------- objects within a body
-
-
 class StreamOptions(OpenAIStreamFields):
     """Options that say when a stream reports its usage. A JSON answer always has it."""
 
@@ -99,57 +77,6 @@ class StreamOptions(OpenAIStreamFields):
     continuous_usage_stats: bool | None = Field(
         default=False, description="every `token` event carries its choice's usage so far"
     )
-
-
-class JsonSchemaFormat(BaseModel):
-    """OpenAI's envelope of a JSON Schema. `name` and `description` are labels: the model is not told of them."""
-
-    model_config = BODY
-
-    name: str = Field(max_length=64)
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
-    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
-
-
-class ResponseFormat(BaseModel):
-    """OpenAI's field for JSON answers."""
-
-    model_config = BODY
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
-
-
-class StructuredOutputs(VllmStructuredFields):
-    """vLLM's field for answers of a form: exactly one of these."""
-
-    model_config = BODY
-
-    json_: JsonSchema | None = Field(
-        default=None, alias="json", description="a JSON Schema, or its JSON text"
-    )
-    regex: str | None = Field(
-        default=None, description="in the syntax of Rust's regex; matches the whole answer"
-    )
-    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None, description="the answer is one of these"
-    )
-    grammar: str | None = Field(default=None, description="in Lark's notation or llama.cpp's (GBNF)")
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields that are not null."""
-        fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
-    "json": Grammar.json_schema,
-    "regex": Grammar.regex,
-    "choice": Grammar.choice,
-    "grammar": Grammar.context_free,
-}
 
 
 class GenerationRequest(Body, VllmFields):
@@ -367,15 +294,9 @@ class GenerationRequest(Body, VllmFields):
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
         """The grammar of an answer that calls no tool, with the name of its field; None: no grammar."""
-        wanted, form = self.response_format, self.structured_outputs
-        if wanted is not None and wanted.json_schema is not None:
-            return "response_format.json_schema.schema", Grammar.json_schema(wanted.json_schema.schema_)
-        if wanted is not None and wanted.type == "json_object":
-            return "response_format", Grammar.json_object()
-        if form is None:
-            return None
-        ((field, value),) = form.given.items()  # one: see `_check_form`
-        return f"structured_outputs.{field}", _GRAMMARS[field](value)
+        if self.response_format is not None and (grammar := self.response_format.named_grammar):
+            return grammar
+        return None if self.structured_outputs is None else self.structured_outputs.named_grammar
 
     def sampling_params(self, choice: int, max_new_tokens: int, defaults: SamplingParams) -> SamplingParams:
         """Return the engine's parameters for choice `choice` of each prompt. Nulls become `defaults`."""
@@ -442,17 +363,11 @@ class GenerationRequest(Body, VllmFields):
     def _check_form(self) -> None:
         """Refuse fields that contradict each other about the form of an answer."""
         wanted, form = self.response_format, self.structured_outputs
-        if wanted is not None and (wanted.type == "json_schema") is not (wanted.json_schema is not None):
-            raise refused(
-                "response_format", "json_schema and type 'json_schema' go together; send both or neither"
-            )
-        if form is None:
-            return
-        if wanted is not None and wanted.type != "text":
-            raise refused(
-                "structured_outputs", "response_format says already what answers look like; send one"
-            )
-        if len(form.given) != 1:
-            raise refused(
-                "structured_outputs", f"send one of json, regex, choice, grammar, not {len(form.given)}"
-            )
+        if wanted is not None:
+            wanted.check()
+        if form is not None:
+            if wanted is not None and wanted.type != "text":
+                raise refused(
+                    "structured_outputs", "response_format says already what answers look like; send one"
+                )
+            form.check()

@@ -12,40 +12,27 @@ function_call_output                             {"role": "tool", "tool_call_id"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from common.server.bodies import BODY, refused
-from common.server.errors import shorten
-from common.server.requests.chat import ChatMessage
-from common.server.requests.generation import by_type
+from common.server.requests.forms import (
+    Other,
+    by_kind,
+    by_type,
+    refuse_other,
+    refuse_other_parts,
+    text_of,
+)
 from common.server.requests.known_fields import OpenAIInputFields, OpenAIPartFields
+from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import CalledFunction, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Label = Annotated[str, Field(max_length=256)]
-
-
-class Other(BaseModel):
-    """An item or a part of another type, such as an image. `check` refuses it by its type's name."""
-
-    type: str
-
-
-def by_kind(known: Mapping[str, str], default: str | None = None) -> Callable[[Any], str | None]:
-    """Return a function that returns the tag in `known` for the `type` of an item, a part or a tool.
-
-    Another type's tag is "as another". Without a type, the tag is `default`.
-    """
-
-    def form(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return known.get(kind, "as another") if isinstance(kind, str) else next(iter(known.values()))
-
-    return form
 
 
 class TextPart(OpenAIPartFields):
@@ -60,17 +47,18 @@ class TextPart(OpenAIPartFields):
 
 Part = Annotated[
     Annotated[TextPart, Tag("as a text")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    Discriminator(by_kind({"input_text": "as a text", "output_text": "as a text"})),
+    by_kind({"input_text": "as a text", "output_text": "as a text"}),
 ]
 Content = Annotated[
     Annotated[str, Tag("as text")]
     | Annotated[list[Part], Field(max_length=256, fail_fast=True), Tag("as parts")],
-    Discriminator(
-        by_type({str: "as text", list: "as parts"}),
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string, or a list of parts of type input_text or output_text",
+    by_type(
+        {str: "as text", list: "as parts"},
+        "content_type",
+        "a string, or a list of parts of type input_text or output_text",
     ),
 ]
+TEXT_ONLY = "only parts of text are read"
 
 
 class InputItem(OpenAIInputFields):
@@ -100,10 +88,10 @@ class Message(InputItem):
     phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="a label")
 
     def check(self, name: str) -> None:
-        _check_parts(f"{name}.content", self.content)
+        refuse_other_parts(f"{name}.content", self.content, TEXT_ONLY)
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        content = _joined(self.content)
+        content = text_of(self.content)
         if self.role == "assistant" and _only_reasons(messages):
             messages[-1].content = content
         else:
@@ -135,10 +123,10 @@ class FunctionCallOutput(InputItem):
     name: Label | None = Field(default=None, description="a label")
 
     def check(self, name: str) -> None:
-        _check_parts(f"{name}.output", self.output)
+        refuse_other_parts(f"{name}.output", self.output, TEXT_ONLY)
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        messages.append(message("tool", _joined(self.output), tool_call_id=self.call_id))
+        messages.append(message("tool", text_of(self.output), tool_call_id=self.call_id))
 
 
 class ReasoningPart(BaseModel):
@@ -174,26 +162,20 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("as an output")]
     | Annotated[Reasoning, Tag("as reasoning")]
     | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    Discriminator(
-        by_kind(
-            {
-                "message": "as a message",
-                "function_call": "as a call",
-                "function_call_output": "as an output",
-                "reasoning": "as reasoning",
-            },
-            default="message",
-        )
+    by_kind(
+        {
+            "message": "as a message",
+            "function_call": "as a call",
+            "function_call_output": "as an output",
+            "reasoning": "as reasoning",
+        },
+        default="message",
     ),
 ]
 Input = Annotated[
     Annotated[str, Tag("as text")]
     | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("as items")],
-    Discriminator(
-        by_type({str: "as text", list: "as items"}),
-        custom_error_type="input_type",
-        custom_error_message="Input should be a string or a list of items",
-    ),
+    by_type({str: "as text", list: "as items"}, "input_type", "a string or a list of items"),
 ]
 
 
@@ -208,19 +190,6 @@ def _only_reasons(messages: Sequence[ChatMessage]) -> bool:
     return last is not None and bool(last.reasoning_content) and not last.content and not last.tool_calls
 
 
-def _joined(content: Any) -> str:
-    """Return a checked content's text; parts stand on lines of their own."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _check_parts(name: str, content: Any) -> None:
-    """Refuse parts that are not text. `name` is the content's place in the body. Raises ApiError."""
-    for number, part in enumerate(content):
-        if isinstance(part, Other):
-            kind = shorten(part.type, 40)
-            raise refused(f"{name}[{number}].type", f"{kind!r} is refused: only parts of text are read")
-
-
 def check_items(items: Sequence[Any]) -> None:
     """Refuse items that are not read, and outputs of calls that the input does not have.
 
@@ -230,12 +199,7 @@ def check_items(items: Sequence[Any]) -> None:
     calls = set()
     for number, item in enumerate(items):
         name = f"input[{number}]"
-        if isinstance(item, Other):
-            kind = shorten(item.type, 40)
-            raise refused(
-                f"{name}.type",
-                f"{kind!r} is refused: items are messages, reasoning, function_call and function_call_output",
-            )
+        refuse_other(name, item, "items are messages, reasoning, function_call and function_call_output")
         item.check(name)
         if isinstance(item, FunctionCall):
             calls.add(item.call_id)

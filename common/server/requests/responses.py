@@ -7,15 +7,16 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 import orjson
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from common.calls import Function, ToolUse
+from common.calls import Function
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.replies.response_shapes import Settings
-from common.server.requests.chat import EFFORT, ChatMessage, ConversationRequest, ReasoningEffort
-from common.server.requests.items import Input, by_kind, check_items, message
+from common.server.requests.chat import EFFORT, ConversationRequest, ReasoningEffort
+from common.server.requests.forms import Other, by_kind
+from common.server.requests.items import Input, check_items, message
 from common.server.requests.known_fields import (
     OpenAIReasoningFields,
     OpenAIResponsesFields,
@@ -23,14 +24,8 @@ from common.server.requests.known_fields import (
     OpenAITextFields,
     OpenAIToolFields,
 )
-from common.server.requests.tools import (
-    CHOICE,
-    FunctionFields,
-    FunctionName,
-    OtherTool,
-    choice_form,
-    tool_use_of,
-)
+from common.server.requests.messages import ChatMessage
+from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -58,8 +53,8 @@ class FunctionTool(OpenAIToolFields, FunctionFields):
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[OtherTool, Tag("as another")]],
-    Discriminator(by_kind({"function": "as a function"})),
+    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+    by_kind({"function": "as a function"}),
 ]
 
 
@@ -71,6 +66,10 @@ class NamedTool(BaseModel):
     type: Literal["function"]
     name: FunctionName
 
+    @property
+    def called(self) -> str:
+        return self.name
+
 
 class AllowedTools(BaseModel):
     """The tools among `tools` that may be called, and whether one must be. The model is told of all."""
@@ -81,16 +80,17 @@ class AllowedTools(BaseModel):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
 
+    @property
+    def allowed_tools(self) -> AllowedTools:
+        """The fields, which chat has in an envelope."""
+        return self
+
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("as a word")]
+    Annotated[Word, Tag("as a word")]
     | Annotated[NamedTool, Tag("as a tool")]
     | Annotated[AllowedTools, Tag("as allowed tools")],
-    Discriminator(
-        choice_form,
-        custom_error_type="tool_choice_type",
-        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
-    ),
+    BY_CHOICE,
 ]
 
 
@@ -158,16 +158,6 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
         for item in given:
             item.add_to(messages)
         return messages
-
-    @cached_property
-    def tool_use(self) -> ToolUse | None:
-        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        if isinstance(choice, NamedTool):
-            return tool_use_of(self.told_functions, "required", names=[choice.name], parallel=False)
-        if isinstance(choice, AllowedTools):
-            names = [each.name for each in choice.tools]
-            return tool_use_of(self.told_functions, choice.mode, names=names, parallel=parallel)
-        return tool_use_of(self.told_functions, choice, parallel=parallel)
 
     @property
     def max_new_tokens(self) -> int | None:

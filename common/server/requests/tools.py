@@ -13,7 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from common.calls import Call, Function, ToolUse
 from common.server.bodies import BODY, refused
-from common.server.errors import shorten
+from common.server.requests.forms import Other, by_kind, refuse_other
 
 #: Arguments of a function without `parameters`: it takes none.
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -50,21 +50,9 @@ class FunctionTool(BaseModel):
     function: FunctionFields
 
 
-class OtherTool(BaseModel):
-    """A tool of another type, such as `custom`. `functions_of` refuses it by its type's name."""
-
-    type: str
-
-
-def _tool_form(tool: Any) -> str:
-    other = isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function"
-    return "as another tool" if other else "as a function"
-
-
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("as a function")]
-    | SkipJsonSchema[Annotated[OtherTool, Tag("as another tool")]],
-    Discriminator(_tool_form),
+    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+    by_kind({"function": "as a function"}),
 ]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
@@ -84,6 +72,10 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     function: Named
+
+    @property
+    def called(self) -> str:
+        return self.function.name
 
 
 class AllowedToolsFields(BaseModel):
@@ -111,22 +103,24 @@ CHOICE = (
 )
 
 
-def choice_form(choice: Any) -> str | None:
+def _choice_form(choice: Any) -> str | None:
     """Return the tag of the type to validate a choice of tools as."""
     if isinstance(choice, dict):
         return "as allowed tools" if choice.get("type") == "allowed_tools" else "as a tool"
     return "as a word" if isinstance(choice, str) else None
 
 
+BY_CHOICE = Discriminator(
+    _choice_form,
+    custom_error_type="tool_choice_type",
+    custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
+)
+Word = Literal["none", "auto", "required"]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("as a word")]
+    Annotated[Word, Tag("as a word")]
     | Annotated[NamedTool, Tag("as a tool")]
     | Annotated[AllowedTools, Tag("as allowed tools")],
-    Discriminator(
-        choice_form,
-        custom_error_type="tool_choice_type",
-        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names functions",
-    ),
+    BY_CHOICE,
 ]
 
 
@@ -136,40 +130,22 @@ def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
     Raises:
         ApiError: 422, a tool is no function, two have the same name, or a schema is none of an object.
     """
-    functions: list[Function] = []
+    functions: dict[str, Function] = {}
     for number, tool in enumerate(tools):
-        if isinstance(tool, OtherTool):
-            kind = shorten(tool.type, 40)
-            raise refused(
-                f"tools[{number}].type", f"{kind!r} is refused: only tools of type 'function' are called"
-            )
-        functions.append(tool.function.as_function())
-    check_functions(functions)
-    return tuple(functions)
-
-
-def check_functions(functions: Sequence[Function]) -> None:
-    """Refuse functions with the same name, and schemas that are none of an object.
-
-    Raises:
-        ApiError: 422.
-    """
-    seen: set[str] = set()
-    for number, function in enumerate(functions):
-        if function.name in seen:
-            raise refused(f"tools[{number}]", f"there is another function named {function.name!r}")
-        seen.add(function.name)
-        kind = function.parameters.get("type", "object")
-        if kind != "object":
-            raise refused(
-                f"tools[{number}]",
-                "parameters: the arguments are an object; the schema's type must be 'object'",
-            )
+        name = f"tools[{number}]"
+        refuse_other(name, tool, "only tools of type 'function' are called")
+        function: Function = tool.function.as_function()
+        if function.name in functions:
+            raise refused(name, f"there is another function named {function.name!r}")
+        if function.parameters.get("type", "object") != "object":
+            raise refused(name, "parameters: the arguments are an object; the schema's type must be 'object'")
+        functions[function.name] = function
+    return tuple(functions.values())
 
 
 def tool_use_of(
     functions: Sequence[Function],
-    choice: Literal["none", "auto", "required"] | None,
+    choice: Word | None,
     *,
     names: Sequence[str] | None = None,
     parallel: bool = True,

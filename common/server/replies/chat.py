@@ -1,0 +1,151 @@
+"""The wire format of chat: OpenAI's chunks, and its JSON answer (see `formats`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from common.request import FinishReason, StepOutput
+from common.server.replies.answer import Answer, Choice
+from common.server.replies.formats import (
+    OPENAI_FINISH_REASONS,
+    PlainChunks,
+    answer_tokens,
+    engine_reason,
+    joined_text,
+    show_prompt,
+)
+from common.server.replies.logprobs import chat_logprobs
+from common.server.replies.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
+from common.server.replies.shapes import (
+    AssistantMessage,
+    CalledFunction,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatReason,
+    Delta,
+    FunctionDelta,
+    ToolCall,
+)
+from common.server.requests.generation import GenerationRequest
+
+
+class ChatChunks(PlainChunks[ChatChunkChoice]):
+    """The wire format of chat."""
+
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer, wanted)
+        self._begun: set[int] = set()  # indices of choices whose role has been sent
+        self._sent_prompt = False  # whether the fields about the prompt have been sent
+
+    def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChatChunkChoice]:
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            may_call = choice.reader is not None and choice.reader.may_call
+            nothing = None if may_call else ""
+            yield _chat_chunk(choice, {"role": "assistant", "content": choice.prompt.echo or nothing})
+        shown = answer_tokens(self.answer, [output])
+        logprobs = chat_logprobs(self.answer.tokenizer, [output])
+        deltas = _deltas(choice, output)
+        # Text that is held back needs no chunk. The output's token does, if it is shown, and so does an end.
+        if not deltas and (shown or logprobs or output.finished):
+            deltas.append({})
+        for number, delta in enumerate(deltas, 1):
+            chunk = _chat_chunk(choice, delta, logprobs=logprobs)
+            if number == len(deltas) and output.finish_reason is not None:
+                chunk["finish_reason"] = _chat_reason(choice, output.finish_reason)
+            yield {**chunk, **shown}
+            logprobs, shown = None, {}
+
+    def chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        answer = self.answer
+        chunk: ChatCompletionChunk = {
+            **answer.header,
+            "object": "chat.completion.chunk",
+            "choices": choices,
+        }
+        if not self._sent_prompt:
+            self._sent_prompt = True
+            show_prompt(chunk, answer, answer.choices[0].prompt)
+        return chunk
+
+    def empty_choice(self, choice: Choice) -> Mapping[str, object]:
+        return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": None}
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> ChatCompletion:
+        answer = self.answer
+        completion: ChatCompletion = {
+            **answer.header,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": _message(choice, outputs),
+                    "logprobs": chat_logprobs(answer.tokenizer, outputs),
+                    "finish_reason": _chat_reason(choice, engine_reason(outputs)),
+                    **answer_tokens(answer, outputs),
+                }
+                for choice, outputs in zip(answer.choices, said, strict=True)
+            ],
+            "usage": answer.usage(),
+        }
+        show_prompt(completion, answer, answer.choices[0].prompt)
+        return completion
+
+
+def _chat_chunk(choice: Choice, delta: Delta, *, logprobs: ChatLogprobs | None = None) -> ChatChunkChoice:
+    return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _deltas(choice: Choice, output: StepOutput) -> list[Delta]:
+    """Return the parts of an output, in OpenAI's form."""
+    if choice.reader is None:
+        return [{"content": output.text_delta}]
+    return [_delta(part) for part in choice.parts(output)]
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case TextPart(text):
+            return {"content": text}
+        case ReasoningPart(text):
+            return {"reasoning_content": text}
+        case CallPart(index, call_id, name):
+            function: FunctionDelta = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ArgumentsPart(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(choice: Choice, said: Sequence[StepOutput]) -> AssistantMessage:
+    """Return the message of a choice, from all of its outputs."""
+    reader = choice.reader
+    if reader is None:
+        return {"role": "assistant", "content": choice.prompt.echo + joined_text(said), "refusal": None}
+    text, reasoning, calls = choice.prompt.echo, "", list[ToolCall]()
+    for part in (part for output in said for part in choice.parts(output)):
+        match part:
+            case TextPart(piece):
+                text += piece
+            case ReasoningPart(piece):
+                reasoning += piece
+            case CallPart(_, call_id, name):
+                called: CalledFunction = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": called})
+            case ArgumentsPart(index, piece):
+                calls[index]["function"]["arguments"] += piece
+    message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = calls
+    if reader.thinks:
+        message["reasoning_content"] = reasoning or None
+    return message
+
+
+def _chat_reason(choice: Choice, reason: FinishReason) -> ChatReason:
+    """Return OpenAI's word for the end of a choice whose text has been read."""
+    reader = choice.reader
+    word = OPENAI_FINISH_REASONS[reason]
+    return "tool_calls" if word == "stop" and reader is not None and reader.has_called else word

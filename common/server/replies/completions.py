@@ -1,0 +1,141 @@
+"""The wire formats of completions: the phases' named events, and OpenAI's plain chunks (see `formats`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from common.request import StepOutput
+from common.server.replies.answer import Answer, Choice, is_first
+from common.server.replies.formats import (
+    OPENAI_FINISH_REASONS,
+    Chunks,
+    PlainChunks,
+    engine_reason,
+    error_event,
+    joined_text,
+    show_prompt,
+    token_ids,
+)
+from common.server.replies.logprobs import completion_logprobs
+from common.server.replies.shapes import (
+    ChunkChoice,
+    Completion,
+    CompletionChunk,
+    CompletionEvent,
+    PlainCompletion,
+    ShownTokens,
+    event,
+)
+
+
+class NamedCompletionEvents(Chunks):
+    """Named events that are OpenAI chunks: the phases' own stream."""
+
+    last = b""
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        token = self._token(choice, output) if output.token_id is not None else b""
+        return token + self._terminal(choice, output) if output.finished else token
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return b""
+        data = self._chunk([])
+        data["usage"] = self.answer.usage()
+        return event(data, "usage")
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> Completion:
+        return {**completion(self.answer, said), "finish_reason": engine_reason(said[0])}
+
+    def _chunk(self, choices: list[ChunkChoice]) -> CompletionEvent:
+        return {**self.answer.header, "object": "text_completion", "choices": choices}
+
+    def _token(self, choice: Choice, output: StepOutput) -> bytes:
+        data = self._chunk([chunk_choice(self.answer, choice, output)])
+        data["token"] = output.text_delta
+        data["token_id"] = output.token_id
+        if self.continuous_usage:
+            data["usage"] = choice.usage()
+        return event(data, "token")
+
+    def _terminal(self, choice: Choice, output: StepOutput) -> bytes:
+        if output.finish_reason is None:
+            return event(error_event(self.answer, output, empty_choice(choice)), "error")
+        # An answer without tokens has no token event, so this one has the prompt.
+        without_tokens = self.answer.shown.prompt_only
+        last = chunk_choice(self.answer, choice, output) if without_tokens else empty_choice(choice)
+        last["finish_reason"] = OPENAI_FINISH_REASONS[output.finish_reason]
+        data = self._chunk([last])
+        data["finish_reason"] = output.finish_reason
+        data["usage"] = choice.usage()
+        return event(data, "done")
+
+
+class CompletionChunks(PlainChunks[ChunkChoice]):
+    """The wire format of `/openai/v1/completions`."""
+
+    def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChunkChoice]:
+        chunk = chunk_choice(self.answer, choice, output)
+        chunk["finish_reason"] = output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason]
+        yield chunk
+
+    def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
+        return {**self.answer.header, "object": "text_completion", "choices": choices}
+
+    def empty_choice(self, choice: Choice) -> ChunkChoice:
+        return empty_choice(choice)
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
+        return completion(self.answer, said)
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
+    """Return the JSON answer."""
+    return {
+        **answer.header,
+        "object": "text_completion",
+        "choices": [
+            {
+                "index": choice.index,
+                "text": choice.prompt.echo + joined_text(outputs),
+                "logprobs": completion_logprobs(answer, choice, outputs, len(choice.prompt.echo)),
+                "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
+                **shown_tokens(answer, choice, outputs),
+            }
+            for choice, outputs in zip(answer.choices, said, strict=True)
+        ],
+        "usage": answer.usage(),
+    }
+
+
+def empty_choice(choice: Choice) -> ChunkChoice:
+    """Return a choice object without text."""
+    return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
+
+
+def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkChoice:
+    """Return the choice object of a stream's chunk for one output, with `finish_reason` None."""
+    if answer.text_only:
+        return {"index": choice.index, "text": output.text_delta, "logprobs": None, "finish_reason": None}
+    before = len(choice.prompt.echo) + choice.text_length - len(output.text_delta)
+    echo = choice.prompt.echo if is_first(output) else ""
+    return {
+        "index": choice.index,
+        "text": echo + output.text_delta,
+        "logprobs": completion_logprobs(answer, choice, [output], before),
+        "finish_reason": None,
+        **shown_tokens(answer, choice, [output]),
+    }
+
+
+def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ShownTokens:
+    """Return vLLM's extension fields for these outputs. Fields about the prompt go with a choice's first output."""
+    fields: ShownTokens = {}
+    if answer.shown.token_ids:
+        fields["token_ids"] = token_ids(said)
+    if said and is_first(said[0]):
+        show_prompt(fields, answer, choice.prompt)
+    return fields

@@ -1,0 +1,98 @@
+"""Fields for the form of an answer: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, Tag
+
+from common.grammar import Grammar
+from common.server.bodies import BODY, refused
+from common.server.requests.forms import by_type
+from common.server.requests.known_fields import VllmStructuredFields
+
+Text = Annotated[str, Field(min_length=1)]
+
+JsonSchema = Annotated[
+    Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
+    by_type({str: "as text", dict: "as object"}, "schema_type", "an object, or the JSON text of one"),
+]
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's envelope of a JSON Schema. `name` and `description` are labels: the model is not told of them."""
+
+    model_config = BODY
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's field for JSON answers."""
+
+    model_config = BODY
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
+
+    @property
+    def named_grammar(self) -> tuple[str, Grammar] | None:
+        """The grammar of the answer, with the name of its field; None: any text."""
+        if self.json_schema is not None:
+            return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema_)
+        return ("response_format", Grammar.json_object()) if self.type == "json_object" else None
+
+    def check(self) -> None:
+        """Refuse a type without its schema, and a schema without its type. Raises ApiError."""
+        if (self.type == "json_schema") is not (self.json_schema is not None):
+            raise refused(
+                "response_format", "json_schema and type 'json_schema' go together; send both or neither"
+            )
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.context_free,
+}
+
+
+class StructuredOutputs(VllmStructuredFields):
+    """vLLM's field for answers of a form: exactly one of these."""
+
+    model_config = BODY
+
+    json_: JsonSchema | None = Field(
+        default=None, alias="json", description="a JSON Schema, or its JSON text"
+    )
+    regex: str | None = Field(
+        default=None, description="in the syntax of Rust's regex; matches the whole answer"
+    )
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="the answer is one of these"
+    )
+    grammar: str | None = Field(default=None, description="in Lark's notation or llama.cpp's (GBNF)")
+
+    @property
+    def named_grammar(self) -> tuple[str, Grammar]:
+        """The grammar of the answer, with the name of its field."""
+        ((field, value),) = self._given.items()  # one: see `check`
+        return f"structured_outputs.{field}", _GRAMMARS[field](value)
+
+    def check(self) -> None:
+        """Refuse no form, and several. Raises ApiError."""
+        if len(self._given) != 1:
+            raise refused(
+                "structured_outputs", f"send one of json, regex, choice, grammar, not {len(self._given)}"
+            )
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """The fields that are not null."""
+        fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {name: value for name, value in fields.items() if value is not None}

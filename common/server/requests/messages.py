@@ -1,0 +1,112 @@
+"""Messages of a conversation, as chat has them. The items of responses become such messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, Tag, ValidationInfo, field_validator
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
+
+from common.calls import Call
+from common.server.bodies import BODY, refused
+from common.server.requests.forms import Other, by_kind, by_type, refuse_other_parts, text_of
+from common.server.requests.known_fields import OLD_TOOLS, OpenAIMessageFields
+from common.server.requests.tools import ToolCall
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = BODY
+
+    type: Literal["text"]
+    text: str
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("as a text")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
+    by_kind({"text": "as a text"}),
+]
+Content = Annotated[
+    Annotated[str, Tag("as text")]
+    | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
+    by_type({str: "as text", list: "as parts"}, "content_type", "a string, or a list of parts of type text"),
+]
+TEXT_ONLY = "only parts of type 'text' are read"
+
+
+class ChatMessage(OpenAIMessageFields):
+    """A message of a conversation. An answer's `message` can be sent back as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]}
+    )
+    content: Content | None = Field(
+        default=None,
+        validate_default=True,
+        description="a text, or parts of type text, which stand on lines of their own; null, which is an empty "
+        "text, for an assistant only",
+    )
+    name: str | None = Field(default=None, description="for templates that show it")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
+        default=None, description="an assistant's calls, as its answer had them"
+    )
+    reasoning_content: str | None = Field(
+        default=None,
+        description="an assistant's thoughts, as its answer had them; the template may leave them out",
+    )
+    reasoning: str | None = Field(default=None, description="another name of the same")
+    provider_specific_fields: dict[str, Any] | None = Field(
+        default=None, description="litellm's copy of an answer's fields, which it sends back; not read"
+    )
+    tool_call_id: str | None = Field(
+        default=None, max_length=256, description="of the call whose result a `tool` message has"
+    )
+
+    @field_validator("content")
+    @classmethod
+    def _only_an_assistants_may_be_null(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "Field required: a string, or a list of parts of type text")
+        return content
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call.as_call() for call in self.tool_calls or ()]
+
+    def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
+        """Return the message as a chat template reads it. `called` has the function of each earlier call, by id."""
+        name = self.name
+        if self.role == "tool" and name is None:
+            name = called.get(self.tool_call_id or "")
+        given = {
+            "name": name,
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.calls] or None,
+        }
+        message: dict[str, Any] = {"role": self.role, "content": text_of(self.content)}
+        return message | {field: value for field, value in given.items() if value is not None}
+
+    def check(self, name: str) -> None:
+        """Refuse calls in other messages than an assistant's, and parts that are not text. `name` is the message's
+        place in the body.
+
+        Raises:
+            ApiError: 422.
+        """
+        if self.role == "function":
+            raise refused(f"{name}.role", f"'function' is refused: {OLD_TOOLS}")
+        if self.tool_calls and self.role != "assistant":
+            raise refused(f"{name}.tool_calls", "only an assistant's message has calls")
+        if (self.reasoning_content or self.reasoning) and self.role != "assistant":
+            raise refused(f"{name}.reasoning_content", "only an assistant's message has thoughts")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise refused(f"{name}.tool_call_id", "only a tool's message answers a call")
+        refuse_other_parts(f"{name}.content", self.content, TEXT_ONLY)
+
+
+# Bounded, as are the parts of each: two megabytes of empty messages would block the event loop for half a second.
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]

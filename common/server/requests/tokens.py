@@ -1,0 +1,59 @@
+"""The bodies of `POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from common.dialect import Dialect
+from common.server.bodies import Body, Limits, check_model, refused
+from common.server.requests.chat import TemplateOptions
+from common.server.requests.generation import TokenId
+from common.server.requests.messages import Messages
+
+
+class TokenizeRequest(Body, TemplateOptions):
+    """The body of `POST /tokenize`: a text or a conversation."""
+
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    prompt: str | None = Field(default=None, description="a text; or else:")
+    messages: Messages | None = Field(default=None, description="a conversation, as for chat")
+    add_special_tokens: bool | None = Field(
+        default=None, description="default: for a prompt; a conversation has its own"
+    )
+    return_token_strs: bool | None = Field(
+        default=False, description="the tokens as the tokenizer spells them, too"
+    )
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    def text(self, dialect: Dialect) -> str:
+        """Return the text to tokenize.
+
+        Raises:
+            InvalidRequestError: there is no template for these messages.
+        """
+        if self.messages is not None:
+            return self.render(self.messages, dialect, self.told_functions)
+        assert self.prompt is not None  # see `check`
+        return self.prompt
+
+    def check(self, limits: Limits) -> None:
+        check_model(self.model, limits)
+        if (self.prompt is None) is (self.messages is None):
+            raise refused("prompt", "send either a prompt or messages")
+        self.check_messages(self.messages or ())
+
+
+class DetokenizeRequest(Body):
+    """The body of `POST /detokenize`: token ids."""
+
+    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    tokens: list[TokenId] = Field(fail_fast=True)
+
+    def check(self, limits: Limits) -> None:
+        check_model(self.model, limits)
+        unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
+        if unknown is not None:
+            raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")

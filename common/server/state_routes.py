@@ -1,0 +1,224 @@
+"""The routes that tell of the model and the server's state, record traces, and administrate."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import orjson
+import torch
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import ShuttingDownError
+from common.request import SamplingParams
+from common.server.bodies import check_model
+from common.server.errors import ApiError
+from common.server.live_view import TraceStream
+from common.server.metrics import Metrics
+from common.server.page import PAGE_HEADERS
+from common.server.replies.shapes import (
+    CacheReset,
+    Health,
+    ModelCard,
+    ModelList,
+    Ready,
+    TelemetrySnapshot,
+    Version,
+    json_response,
+)
+from common.server.service import Served, Service
+from common.server.stream import EventStream
+from kernels.dispatch import kernels_on
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+@router.get("/openai/v1/models")
+async def list_models(service: Served) -> Response:
+    """List the served model, once for each of its names."""
+    cards = [model_card(service, name) for name in service.limits.models]
+    reply: ModelList = {"object": "list", "data": cards}
+    return json_response(reply)
+
+
+@router.get("/v1/models/{model:path}")
+@router.get("/openai/v1/models/{model:path}")
+async def retrieve_model(service: Served, model: str) -> Response:
+    """Return the served model, asked for by one of its names."""
+    check_model(model, service.limits)
+    return json_response(model_card(service, model))
+
+
+def model_card(service: Service, name: str) -> ModelCard:
+    """Return the served model's description under one of its names."""
+    params = service.engine.default_params
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "infer",
+        "max_model_len": service.engine.max_seq_len,
+        "phase": service.engine.phase.slug,
+        "sampling_defaults": {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+        },
+        "sampling_defaults_from": "server" if params == SamplingParams() else "generation_config.json",
+    }
+
+
+@router.get("/", include_in_schema=False)
+async def welcome(service: Served) -> Response:
+    """Return the page that a browser shows at the server's address."""
+    return Response(service.page, headers=PAGE_HEADERS, media_type="text/html")
+
+
+# Not in the schema: the stream never ends, and a program that tries out every route of the schema would wait.
+@router.get("/steps", include_in_schema=False)
+async def steps(service: Served) -> Response:
+    """Stream the engine's steps as they come, until the client leaves (`common.server.live_view`)."""
+    if service.live_view is None:
+        raise ApiError(
+            404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
+        )
+    viewer = service.live_view.open()
+    return EventStream(
+        viewer.events(),
+        on_close=lambda _: viewer.close(),
+        backlogs=service.backlogs,
+        waits=True,
+        ping_s=service.ping_s,
+    )
+
+
+@router.get("/health")
+async def health(service: Served) -> Response:
+    """Answer 200 while the server lives. A server that answers 503 should be started again."""
+    service.require_health()
+    reply: Health = {
+        "status": "paused" if service.engine.paused else "ok",
+        "phase": service.engine.phase.slug,
+    }
+    if service.worker.draining:
+        reply["status"] = "draining"
+    return json_response(reply)
+
+
+@router.get("/ready")
+async def ready(service: Served) -> Response:
+    """Answer 200 while new requests are taken. A server that answers 503 should get none."""
+    service.require_health()
+    if service.worker.draining:
+        raise ShuttingDownError("draining: the server is shutting down")
+    reply: Ready = {"status": "ok", "phase": service.engine.phase.slug}
+    return json_response(reply)
+
+
+@router.get("/version")
+async def version(service: Served) -> Response:
+    """Return the versions and the device of this server."""
+    engine = service.engine
+    reply: Version = {
+        "version": importlib.metadata.version("infer-phases"),
+        "phase": engine.phase.slug,
+        "torch": torch.__version__,
+        "device": str(engine.runner.model.device),
+        "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
+        "weights": str(engine.runner.model.weight_dtype).removeprefix("torch."),
+        "kernels": kernels_on(engine.runner.model.device),
+        "batch_invariant": engine.runner.model.batch_invariant,
+    }
+    return json_response(reply)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request, service: Served) -> Response:
+    """Free the blocks that the prefix cache keeps and no request uses; a phase without that cache frees none.
+
+    The body is empty or `{}`, and must be sent as JSON: a page of another site cannot make a browser do that.
+
+    Raises:
+        ApiError: as `Bodies.read_json`; 400, the body has fields.
+        EngineDeadError, ShuttingDownError: nothing is taken any more.
+    """
+    body = await service.bodies.read_json(request)
+    try:
+        has_fields = orjson.loads(body or b"{}") != {}
+    except ValueError:
+        has_fields = True
+    if has_fields:
+        raise ApiError(400, "this route takes no fields: send no body, or {}", code="unknown_field")
+    reply: CacheReset = {"dropped_blocks": await service.worker.reset_prefix_cache()}
+    return json_response(reply)
+
+
+@router.get("/metrics", include_in_schema=False)  # Prometheus knows its own format
+async def metrics(service: Served) -> Response:
+    """Return all metrics in Prometheus's format."""
+    page, content_type = Metrics(service).render()
+    return Response(page, headers={"Content-Type": content_type})
+
+
+@router.get("/telemetry")
+async def telemetry(
+    service: Served,
+    since_step: int | None = Query(
+        default=None, ge=0, lt=2**63, description="the page's first step; left out: the latest page"
+    ),
+) -> Response:
+    """Return the engine's counters and a page of its latest steps.
+
+    Runs on the event loop: a page is soon made, and threads of many readers would take turns with the engine's.
+    """
+    engine = service.engine
+    page = engine.telemetry.snapshot(since_step=since_step)
+    reply: TelemetrySnapshot = {
+        "phase": engine.phase.slug,
+        "max_batch_size": engine.config.max_batch_size,
+        "max_seq_len": engine.max_seq_len,
+        "queue_room": service.worker.queue_room(),
+        "counters": page["counters"],
+        "steps": page["steps"],
+        "next_step": page["next_step"],
+    }
+    return json_response(reply)
+
+
+# Not in the schema: the stream has a format of its own, and takes as long as its client asks.
+@router.get("/trace", include_in_schema=False)
+async def trace(
+    service: Served, seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record")
+) -> Response:
+    """Record the engine's next steps and stream the events. A client that leaves early lacks the last `]`."""
+    recording = service.recordings.open(seconds)
+    return TraceStream(
+        recording.pieces(),
+        on_close=lambda _: recording.close(),
+        backlogs=service.backlogs,
+        waits=True,
+        ping_s=service.ping_s,
+    )
+
+
+#: Routes that act on everybody's requests: they exist with `--admin`, and where clients must send a key. They are
+#: not in the OpenAPI document, which describes the routes that every server has.
+admin_router = APIRouter(include_in_schema=False)
+
+
+@admin_router.post("/pause")
+async def pause(service: Served) -> Response:
+    """Compute nothing more until `POST /resume`. Answers once the tokens of the steps in flight are delivered."""
+    await service.worker.pause()
+    return json_response({"status": "paused"})
+
+
+@admin_router.post("/resume")
+async def resume(service: Served) -> Response:
+    """Compute again, first for the requests that were running; requests that came meanwhile are in the queue."""
+    await service.worker.resume()
+    return json_response({"status": "ok"})
