@@ -29,7 +29,7 @@ MEMORY = 80 * GB
 DEVICE = Device(bytes_per_s=3350e9, flops=990e12)  # an H100's data sheet
 CONTEXTS = (1024, 4096, 8192, 32_768, 131_072)
 CONTEXT, ANSWER = 4096, 2048  # tokens of a simulated sequence, and how many of them are generated
-USERS = (1, 16, 64, 122)
+USERS = (1, 16, 64)  # and as many as fit
 SHARED = 2048  # tokens of a prefix that all prompts share
 
 _checkpoint = functools.partial(open_checkpoint, MODEL)
@@ -107,7 +107,7 @@ def capacity_times() -> str:
     shape = _checkpoint().config
     weights = weight_bytes(shape, shape.dtype)
     rows = []
-    for users in USERS:
+    for users in (*USERS, most_sequences(CONTEXT)):
         held = users * (CONTEXT - ANSWER // 2) * token_bytes()
         step = (weights + held) / DEVICE.bytes_per_s / DEVICE.efficiency + DEVICE.launch_s
         engine = simulate_engine(

@@ -173,6 +173,11 @@ def forced_runs() -> tuple[Run, ...]:
         compiler.close()
 
 
+def forced_answer() -> str:
+    """Return the answer's tokens, each in code font."""
+    return spelled(encode(JSON)) + "\n"
+
+
 def forced_table() -> str:
     """Return the answer's tokens, sampled and forced, in the order in which they come."""
     rows = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 from docs.building import by_hand as model
 from docs.building.by_hand import TEXT, WORDS, Vector, computed, softmax
@@ -109,9 +108,9 @@ def attention_picture() -> str:
         shapes.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
         shapes.append(text(x + 10, y - 6, name, "label"))
     legend = (
-        "Left: the query of <em>cat</em> and both keys, turned by their positions. The closer a key's direction, the "
-        "higher its score. Right: the mean <em>a</em> lies on the line between the two values, nearer to the value "
-        "with the larger weight."
+        "Left: the query of <em>cat</em> and both keys, turned by their positions. The closer a key's "
+        "direction, the higher its score. Right: the mean <em>a</em> lies on the line between the two values, "
+        "nearer to the value with the larger weight."
     )
     return figure(560, 210, shapes, "Attention of the second token, drawn in two dimensions", legend)
 
@@ -128,7 +127,9 @@ def sampling_by_hand() -> str:
         sums = itertools.accumulate(chances)
         chosen = chosen_by(U, logits, temperature)
         columns.append([f"probability at {temperature:g}", *(f"{chance:.0%}" for chance in chances), ""])
-        cells = [f"**{total:.2f}**" if place == chosen else f"{total:.2f}" for place, total in enumerate(sums)]
+        cells = [
+            f"**{total:.2f}**" if place == chosen else f"{total:.2f}" for place, total in enumerate(sums)
+        ]
         columns.append(["running sum", *cells, f"`{WORDS[chosen]}`"])
     head, *rows = zip(*columns, strict=True)
     names = [*(f"`{word}`" for word in WORDS), f"{U} falls on"]
@@ -153,9 +154,7 @@ def cache_by_hand() -> str:
     following = max(range(len(WORDS)), key=longer[-1].logits.__getitem__)
     rows = [
         [WORDS[token_id], _numbers(token.turned_key), _numbers(token.value), _numbers(token.weights), made]
-        for token_id, token, made in zip(
-            (*TEXT, chosen), longer, ("pass 1", "pass 1", "pass 2"), strict=True
-        )
+        for token_id, token, made in zip((*TEXT, chosen), longer, ("pass 1", "pass 1", "pass 2"), strict=True)
     ]
     said = (
         f"Pass 1 computed *the cat*, and its logits chose `{WORDS[chosen]}`. Pass 2 computes that token alone. Its "
