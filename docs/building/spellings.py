@@ -1,6 +1,6 @@
 """Texts that several runs of tokens spell: chats that come back as text, and tokens that a grammar forces.
 
-Everything here is computed with the tokenizer of the tiny model, with a real engine of phase 8 and with real matchers.
+Everything here is computed with the tokenizer of the tiny model, a real engine of phase 8 and real matchers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TURNS = (
     ),
     (
         "What did they find?",
-        " They found a crourite key under the big tree. It was the key of the old house on the hill. They looked for "
-        "the door, and the door was open. They went in, and there was a cake for them.",
+        " They found a crourite key under the big tree. It was the key of the old house on the hill. They "
+        "looked for the door, and the door was open. They went in, and there was a cake for them.",
     ),
     ("Where did they go?", " They went home."),
 )
