@@ -57,21 +57,31 @@ def token_bytes() -> int:
     return KVShape.of(shape, shape.dtype).bytes_per_token
 
 
-def capacity_fact(name: str) -> str:
-    """Return one number of the page: `weights`, `rest` and `sheet` in GB, `token` in kB, `tokens`, or `shared`."""
+def capacity_by_hand() -> str:
+    """Return the table of the memory by hand: what, formula, result."""
     shape = _checkpoint().config
     weights = weight_bytes(shape, shape.dtype)
-    by_hand = (MEMORY - weights) // token_bytes()
-    alike = (by_hand - SHARED) // (CONTEXT - SHARED)
+    left, number = MEMORY - weights, shape.dtype.itemsize
+    heads = f"{shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} numbers"
+    assert token_bytes() == 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * number
+    rows = [
+        ["weights", f"{weights / number / 1e9:.2f} billion × {number} bytes", f"{weights / GB:.1f} GB"],
+        ["left for KV", f"80 GB − {weights / GB:.1f} GB", f"{left / GB:.1f} GB"],
+        ["KV of a token", f"2 × {heads} × {number} bytes", f"{token_bytes() / 2**10:.0f} kB"],
+        ["tokens", f"{left / GB:.1f} GB / {token_bytes() / 2**10:.0f} kB", f"{left // token_bytes():,}"],
+    ]
+    return table(["", "arithmetic", "result"], rows, "llr")
+
+
+def capacity_fact(name: str) -> str:
+    """Return one number of the page: users with `alone`, `shared`, `all heads`; `idle`: ms to read the weights."""
+    shape = _checkpoint().config
+    weights = weight_bytes(shape, shape.dtype)
+    tokens = (MEMORY - weights) // token_bytes()
     return {
-        "parameters": f"{weights / shape.dtype.itemsize / 1e9:.2f}",
-        "weights": f"{weights / GB:.1f}",
-        "rest": f"{(MEMORY - weights) / GB:.1f}",
-        "token": f"{token_bytes() / 2**10:.0f}",
-        "tokens": f"{by_hand:,}",
-        "shared": f"{alike}",
-        "alone": f"{by_hand // CONTEXT}",
-        "all heads": f"{by_hand // CONTEXT * shape.num_kv_heads // shape.num_heads}",
+        "shared": f"{(tokens - SHARED) // (CONTEXT - SHARED)}",
+        "alone": f"{tokens // CONTEXT}",
+        "all heads": f"{tokens // CONTEXT * shape.num_kv_heads // shape.num_heads}",
         "idle": f"{weights / DEVICE.bytes_per_s / DEVICE.efficiency * 1e3:.1f}",
     }[name]
 
@@ -123,11 +133,12 @@ def capacity_times() -> str:
         rows.append(
             [
                 f"{users}",
-                f"({weights / 1e9:.0f} + {held / 1e9:.0f} GB) / 2.0 TB/s + 1 ms = {step * 1e3:.0f} ms",
+                f"{held / 1e9:.1f} GB",
+                f"{step * 1e3:.0f} ms",
                 f"{itl * 1e3:.0f} ms",
                 f"{1 / itl:.0f}",
                 f"{users / itl:,.0f}",
             ]
         )
-    head = ["users", "a step, by hand", "simulated ITL p50", "tokens/s for each", "tokens/s for all"]
-    return table(head, rows, "rlrrr")
+    head = ["users", "KV read", "step by hand", "simulated ITL p50", "tokens/s for each", "tokens/s for all"]
+    return table(head, rows, "rrrrrr")

@@ -87,32 +87,33 @@ def attention_picture() -> str:
         ("v of cat", second.value, "sample"),
         ("a", second.mixed, "prefill"),
     ]
-    unit, floor = 56, 190
+    unit, floor, left, right = 42, 136, 96, 226
 
-    def at(left: float, place: Vector) -> tuple[float, float]:
-        return left + place[0] * unit, floor - place[1] * unit
+    def at(origin: float, place: Vector) -> tuple[float, float]:
+        return origin + place[0] * unit, floor - place[1] * unit
+
+    def mark(x: float, y: float, name: str, kind: str, label: float) -> None:
+        shapes.append(f'<rect class="{kind}" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" rx="4"/>')
+        shapes.append(text(x + label, y - 7, name, "label"))
 
     shapes = []
-    for left, low, high in ((130, -2, 2), (370, 0, 2)):
-        start, end = left + low * unit, left + high * unit
-        shapes.append(f'<path class="grid" d="M{start:g} {floor}H{end:g}M{left} {floor + 10}V14"/>')
+    for origin, low in ((left, -2), (right, 0)):
+        start, end = origin + low * unit, origin + 2 * unit
+        shapes.append(f'<path class="grid" d="M{start} {floor}H{end}M{origin} {floor + 8}V10"/>')
     for name, vector, kind in arrows:
-        x, y = at(130, vector)
-        shapes.append(f'<path class="line {kind}" d="M130 {floor}L{x:.1f} {y:.1f}"/>')
-        shapes.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-        shapes.append(text(x + (8 if vector[0] > 0 else -56), y - 6, name, "label"))
-    (x1, y1), (x2, y2) = (at(370, token.value) for token in (first, second))
+        x, y = at(left, vector)
+        shapes.append(f'<path class="line {kind}" d="M{left} {floor}L{x:.1f} {y:.1f}"/>')
+        mark(x, y, name, kind, 6 if vector[0] > 0 else -46)
+    (x1, y1), (x2, y2) = (at(right, token.value) for token in (first, second))
     shapes.append(f'<path class="grid" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>')
     for name, vector, kind in points:
-        x, y = at(370, vector)
-        shapes.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
-        shapes.append(text(x + 10, y - 6, name, "label"))
+        mark(*at(right, vector), name, kind, 8)
     legend = (
         "Left: the query of <em>cat</em> and both keys, turned by their positions. The closer a key's "
         "direction, the higher its score. Right: the mean <em>a</em> lies on the line between the two values, "
         "nearer to the value with the larger weight."
     )
-    return figure(560, 210, shapes, "Attention of the second token, drawn in two dimensions", legend)
+    return figure(350, 150, shapes, "Attention of the second token, drawn in two dimensions", legend)
 
 
 # ---------------------------------------------------------------------- phase 2

@@ -136,12 +136,8 @@ def test_one_more_sequence_would_not_fit(context: int) -> None:
     assert capacity.estimate(most + 1, context).total > capacity.MEMORY
 
 
-def test_the_page_shows_its_formula_and_a_command_with_the_numbers_of_its_tables() -> None:
+def test_the_pages_command_has_the_numbers_of_its_tables() -> None:
     text = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8")
-    layers, kv_heads, size, number = 32, 8, 128, 2
-    formula = f"2 × {layers} layers × {kv_heads} KV heads × {size} numbers × {number} bytes"
-    assert formula in text
-    assert capacity.token_bytes() == 2 * layers * kv_heads * size * number
     half = capacity.ANSWER
     assert half * 2 == capacity.CONTEXT
     users = capacity.most_sequences(capacity.CONTEXT)
