@@ -46,7 +46,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 JSON = '{"name": "Mia", "animal": "squirrel", "friendly": true}'
-FORCED_TEXT = 'riendly"'  # follows `"f` in the answer
+FORCED_TEXT = 'friendly"'  # a text that the grammar forces in this answer
 
 
 @functools.cache
