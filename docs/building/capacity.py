@@ -128,6 +128,7 @@ def capacity_times() -> str:
         run([engine], (Arrival(user, 0.0, prompt, ANSWER) for user, prompt in enumerate(prompts)), seen)
         metrics = seen.metrics()
         assert metrics.itl_s is not None
+        assert metrics.ttft_s is not None
         itl = metrics.itl_s.p50
         checked(f"a step of {users} users", step, itl)
         rows.append(
@@ -138,7 +139,8 @@ def capacity_times() -> str:
                 f"{itl * 1e3:.0f} ms",
                 f"{1 / itl:.0f}",
                 f"{users / itl:,.0f}",
+                f"{metrics.ttft_s.p50:.1f} s",
             ]
         )
     head = ["users", "KV read", "step by hand", "simulated ITL p50", "tokens/s for each", "tokens/s for all"]
-    return table(head, rows, "rrrrrr")
+    return table([*head, "TTFT p50"], rows, "rrrrrrr")

@@ -141,7 +141,10 @@ def test_the_pages_command_has_the_numbers_of_its_tables() -> None:
     half = capacity.ANSWER
     assert half * 2 == capacity.CONTEXT
     users = capacity.most_sequences(capacity.CONTEXT)
-    assert f"--workload {half}+{half} --requests {users} --option 9:max-batch-size={users}" in text
+    assert (
+        f"--workload {half}+{half} --requests {users} --slots {users} --option 9:max-batch-size={users}"
+        in text
+    )
 
 
 # ---------------------------------------------------------------------- gaps
