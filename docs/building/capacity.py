@@ -70,7 +70,7 @@ def capacity_by_hand() -> str:
         ["KV of a token", f"2 × {heads} × {number} bytes", f"{token_bytes() / 2**10:.0f} kB"],
         ["tokens", f"{left / GB:.1f} GB / {token_bytes() / 2**10:.0f} kB", f"{left // token_bytes():,}"],
     ]
-    return table(["", "arithmetic", "result"], rows, "llr")
+    return table(["quantity", "arithmetic", "result"], rows, "llr")
 
 
 def capacity_fact(name: str) -> str:
