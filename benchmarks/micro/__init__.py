@@ -44,6 +44,9 @@ ENTRIES = {
     "batch_size": Entry("a decode step by the number of sequences, beside a roofline", "batch_size.steps"),
     "cluster_cost": Entry("a burst to a plain server, and to clusters", "cluster.cost"),
     "cluster_routing": Entry("prefix routing against random routing", "cluster.routing"),
+    "constraints": Entry(
+        "what a grammar costs: masks, and the steps that wait for them", "constraints.costs"
+    ),
     "cpu_steps": Entry("what each native kernel brings", "cpu_steps.stages"),
     "decode_step": Entry("one pass, ours and those of other libraries", "decode_step.passes"),
     "host_cost": Entry("a decode step on the host, part by part", "host_cost.parts"),

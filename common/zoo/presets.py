@@ -76,6 +76,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | _shape(576, 30, 9, 1536, num_key_value_heads=3, vocab_size=49_152, max_position_embeddings=8192),
     "llama-3.2-1b": _LLAMA_32 | _shape(2048, 16, 32, 8192),
     "llama-3.2-3b": _LLAMA_32 | _shape(3072, 28, 24, 8192, head_dim=128),
+    "llama-3.1-8b": _LLAMA_32
+    | _shape(4096, 32, 32, 14_336, head_dim=128, tie_word_embeddings=False)
+    | {"rope_parameters": _LLAMA3_ROPE | {"factor": 8.0}},
     "qwen3-60m": _QWEN3 | _shape(512, 12, 8, 1536, head_dim=64, num_key_value_heads=4) | _SMALL,
     "qwen3-0.6b": _QWEN3 | _shape(1024, 28, 16, 3072),
     "qwen3-1.7b": _QWEN3 | _shape(2048, 28, 16, 6144),
