@@ -30,7 +30,7 @@ from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from common.warm_up import warm_up
-from kernels.dispatch import kernels_on
+from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.native import load_native_kernels
 from kernels.paged_attention import MIN_SPLIT_COLUMNS
 
@@ -129,7 +129,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     assert config.max_seq_len is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
-    native = config.native_kernels and device.type == "cpu" and load_native_kernels()
+    native = config.native_kernels and device.type == "cpu" and not INTERPRETED and load_native_kernels()
     quantized = config.quantize == "int8"
     if device.type == "cuda" and (quantized or checkpoint.is_int8):
         raise StartupError(
