@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ LARGEST_KEYS = 8 * 2**30  # bytes of keys and values: longer batches are left ou
 
 def view_of(shape: KVShape, sequences: int, context: int, queries: int) -> tuple[KVView, int]:
     """Return a view of sequences that compute their last `queries` columns, and the bytes of all their columns."""
-    package = find_phase("6")
+    package: Any = find_phase("6")  # Any: its options and its pool are its own
     blocks = sequences * -(-context // 16)
     config = package.Config(max_batch_size=sequences, max_seq_len=context, num_blocks=blocks)
     pool = package.build_engine.pool(config, shape, DEVICE)

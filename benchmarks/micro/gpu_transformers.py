@@ -27,8 +27,9 @@ def build(preset: str, dtype: str) -> Any:
     """
     shape = dict(PRESETS[preset])
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    make: Any = transformers.AutoModelForCausalLM  # transformers leaves it untyped
     with DEVICE:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        model = make.from_config(config, dtype=getattr(torch, dtype)).eval()
     if not hasattr(model, "generate_batch"):
         raise StartupError(f"transformers {transformers.__version__} has no generate_batch")
     return model
@@ -36,16 +37,15 @@ def build(preset: str, dtype: str) -> Any:
 
 def tokens_per_s(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
     """Return the rate at which all prompts are continued together."""
-    settings = transformers.GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    make: Any = transformers.GenerationConfig  # transformers leaves it untyped
+    settings = make(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     memory = {}
     if DEVICE.type == "cpu":  # by itself it takes nearly all memory
         memory["continuous_batching_config"] = transformers.ContinuousBatchingConfig(num_blocks=16)
     answers = model.generate_batch(
         inputs=prompts, generation_config=settings, record_timestamps=True, **memory
     )
-    times = [answer.timestamps for answer in answers.values()]
+    times: list[list[float]] = [answer.timestamps for answer in answers.values()]
     if len(times) < len(prompts) or any(len(each) < new_tokens for each in times):
         raise ValueError(f"{len(times)} of {len(prompts)} prompts were answered, some not in full")
     began_s, ended_s = max(each[0] for each in times), min(each[-1] for each in times)

@@ -167,8 +167,9 @@ class KernelCounter:
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
             self._profile.stop()
-            for event in self._profile.events():
-                if event.device_type == torch.autograd.DeviceType.CUDA:
+            events: Any = self._profile.events()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            for event in events:
+                if event.device_type.name == "CUDA":
                     self.launches += 1
                     self.seconds += event.time_range.elapsed_us() / 1e6
 
