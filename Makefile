@@ -31,7 +31,7 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 # The interpreter of `make gpu`: the one that was named, else the environment's where it exists.
-GPU_PYTHON := $(if $(findstring default,$(origin PYTHON))$(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 
 # What figures are drawn from (folders change when a result is taken away), and the file that is written last.
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py

@@ -14,20 +14,17 @@ one guess   pipelined, and a sequence whose text repeats itself gets a guess, wh
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from benchmarks.micro import Dtype, say
 from benchmarks.micro.batch_size import Machine, work_of
 from benchmarks.micro.on_device import (
-    DEVICE,
     KernelCounter,
     Loaded,
     decode,
     describe,
+    free_unused,
     measure_machine,
     prompts_of,
 )
@@ -63,7 +60,7 @@ def measure(
     """Decode a batch twice, the second time under the profiler. Returns its cells from the step time on."""
     prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
     found, counter = decode(engine, prompts, new_tokens), KernelCounter()
-    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds)
+    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + 1  # the step that ends one
     bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
     # By tokens: a step of phase 10 may give a sequence several.
     share = found.tokens_per_s * bound_ms / 1e3 / count
@@ -109,6 +106,4 @@ def steps(
             table.rows.append([way, count, *cells])
             yield table
         del engine
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+        free_unused()

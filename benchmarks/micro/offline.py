@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from benchmarks.micro import Dtype, say
-from benchmarks.micro.on_device import DEVICE, Loaded
+from benchmarks.micro.on_device import DEVICE, Loaded, free_unused
 from benchmarks.tables import MeasuredTable
 from common.engine import Engine
 from common.request import Request, SamplingParams
@@ -95,7 +95,8 @@ def throughput(
             [phase, tokens / taken_s, tokens, taken_s, "yes" if tokens == wanted else "stopped"]
         )
         yield table
-        del engine
+        del engine, made
+        free_unused()
 
 
 def _request(engine: Engine, prompt: list[int], new_tokens: int) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -172,6 +173,13 @@ class KernelCounter:
                 if event.device_type.name == "CUDA":
                     self.launches += 1
                     self.seconds += event.time_range.elapsed_us() / 1e6
+
+
+def free_unused() -> None:
+    """Free the memory of an engine that nothing refers to any more. The next engine's size may depend on it."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def describe(machine: Machine) -> dict[str, str]:
