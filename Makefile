@@ -3,8 +3,8 @@
 #   make demo MODEL=smollm2   the same with a real chat model, which is downloaded first (93 MB)
 #   make serve           serve phase 9: chat with it in a browser (PHASE=5, ARGS="--model dummy:llama-60m --port 8000")
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
-#   make gpu OUT=DIR     everything that waits for a GPU, in stages (STAGE=1 to 6 for one, PYTHON=python3 for another
-#                        interpreter; installs nothing where .venv or that interpreter is); on a CPU at toy sizes
+#   make gpu OUT=DIR     everything that waits for a GPU, in six stages (STAGE=2 for one); installs nothing (PYTHON=python3
+#                        names an interpreter); on a machine without a GPU at toy sizes
 #   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
 #   make test-slow       the suites that take longer
 #   make test-browser    the server's page and the site in chromium, which must be on the machine

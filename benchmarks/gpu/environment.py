@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Beside the project's own requirements: the tests, and what they import.
-TESTS_NEED = ("pytest", "hypothesis")
+TESTS_NEED = ("pytest", "hypothesis", "jsonschema")
 BESIDE = ("transformers", "triton")
 
 
