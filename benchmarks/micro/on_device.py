@@ -11,11 +11,10 @@ import torch
 
 from benchmarks.micro import batch_size
 from benchmarks.micro.batch_size import Machine
-from benchmarks.micro.engines import greedy
+from benchmarks.micro.engines import build_engine, greedy
 from common.config import resolve_device
 from common.engine import Engine
 from common.models.layers import CausalLM
-from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase
 from common.request import SamplingParams
 from common.text import Tokenizer
@@ -36,9 +35,9 @@ class Loaded(NamedTuple):
 
     @classmethod
     def of(cls, name: str, dtype: str, positions: int) -> Loaded:
-        checkpoint = open_checkpoint(name)
-        model = load_model(checkpoint, device=DEVICE, dtype=getattr(torch, dtype), max_positions=positions)
-        return cls(model, checkpoint.tokenizer())
+        """Load a model as a server loads it, for sequences of up to `positions` tokens."""
+        engine = build_engine("4", model=name, dtype=dtype, max_seq_len=positions, max_batch_size=1)
+        return cls(engine.runner.model, engine.tokenizer)
 
     def engine(self, phase: str, **options: Any) -> Engine:
         """Build the engine of a phase. Options that the phase lacks are left out."""

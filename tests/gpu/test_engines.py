@@ -14,7 +14,6 @@ import torch
 from common.engine import Engine
 from common.generate import generate
 from common.models.layers import CausalLM, TokenBatch
-from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams, StepOutput
 from common.text import Tokenizer
@@ -33,17 +32,19 @@ Loaded = tuple[CausalLM, Tokenizer]
 Orders = list[tuple[list[int], SamplingParams]]
 
 
-def load(name: str, device: str, dtype: torch.dtype) -> Loaded:
-    checkpoint = open_checkpoint(name)
-    model = load_model(checkpoint, device=torch.device(device), dtype=dtype, max_positions=64)
-    return model, checkpoint.tokenizer()
+def load(name: str, device: str, dtype: str) -> Loaded:
+    """Load a model as a server does."""
+    package = find_phase("4")
+    config = package.Config(model=name, device=device, dtype=dtype, max_seq_len=64, max_batch_size=1)
+    engine: Engine = package.build_engine(config)
+    return engine.runner.model, engine.tokenizer
 
 
 @pytest.fixture(scope="module", params=PLACES)
 def exact(request: pytest.FixtureRequest) -> Loaded:
     """A model in float32."""
     device, name = request.param
-    return load(name, device, torch.float32)
+    return load(name, device, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_every_phase_gives_the_tokens_of_one_request_alone(
 @pytest.mark.parametrize("phase", phase_names()[1:])
 def test_bits_in_bfloat16_are_the_same_alone_and_beside_others(phase: str, name: str) -> None:
     """Log-probabilities are equal only if every logit of the row is."""
-    loaded = load(name, "cuda", torch.bfloat16)
+    loaded = load(name, "cuda", "bfloat16")
     given = orders(loaded[0].config.vocab_size, temperature=1.0, logprobs=5)
     crowd = serve(build(phase, loaded), given)
     engine = build(phase, loaded)
