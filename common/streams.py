@@ -17,7 +17,6 @@ and writes (weights, KV memory, the latest tokens) stay at their addresses.
 
 from __future__ import annotations
 
-import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -357,8 +356,8 @@ class CudaStream(Stream):
         self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._compute.wait_stream(torch.cuda.default_stream(device))  # the weights were loaded there
-        memory = torch.cuda.graph_pool_handle()
-        self.graphs = Graphs(graph_sizes, functools.partial(CudaGraph, memory=memory), self._to_device)
+        self.graphs = Graphs(graph_sizes, self._capture, self._to_device)
+        self._memory: Any = None
         self._times: DeviceTimes | None = None
 
     def submit(
@@ -378,6 +377,11 @@ class CudaStream(Stream):
                 before = after.outputs if isinstance(after, _Launched | Done) else ()
                 outputs = function(*before, *inputs)
             return _Launched(outputs, self._copies if fetch else None)
+
+    def _capture(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> CudaGraph:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        return CudaGraph(function, inputs, self._memory)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True)
