@@ -3,6 +3,8 @@
 #   make demo MODEL=smollm2   the same with a real chat model, which is downloaded first (93 MB)
 #   make serve           serve phase 9: chat with it in a browser (PHASE=5, ARGS="--model dummy:llama-60m --port 8000")
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
+#   make gpu OUT=DIR     everything that waits for a GPU, in six stages (STAGE=2 for one); installs nothing (PYTHON=python3
+#                        names an interpreter); on a machine without a GPU at toy sizes
 #   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
 #   make test-slow       the suites that take longer
 #   make test-browser    the server's page and the site in chromium, which must be on the machine
@@ -28,12 +30,14 @@ MODEL ?=
 PIP_ARGS ?=
 
 BIN := .venv/bin
+# The interpreter of `make gpu`: the one that was named, else the environment's where it exists.
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 
 # What figures are drawn from (folders change when a result is taken away), and the file that is written last.
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
+.PHONY: help gpu demo serve cluster learn check test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
 
 # Prints the comment at the top of this file.
 help:
@@ -103,6 +107,11 @@ check: .venv/full
 
 bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching
+
+# Needs no installation: on a borrowed machine nothing can be downloaded. It says which packages are missing.
+gpu:
+	@test -n '$(OUT)' || { echo "make gpu OUT=DIR: name a folder for results"; exit 2; }
+	@$(GPU_PYTHON) -m benchmarks.gpu --out '$(OUT)' $(if $(STAGE),--stage '$(STAGE)')
 
 plots: $(CAPTIONS)
 

@@ -13,6 +13,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
+from common.device_defaults import log_sizes, sized_for, with_measured_chunk
 from common.engine import Engine, Phase
 from common.errors import StartupError
 from common.generate import ContiguousCache
@@ -30,7 +31,7 @@ from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from common.warm_up import warm_up
-from kernels.dispatch import kernels_on
+from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.native import load_native_kernels
 from kernels.paged_attention import MIN_SPLIT_COLUMNS
 
@@ -79,16 +80,20 @@ class EngineBuilder(Generic[ConfigT]):
     def _build(
         self, config: ConfigT, model: CausalLM | None, tokenizer: Tokenizer | None, clock: Clock
     ) -> Engine:
+        given = config
         if model is None:
             checkpoint = open_checkpoint(config.model)
             config = _resolve(config, checkpoint.config.max_position_embeddings)
             params = _default_params(checkpoint, config)
-            model, tokenizer = _load(checkpoint, config)
+            config, model, tokenizer = _load(checkpoint, config)
         elif tokenizer is None:
             raise ValueError("a ready model needs its tokenizer")
         else:
             config, params = _resolve(config, model.max_positions), SamplingParams()
+            config = sized_for(config, model.config, model.dtype, model.device, weights=0)
             check_memory(config, model.config, model.dtype, model.device, weights=0)
+        config = with_measured_chunk(config, model)
+        log_sizes(given, config)
         shape = KVShape.of(model.config, model.dtype)
         telemetry = Telemetry()
         runner = self.runner(config, model, self.pool(config, shape, model.device), telemetry)
@@ -121,15 +126,15 @@ def _resolve(config: ConfigT, model_limit: int) -> ConfigT:
     return config.model_copy(update={"max_seq_len": config.resolve_max_seq_len(model_limit)})
 
 
-def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Tokenizer]:
-    """Load a checkpoint's model and tokenizer. The rotary tables end at the longest sequence served.
+def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, Tokenizer]:
+    """Load a checkpoint's model and tokenizer, and size the options for the device. The rotary tables end at the
+    longest sequence served.
 
     Memory is checked before the weights are read, which takes a while.
     """
-    assert config.max_seq_len is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
-    native = config.native_kernels and device.type == "cpu" and load_native_kernels()
+    native = config.native_kernels and device.type == "cpu" and not INTERPRETED and load_native_kernels()
     quantized = config.quantize == "int8"
     if device.type == "cuda" and (quantized or checkpoint.is_int8):
         raise StartupError(
@@ -140,6 +145,8 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
     )
     weights = weight_bytes(checkpoint.config, dtype, packed=native, int8=int8)
     read = weight_bytes(checkpoint.config, dtype, int8="layers" if checkpoint.is_int8 else "none")
+    config = sized_for(config, checkpoint.config, dtype, device, weights=weights)
+    assert config.max_seq_len is not None
     check_memory(config, checkpoint.config, dtype, device, weights=weights, read=read)
     tokenizer = checkpoint.tokenizer(config.chat_template)
     started = time.perf_counter()
@@ -166,7 +173,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
         invariant,
         seconds,
     )
-    return model, tokenizer
+    return config, model, tokenizer
 
 
 def _run_every_kind_of_pass(model: CausalLM) -> None:

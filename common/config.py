@@ -6,9 +6,9 @@ command line, where field descriptions become `--help`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from common.errors import StartupError
 
 DEFAULT_MAX_SEQ_LEN = 4096
+GPU_SEATS = 256
 
 
 class EngineConfig(BaseModel):
@@ -50,7 +51,11 @@ class EngineConfig(BaseModel):
         default=True,
         description="on a CPU, C++ kernels, built at the first start; without them torch computes, more slowly",
     )
-    max_batch_size: int = Field(default=8, ge=1, description="sequences computed together")
+    max_batch_size: int = Field(
+        default=8,
+        ge=1,
+        description=f"sequences computed together; default on a GPU: {GPU_SEATS}, or as many as fit",
+    )
     max_seq_len: int | None = Field(
         default=None,
         ge=2,
@@ -83,6 +88,31 @@ class EngineConfig(BaseModel):
                 f"--max-seq-len {self.max_seq_len} is beyond the model's {model_limit} positions: lower it"
             )
         return self.max_seq_len
+
+    def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
+        """Return the options for a GPU. Sizes that were not given are the largest that fit into its memory.
+
+        Args:
+            fits: whether an engine with these options fits. `max_seq_len` is resolved.
+        """
+        if "max_batch_size" in self.model_fields_set:
+            return self
+        return self.largest("max_batch_size", GPU_SEATS, fits)
+
+    def largest(self, name: str, most: int, fits: Callable[[Self], bool]) -> Self:
+        """Return the options with the largest value of one of them, up to `most`, that fits; 1 if none does."""
+        fitting, too_many = 1, most + 1
+        while too_many - fitting > 1:
+            middle = (fitting + too_many) // 2
+            if fits(self.model_copy(update={name: middle})):
+                fitting = middle
+            else:
+                too_many = middle
+        return self.model_copy(update={name: fitting})
+
+    def with_chunk(self, tokens: int) -> Self:  # noqa: ARG002 - a phase without chunks has nothing to set
+        """Return the options with this size of a prefill chunk, if there are chunks and no size was given."""
+        return self
 
     def kv_tokens(self) -> int:
         """Return the size of the KV memory, in tokens. `max_seq_len` must be resolved."""

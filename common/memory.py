@@ -66,9 +66,9 @@ def estimate_memory(
     gathered = kv_cache // model.num_layers * 5 // 4
     per_token = _activation_bytes_per_token(model, dtype, device)
     activations = config.max_pass_tokens() * per_token
-    # Graphs share their scratch memory. Each keeps its own logits.
-    sizes = config.captured_sizes() if device.type == "cuda" else ()
-    graphs = max(sizes, default=0) * per_token + sum(sizes) * model.vocab_size * dtype.itemsize
+    # Graphs share the scratch memory of the largest, and a buffer to which they copy the logits.
+    rows = max(config.captured_sizes(), default=0) if device.type == "cuda" else 0
+    graphs = rows * (per_token + 2 * model.vocab_size * dtype.itemsize)
     return MemoryEstimate(
         weights=weights,
         kv_cache=kv_cache,
@@ -116,7 +116,7 @@ def check_memory(
         f"KV cache ({config.kv_formula()} tokens)": estimate.kv_cache,
         f"activations ({config.max_pass_tokens()} tokens in a pass)": estimate.activations,
         f"logits and sampling ({config.max_sampled_rows()} rows)": estimate.sampling,
-        f"captured graphs ({sum(config.captured_sizes())} rows)": estimate.graphs,
+        f"captured graphs ({max(config.captured_sizes(), default=0)} rows)": estimate.graphs,
     }
     account = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     account += f" = {format_bytes(estimate.total)}"

@@ -17,7 +17,6 @@ and writes (weights, KV memory, the latest tokens) stay at their addresses.
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -29,10 +28,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from common.graphs import CudaGraph, Graphs
 from common.work_times import MOST_TIMES, DeviceTimes, HostTimes, Work
 from kernels.tape import Function, Tape, record
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -112,16 +110,19 @@ class Stream(ABC):
         return []
 
 
-def open_stream(device: torch.device, *, recorded: bool, threads: int | None = None) -> Stream:
+def open_stream(
+    device: torch.device, *, recorded: bool, graph_sizes: Sequence[int] = (), threads: int | None = None
+) -> Stream:
     """Return a stream for work on `device`.
 
     Args:
         device: where the work computes.
-        recorded: record the work, or capture it on a GPU.
+        recorded: record the work, on a CPU.
+        graph_sizes: numbers of rows for which work is captured, on a GPU.
         threads: see `TapeStream`.
     """
     if device.type == "cuda":
-        return CudaStream(device, recorded=recorded)
+        return CudaStream(device, graph_sizes)
     return TapeStream(threads) if recorded else ThreadStream()
 
 
@@ -339,60 +340,23 @@ class _Launched(Pending):
         return self.outputs
 
 
-#: Numbers of rows that graphs are captured for. Each is fixed; missing rows are copies of the first.
-CAPTURED_ROWS = (1, 2, 4, 8, *range(16, 257, 16))
-
-
-def graph_sizes(sequences: int) -> list[int]:
-    """Return the sizes (rows) of the graphs that passes over up to `sequences` sequences use, smallest first.
-
-    The last size has a row for each sequence, unless the largest captured size is smaller.
-    """
-    last = next((size for size in CAPTURED_ROWS if size >= sequences), CAPTURED_ROWS[-1])
-    return [size for size in CAPTURED_ROWS if size <= last]
-
-
-class _Graph:
-    """A CUDA graph: a function's kernels, captured with the addresses of their inputs and launched together.
-
-    Args:
-        memory: a memory pool that all graphs share, since one runs at a time. Each graph's outputs stay allocated.
-    """
-
-    def __init__(self, function: Function, inputs: Sequence[Tensor], memory: Any) -> None:
-        self._inputs = [each.clone() for each in inputs]
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        # Other threads may go on using the device meanwhile.
-        with torch.cuda.graph(self._graph, memory, stream, capture_error_mode="thread_local"):
-            self._outputs = function(*self._inputs)
-
-    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Launch the graph. Returns the function's outputs, valid until the next replay."""
-        for kept, given in zip(self._inputs, inputs, strict=True):
-            kept.copy_(given, non_blocking=True)
-        self._graph.replay()
-        return self._outputs
-
-
 class CudaStream(Stream):
     """A GPU's stream: one CUDA stream for all kernels, one for copies to the host.
 
-    Kernels are launched from Python, some hundred a pass, or as one graph for work that is submitted `by_row`. A
-    graph writes its results to the same tensors each time. So work that reads them must be submitted before the
-    graph is launched again.
+    Kernels are launched from Python, some hundred a pass, or as one graph for work that is submitted `by_row`. All
+    graphs with the same key write their results to the same tensors. So work that reads them must be submitted
+    before the next of these graphs is launched.
 
     Attributes:
-        captures: whether work `by_row` is captured as graphs; False after a capture has failed.
+        graphs: those of work `by_row`.
     """
 
-    def __init__(self, device: torch.device, *, recorded: bool) -> None:
-        self.captures = recorded
+    def __init__(self, device: torch.device, graph_sizes: Sequence[int]) -> None:
         self._device = device
         self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._compute.wait_stream(torch.cuda.default_stream(device))  # the weights were loaded there
-        self._graphs: dict[Hashable, _Graph] = {}
+        self.graphs = Graphs(graph_sizes, self._capture, self._to_device)
         self._memory: Any = None
         self._times: DeviceTimes | None = None
 
@@ -408,37 +372,19 @@ class CudaStream(Stream):
     ) -> Pending:
         with self.entered(), torch.inference_mode(), self._timing(key):
             if by_row:
-                outputs = self._by_row(key, function, inputs)
+                outputs = self.graphs.run(key, function, inputs)
             else:
                 before = after.outputs if isinstance(after, _Launched | Done) else ()
                 outputs = function(*before, *inputs)
             return _Launched(outputs, self._copies if fetch else None)
 
-    def _by_row(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        count = len(inputs[0])
-        size = next((size for size in CAPTURED_ROWS if size >= count), None)
-        if size is None or not self.captures:
-            return function(*self._to_device(inputs))
-        filled = self._to_device(
-            [torch.cat([each, each[:1].expand(size - count, *each.shape[1:])]) for each in inputs]
-        )
-        graph = self._graphs.get((key, size))
-        outputs = function(*filled) if graph is None else graph.replay(filled)
-        if graph is None:  # captured after a plain call: kernels must not be compiled during a capture
-            self._capture(key, size, function, filled)
-        return tuple(output[:count] for output in outputs)
-
-    def _capture(self, key: Hashable, size: int, function: Function, inputs: Sequence[Tensor]) -> None:
+    def _capture(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> CudaGraph:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        try:
-            self._graphs[key, size] = _Graph(function, inputs, self._memory)
-        except RuntimeError as error:
-            self.captures = False
-            logger.warning("steps cannot be captured here, their kernels are launched one by one: %s", error)
+        return CudaGraph(function, inputs, self._memory)
 
-    def _to_device(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [each.pin_memory().to(self._device, non_blocking=True) for each in inputs]
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._compute)

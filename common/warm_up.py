@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from common.graphs import Graphs
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.scheduling import PrefillChunk, StepPlan
-from common.streams import CudaStream, TapeStream, graph_sizes
+from common.streams import CudaStream, TapeStream
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ def warm_up(runner: Runner) -> None:
     stream = runner.stream
     if isinstance(stream, TapeStream):
         record(runner, stream, stream.threads)
-    elif isinstance(stream, CudaStream) and stream.captures:
-        capture(runner)
+    elif isinstance(stream, CudaStream) and stream.graphs.sizes:
+        capture(runner, stream.graphs)
 
 
 def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
@@ -60,20 +61,29 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
     runner.pool.reset_prefix_cache()
 
 
-def capture(runner: Runner) -> None:
-    """Capture the decode step on a GPU in every graph size that this engine's batches need.
+def capture(runner: Runner, graphs: Graphs) -> None:
+    """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first.
 
-    The largest graph may have more rows than there are seats. Its missing rows are copies of the first.
+    Each smaller graph then finds its scratch memory in the pool. Graphs that were captured before are replaced, and
+    those that failed are tried again.
+
+    Args:
+        runner: with nothing in flight.
+        graphs: those of the runner's stream.
     """
     started_s, before = time.perf_counter(), torch.cuda.memory_reserved(runner.model.device)
-    seats = len(runner.pool.block_tables)
-    sizes = graph_sizes(seats)
-    for size in sizes:
-        _decode(runner, [SamplingParams(temperature=0.0)] * min(size, seats), 1)
+    graphs.clear()
+    for size in reversed(graphs.sizes):
+        _decode(runner, [SamplingParams(temperature=0.0)] * size, 1)
     runner.pool.reset_prefix_cache()
     taken = torch.cuda.memory_reserved(runner.model.device) - before
-    seconds = time.perf_counter() - started_s
-    logger.info("captured decode steps of %s sequences in %.1f s: %.0f MiB", sizes, seconds, taken / 2**20)
+    logger.info(
+        "captured decode steps of %s sequences in %.1f s: %.0f MiB; failed: %d",
+        ", ".join(map(str, graphs.sizes)),
+        time.perf_counter() - started_s,
+        taken / 2**20,
+        len(graphs.failed),
+    )
 
 
 def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:

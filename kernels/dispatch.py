@@ -8,6 +8,7 @@ neither Triton nor a compiler, and the kernels are tested against it. Attention 
 
 import contextlib
 import importlib.util
+import os
 from typing import Literal
 
 import torch
@@ -18,6 +19,12 @@ from kernels import native
 # still import and their torch path still works.
 HAS_TRITON: bool = importlib.util.find_spec("triton") is not None
 
+#: With INFER_INTERPRET_TRITON=true a CPU computes by Triton's kernels, too, in Triton's interpreter. That is very
+#: slow. It runs the path of a GPU on machines that have none.
+INTERPRETED: bool = HAS_TRITON and os.environ.get("INFER_INTERPRET_TRITON", "").lower() in ("1", "true")
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
+
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether an operation on `tensor` (any shape) should launch Triton (True) or call torch (False).
@@ -25,7 +32,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
     The answer depends on the tensor's device and never on its values. So the host does not wait for the device, and
     `torch.compile` decides it while tracing.
     """
-    return HAS_TRITON and tensor.is_cuda
+    return HAS_TRITON and (tensor.is_cuda or INTERPRETED)
 
 
 def use_native(tensor: torch.Tensor) -> bool:
@@ -45,7 +52,7 @@ def has_native_products(tensor: torch.Tensor, dtype: torch.dtype | None = None) 
 
 def kernels_on(device: torch.device) -> Literal["triton", "native", "torch"]:
     """Return the kind of kernels used on `device`: `triton`, `native` or `torch`."""
-    if device.type == "cuda":
+    if device.type == "cuda" or INTERPRETED:
         return "triton" if HAS_TRITON else "torch"
     return "native" if native.is_loaded() else "torch"
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Self
 
 from pydantic import Field
 
+from common.config import GPU_SEATS
 from phase5_continuous.config import Config as ContinuousConfig
+
+MOST_BLOCKS = 2**26
 
 
 class Config(ContinuousConfig):
@@ -22,8 +26,23 @@ class Config(ContinuousConfig):
     num_blocks: int | None = Field(
         default=None,
         ge=1,
-        description="blocks in all; default: as many bytes as max_batch_size slots of max_seq_len",
+        description="blocks in all; default: as many bytes as max_batch_size slots of max_seq_len; on a GPU, as "
+        "many as fit",
     )
+
+    def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
+        if self.kv_cache_backend == "contiguous":
+            return super().for_gpu(fits)
+        seats = self.max_batch_size if "max_batch_size" in self.model_fields_set else GPU_SEATS
+        while True:
+            sized = self.model_copy(update={"max_batch_size": seats})
+            if self.num_blocks is None:
+                sized = sized.largest("num_blocks", MOST_BLOCKS, fits)
+            assert self.max_seq_len is not None
+            enough = fits(sized) and sized.kv_tokens() >= self.max_seq_len
+            if enough or seats == 1 or "max_batch_size" in self.model_fields_set:
+                return sized
+            seats //= 2  # fewer rows of logits leave memory for a sequence at its longest
 
     def resolve_num_blocks(self) -> int:
         """Return the number of blocks in the pool. `max_seq_len` must be resolved."""

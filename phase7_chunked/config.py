@@ -23,7 +23,9 @@ class Config(PagedConfig):
 
     use_chunked_prefill: bool = Field(default=True, description="without it this phase is phase 6")
     prefill_chunk_size: int = Field(
-        default=256, ge=1, description="most tokens of one prompt computed in a step"
+        default=256,
+        ge=1,
+        description="most tokens of one prompt computed in a step; default on a GPU: measured",
     )
     max_prefill_chunks_per_step: int | None = Field(
         default=None, ge=1, description="prompts that advance in a step, by a chunk each; none: all pending"
@@ -53,6 +55,14 @@ class Config(PagedConfig):
             if getattr(self, name) != default:
                 raise ValueError(f"{name} has no meaning without use_chunked_prefill: leave one of them out")
         return self
+
+    def with_chunk(self, tokens: int) -> Self:
+        if not self.use_chunked_prefill or "prefill_chunk_size" in self.model_fields_set:
+            return self
+        changed = {"prefill_chunk_size": tokens}
+        if "prefill_token_budget" not in self.model_fields_set:
+            changed["prefill_token_budget"] = tokens
+        return self.model_copy(update=changed)
 
     def max_pass_tokens(self) -> int:
         """Return the tokens of the widest pass: chunks within the step's budget, and a token for each seat."""

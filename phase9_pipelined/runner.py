@@ -50,8 +50,12 @@ class PipelinedRunner(ChunkedRunner):
 
     def __init__(self, config: Config, model: CausalLM, pool: KVPool, telemetry: Telemetry) -> None:
         super().__init__(config, model, pool, telemetry)
-        recorded = config.captured_steps and (model.is_packed or model.device.type == "cuda")
-        self.stream = open_stream(model.device, recorded=recorded, threads=config.pass_threads)
+        self.stream = open_stream(
+            model.device,
+            recorded=config.captured_steps and model.is_packed,
+            graph_sizes=config.captured_sizes(),
+            threads=config.pass_threads,
+        )
         self.state = PipelineState()
         # [seats] int64: the latest token of each seat's sequence, written and read by the stream.
         self.latest = torch.zeros(len(pool.block_tables), dtype=torch.int64, device=model.device)

@@ -71,11 +71,11 @@ def measure_machine(dtype: torch.dtype, repeats: int) -> Machine:
     return Machine(READ_BYTES / reading_ms * 1e3, 2 * PEAK_ROWS * PEAK_SIZE**2 / product_ms * 1e3)
 
 
-def work_of(model: CausalLM, rows: int) -> Work:
-    """Count the work of a decode step of `rows` sequences. Each has `CONTEXT` columns and adds one."""
+def work_of(model: CausalLM, rows: int, context: int = CONTEXT) -> Work:
+    """Count the work of a decode step of `rows` sequences. Each has `context` columns and adds one."""
     config = model.config
     weights = sum(product.inputs * product.outputs for product in model.products())
-    columns = rows * (CONTEXT + 1)
+    columns = rows * (context + 1)
     scores = 4 * columns * config.num_heads * config.head_dim * config.num_layers  # q·k, and weights·v
     return Work(
         bytes=weights * model.dtype.itemsize + kv_bytes(config, columns, model.dtype),

@@ -226,8 +226,12 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
 
 
 def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
-    """Return an instance of `options`, one of the base classes of a settings class, with the settings' values."""
-    return options(**{name: getattr(settings, name) for name in options.model_fields})
+    """Return an instance of `options`, one of the base classes of a settings class, with the settings' values.
+
+    They are valid already. The instance knows which of them were given.
+    """
+    values = {name: getattr(settings, name) for name in options.model_fields}
+    return options.model_construct(settings.model_fields_set & values.keys(), **values)
 
 
 def settings_for(

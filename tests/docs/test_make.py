@@ -91,6 +91,20 @@ def test_make_alone_prints_the_targets_and_runs_nothing(tree: Path) -> None:
         assert f"  make {target} " in said
 
 
+@pytest.mark.parametrize(
+    ("words", "python"), [([], ".venv/bin/python"), (["PYTHON=./python3"], "./python3")], ids=["own", "named"]
+)
+def test_make_gpu_runs_a_named_interpreter_or_the_environments_own(
+    tree: Path, words: list[str], python: str
+) -> None:
+    for path in (tree / ".venv/bin/python", tree / "python3"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/sh\necho "$0 $*"\n')
+        path.chmod(0o755)
+    said = make(tree, "gpu", "OUT=a folder", "STAGE=2", *words)
+    assert said.splitlines()[-1] == f"{python} -m benchmarks.gpu --out a folder --stage 2"
+
+
 @pytest.mark.parametrize(("judged", "expected"), [(0, 0), (1, 0), (2, 2)])
 def test_a_test_that_fails_is_no_error_of_make_check(tree: Path, judged: int, expected: int) -> None:
     """`make check` fails only if the tests could not be run."""

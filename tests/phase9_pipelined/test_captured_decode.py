@@ -12,8 +12,9 @@ from torch import Tensor
 import kernels.attention
 import phase9_pipelined
 import phase9_pipelined.runner
+from common.graphs import graph_sizes
 from common.request import SamplingParams
-from common.streams import CAPTURED_ROWS, CudaStream, Pending, ThreadStream
+from common.streams import CudaStream, Pending, ThreadStream
 from kernels.dispatch import HAS_TRITON
 from kernels.tape import Function
 from tests.engine_helpers import (
@@ -26,16 +27,16 @@ from tests.engine_helpers import (
     tiny_model,
     tokens_of,
 )
+from tests.graphs import StandIns
 from tests.phase9_pipelined.support import runner_of
 
 
 class RowStream(ThreadStream):
-    """Does with work by rows what a graph does: what was handed in first is called for all, in the same memory."""
+    """Runs work by rows in stand-ins of graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.filled_up = 0
-        self._captured: dict[Hashable, tuple[Function, list[Tensor]]] = {}
+        self.graphs = StandIns(sizes)
 
     def submit(
         self,
@@ -47,21 +48,9 @@ class RowStream(ThreadStream):
         fetch: bool = True,
         by_row: bool = False,
     ) -> Pending:
-        if not by_row:
-            return super().submit(key, function, inputs, after, fetch=fetch)
-        count = len(inputs[0])
-        size = next(size for size in CAPTURED_ROWS if size >= count)
-        self.filled_up += size > count
-        first = self._captured.setdefault((key, size), (function, []))
-
-        def replay(*given: Tensor) -> tuple[Tensor, ...]:
-            filled = [torch.cat([each, each[:1].expand(size - count, -1)]) for each in given]
-            first[1].extend(each.clone() for each in filled[len(first[1]) :])
-            for kept, new in zip(first[1], filled, strict=True):
-                kept.copy_(new)
-            return tuple(output[:count] for output in first[0](*first[1]))
-
-        return super().submit(key, replay, inputs, after, fetch=fetch)
+        if by_row:
+            return super().submit(key, lambda *given: self.graphs.run(key, function, given), inputs, after)
+        return super().submit(key, function, inputs, after, fetch=fetch)
 
 
 @pytest.fixture
@@ -78,24 +67,26 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (0, 1)), 2])
 def test_rows_that_fill_up_change_nothing(depth: int) -> None:
-    """Sequences come and go, blocks change hands, and five rows are computed as eight."""
+    """Sequences come and go, blocks change hands, and five rows are computed as six."""
     model = tiny_model()
     options = {"pipeline_depth": depth, "max_batch_size": 6, "block_size": 4, "num_blocks": 24}
     engine = build("phase9_pipelined", model, **options)
-    stream = runner_of(engine).stream = RowStream()
+    stream = runner_of(engine).stream = RowStream([1, 2, 4, 6])
     lengths = (3, 9, 14, 6, 11, 4, 7)
     requests = [
         add(engine, [(5 * i + j) % 250 for j in range(3 + i)], greedy(length, ignore_eos=True))
         for i, length in enumerate(lengths)
     ]
     assert_answered(run(engine), requests, model)
-    assert stream.filled_up > 3
+    captured = stream.graphs.captured_rows
+    assert {4, 6} <= set(captured)
+    assert len(set(captured)) == len(captured)
     assert_all_free(engine)
 
 
 @pytest.mark.gpu
 def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
-    stream = CudaStream(torch.device("cuda"), recorded=True)
+    stream = CudaStream(torch.device("cuda"), graph_sizes(32))
     kept = torch.arange(10.0, device="cuda")
     called: list[int] = []
 
@@ -112,24 +103,26 @@ def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
     assert not stream.submit("look up", look_up, [rows], by_row=True).wait()[0].any(), "read when replayed"
     # A call and a capture for each size; over the largest there is none.
     assert called == [4, 4, 1, 1, 32, 32, 300, 2, 2]
-    assert stream.captures
+    assert not stream.graphs.failed
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_captured_is_called() -> None:
-    stream = CudaStream(torch.device("cuda"), recorded=True)
+def test_a_capture_that_fails_disables_its_size_alone() -> None:
+    stream = CudaStream(torch.device("cuda"), [2, 4])
+    inputs = torch.tensor([[2], [3]])
 
-    def read(rows: Tensor) -> tuple[Tensor]:
-        return (rows * rows.sum().item(),)  # a capture may not wait for the device
+    def double(rows: Tensor) -> tuple[Tensor]:
+        if len(rows) == 2:
+            rows.sum().item()  # a capture may not wait for the device
+        return (rows * 2,)
 
-    for _ in range(2):
-        assert stream.submit("read", read, [torch.tensor([[2], [3]])], by_row=True).wait()[0].tolist() == [
-            [10],
-            [15],
-        ]
-    assert not stream.captures
-    double = stream.submit("double", lambda rows: (rows * 2,), [torch.tensor([[2], [3]])], by_row=True)
-    assert double.wait()[0].tolist() == [[4], [6]]
+    for failed in ({("double", 2)}, {("double", 2)}):
+        assert stream.submit("double", double, [inputs], by_row=True).wait()[0].tolist() == [[4], [6]]
+        assert stream.graphs.failed == failed
+    stream.graphs.clear()
+    healthy = stream.submit("double", lambda rows: (rows * 2,), [inputs], by_row=True)
+    assert healthy.wait()[0].tolist() == [[4], [6]]
+    assert not stream.graphs.failed
 
 
 @pytest.mark.gpu
@@ -153,7 +146,8 @@ def test_captured_or_called_the_tokens_are_the_same(depth: int) -> None:
         ]
         requests = [add(engine, [7 + i, 8, 9 + i], each) for i, each in enumerate(params)]
         outputs = run(engine)
-        assert stream.captures == options.get("captured_steps", True)
+        assert stream.graphs.sizes == ((1, 2, 4, 6) if options.get("captured_steps", True) else ())
+        assert not stream.graphs.failed
         assert_all_free(engine)
         return [tokens_of(outputs, request) for request in requests]
 

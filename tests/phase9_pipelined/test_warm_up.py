@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import phase9_pipelined
+from common.graphs import graph_sizes
 from common.request import Request, SamplingParams
 from common.scheduling import StepPlan
-from common.streams import CAPTURED_ROWS, TapeStream, ThreadStream, graph_sizes
+from common.streams import TapeStream, ThreadStream
 from common.warm_up import TRIALS, capture, record
 from kernels import native
 from tests.engine_helpers import assert_all_free, run
+from tests.graphs import StandIns
 from tests.phase9_pipelined.support import runner_of
 from tests.pools import caching
 
@@ -130,26 +132,25 @@ def test_a_pool_too_small_to_try_is_no_reason_to_fail() -> None:
     assert run(engine)[-1].error is None
 
 
-@pytest.mark.parametrize("seats", [1, 3, 5, 12, 20, 24, 100, 200, 256, 300])
-def test_every_batch_has_a_graph_up_to_the_largest_size(seats: int) -> None:
-    sizes = graph_sizes(seats)
-    assert min(seats, CAPTURED_ROWS[-1]) <= sizes[-1] < 2 * seats or sizes == [1]
-    assert sizes == list(CAPTURED_ROWS[: len(sizes)])
-
-
 def test_graphs_are_captured_up_to_the_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one by a batch that fills them: of 24 sequences, which take the graph of 32."""
+    """The largest first. A second call captures all again, and the one that failed."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     engine = zoo_engine(captured_steps=False, max_batch_size=24)
-    runner = runner_of(engine)
-    decoded: list[int] = []
+    runner, broken = runner_of(engine), {24}
+    graphs = StandIns(graph_sizes(24), fails=broken.__contains__)
     execute = runner.execute
 
-    def recorded(plan: StepPlan) -> Any:
-        decoded.append(len(plan.decode))
+    def in_graphs(plan: StepPlan) -> Any:
+        if plan.decode:
+            graphs.run("decode", lambda rows: (rows,), [torch.zeros(len(plan.decode), 1)])
         return execute(plan)
 
-    monkeypatch.setattr(runner, "execute", recorded)
-    capture(runner)
-    assert [count for count in decoded if count] == [1, 2, 4, 8, 16, 24]
+    monkeypatch.setattr(runner, "execute", in_graphs)
+    capture(runner, graphs)
+    assert graphs.captured_rows == [24, 16, 8, 4, 2, 1]
+    assert graphs.failed == {("decode", 24)}
+    broken.clear()
+    capture(runner, graphs)
+    assert graphs.captured_rows == [24, 16, 8, 4, 2, 1] * 2
+    assert not graphs.failed
     assert_all_free(engine)

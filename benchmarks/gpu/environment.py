@@ -1,0 +1,72 @@
+"""Says what the GPU run finds on this machine: `python -m benchmarks.gpu.environment`. Standard library and torch.
+
+Prints one JSON object. `missing` names the packages of `pyproject.toml` that the run needs and that are not
+installed.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Beside the project's own requirements: the tests, and what they import.
+TESTS_NEED = ("pytest", "hypothesis", "jsonschema")
+BESIDE = ("transformers", "triton")
+
+
+def requirements(project: Path = ROOT / "pyproject.toml") -> list[str]:
+    """Return the packages that the run needs, as `pyproject.toml` requires them."""
+    content = tomllib.loads(project.read_text())["project"]
+    extra = [
+        each for each in content["optional-dependencies"]["dev"] if name_of(each) in (*TESTS_NEED, *BESIDE)
+    ]
+    return [each.partition(";")[0].strip() for each in (*content["dependencies"], *extra)]
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def version_of(package: str) -> str | None:
+    """Return an installed version; None: not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def describe() -> dict[str, Any]:
+    """Return the machine, the versions, and the packages that are missing."""
+    required = requirements()
+    found = {name_of(each): version_of(name_of(each)) for each in required}
+    described: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "versions": {name: version for name, version in found.items() if version},
+        "missing": [each for each in required if found[name_of(each)] is None],
+        "gpu": None,
+    }
+    if found["torch"] is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(0)
+            described["gpu"] = {
+                "name": properties.name,
+                "memory": properties.total_memory,
+                "processors": properties.multi_processor_count,
+                "capability": f"{properties.major}.{properties.minor}",
+                "cuda": torch.version.cuda,
+            }
+    return described
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(), indent=1))

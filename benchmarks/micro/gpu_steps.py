@@ -1,0 +1,109 @@
+"""Decode steps of phases 5 to 10 by the number of sequences, beside the least time that the device allows.
+
+All engines share one model. The time is that of `Engine.step` while all sequences decode, text and stop decisions
+included. Two more numbers come from steps under torch's profiler: the kernels that were launched in a step, and the
+share of an ordinary step's time in which the GPU computes.
+
+```text
+eager       kernels are launched from Python, one by one
+captured    a decode step is one graph
+pipelined   a decode step is one graph, and the next one is launched before its tokens are read
+one guess   pipelined, and a sequence whose text repeats itself gets a guess, which is verified
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.micro import Dtype, say
+from benchmarks.micro.batch_size import Machine, work_of
+from benchmarks.micro.on_device import (
+    KernelCounter,
+    Loaded,
+    decode,
+    describe,
+    free_unused,
+    measure_machine,
+    prompts_of,
+)
+from benchmarks.tables import Cell, MeasuredTable
+from common.engine import Engine
+
+COLUMNS = [
+    "way",
+    "sequences",
+    "step, ms",
+    "tokens / s",
+    "share of the roofline",
+    "GPU busy",
+    "launches a step",
+]
+
+#: Phase and options of each way, in order of value.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "9, pipelined": ("9", {}),
+    "9, captured": ("9", {"pipeline_depth": 0}),
+    "9, eager": ("9", {"pipeline_depth": 0, "captured_steps": False}),
+    "10, one guess": ("10", {"draft_length": 1}),
+    "8, eager": ("8", {}),
+    "7, eager": ("7", {}),
+    "6, eager": ("6", {}),
+    "5, eager": ("5", {}),
+}
+
+
+def measure(
+    loaded: Loaded, machine: Machine, engine: Engine, count: int, prompt_tokens: int, new_tokens: int
+) -> list[Cell]:
+    """Decode a batch twice, the second time under the profiler. Returns its cells from the step time on."""
+    prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
+    found, counter = decode(engine, prompts, new_tokens), KernelCounter()
+    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + 1  # the step that ends one
+    bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
+    # By tokens: a step of phase 10 may give a sequence several.
+    share = found.tokens_per_s * bound_ms / 1e3 / count
+    seen = counter.launches > 0
+    busy = counter.seconds / counted / found.step_s if seen else None
+    launches = round(counter.launches / counted) if seen else None
+    return [found.step_s * 1e3, found.tokens_per_s, share, busy, launches]
+
+
+def steps(
+    model: str = "dummy:llama-3.2-1b",
+    sequences: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    prompt_tokens: int = 32,
+    new_tokens: int = 32,
+    dtype: Dtype = "bfloat16",
+) -> Iterator[MeasuredTable]:
+    """Time decode steps.
+
+    Args:
+        sequences: numbers of sequences
+        new_tokens: of each sequence; at least 16
+    """
+    length = prompt_tokens + new_tokens
+    loaded = Loaded.of(model, dtype, length)
+    machine = measure_machine(loaded.model.dtype)
+    table = MeasuredTable(
+        name=f"gpu_steps_{model.partition(':')[2]}",
+        title=f"decode steps of {model}",
+        setup={"model": f"{model} in {dtype}", "context": f"{prompt_tokens} tokens", **describe(machine)},
+        columns=COLUMNS,
+        rows=[],
+    )
+    most = max(sequences)
+    for way, (phase, options) in WAYS.items():
+        say(f"phase {way}")
+        blocks = most * -(-length // 16)
+        settings = {"max_batch_size": most, "max_waiting_requests": most, "max_seq_len": length} | options
+        engine = loaded.engine(
+            phase, num_blocks=blocks, enable_prefix_caching=False, prefill_chunk_size=2048, **settings
+        )
+        for count in sequences:
+            cells = measure(loaded, machine, engine, count, prompt_tokens, new_tokens)
+            table.rows.append([way, count, *cells])
+            yield table
+        del engine
+        free_unused()

@@ -1,0 +1,104 @@
+"""The published benchmark of nano-vllm, offline: 256 requests, 100 to 1,024 tokens in and out, all at once.
+
+Its README has 1,434 output tokens a second for nano-vllm and 1,362 for vLLM, of Qwen3-0.6B on an RTX 4070 for
+laptops. Compare numbers of one GPU only. Here the weights are random, which changes no time, since answers have the
+lengths that were drawn and no end-of-text token ends them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from benchmarks.micro import Dtype, say
+from benchmarks.micro.on_device import DEVICE, Loaded, free_unused
+from benchmarks.tables import MeasuredTable
+from common.engine import Engine
+from common.request import Request, SamplingParams
+
+TEMPERATURE = 0.6
+
+
+def orders_of(requests: int, fewest: int, most: int, vocab_size: int) -> list[tuple[list[int], int]]:
+    """Draw prompts, and the number of new tokens of each."""
+    draw = random.Random(0)
+    prompts = [
+        [draw.randrange(min(10_000, vocab_size)) for _ in range(draw.randint(fewest, most))]
+        for _ in range(requests)
+    ]
+    return [(prompt, draw.randint(fewest, most)) for prompt in prompts]
+
+
+def serve(engine: Engine, requests: list[Request], seconds: float) -> tuple[int, float]:
+    """Run requests to their ends, or until the time is up. Returns the tokens generated and the seconds taken."""
+    pending, tokens, began_s = deque(requests), 0, time.perf_counter()
+    while (pending or engine.has_work) and time.perf_counter() - began_s < seconds:
+        while pending and engine.add_request(pending[0]):
+            pending.popleft()
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+            tokens += output.token_id is not None
+    taken_s = time.perf_counter() - began_s
+    engine.abort_all(RuntimeError("the time is up"))
+    return tokens, taken_s
+
+
+def throughput(
+    model: str = "dummy:qwen3-0.6b",
+    phases: tuple[str, ...] = ("9", "8", "6", "5"),
+    requests: int = 256,
+    fewest: int = 100,
+    most: int = 1024,
+    seats: int = 256,
+    seconds: float = 90.0,
+    dtype: Dtype = "bfloat16",
+) -> Iterator[MeasuredTable]:
+    """Measure output tokens a second.
+
+    Args:
+        phases: numbers or names
+        fewest: tokens of a prompt, and of an answer
+        most: likewise
+        seats: sequences computed together
+        seconds: a phase is stopped then, and its row says so
+    """
+    loaded = Loaded.of(model, dtype, 2 * most)
+    orders = orders_of(requests, fewest, most, loaded.model.config.vocab_size)
+    wanted = sum(new_tokens for _, new_tokens in orders)
+    table = MeasuredTable(
+        name="offline",
+        title="output tokens a second, offline",
+        setup={
+            "model": f"{model} in {dtype}, on {DEVICE}",
+            "requests": f"{requests}, prompts and answers of {fewest} to {most} tokens",
+            "output tokens": f"{wanted:,}",
+        },
+        columns=["phase", "tokens / s", "tokens", "seconds", "ended"],
+        rows=[],
+    )
+    for phase in phases:
+        say(f"phase {phase}")
+        engine = loaded.engine(
+            phase,
+            max_batch_size=seats,
+            max_seq_len=2 * most,
+            max_waiting_requests=seats,
+            prefill_chunk_size=2048,
+        )
+        serve(engine, [_request(engine, prompt[:16], 4) for prompt, _ in orders[:4]], seconds)  # compiles
+        made = [_request(engine, prompt, new_tokens) for prompt, new_tokens in orders]
+        tokens, taken_s = serve(engine, made, seconds)
+        table.rows.append(
+            [phase, tokens / taken_s, tokens, taken_s, "yes" if tokens == wanted else "stopped"]
+        )
+        yield table
+        del engine, made
+        free_unused()
+
+
+def _request(engine: Engine, prompt: list[int], new_tokens: int) -> Request:
+    params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=new_tokens, ignore_eos=True)
+    return engine.create_request(prompt, params)

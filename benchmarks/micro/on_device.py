@@ -1,0 +1,196 @@
+"""Models, engines and times on the best device of this machine: a GPU, or without one the CPU."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.micro import batch_size
+from benchmarks.micro.batch_size import Machine
+from benchmarks.micro.engines import build_engine, greedy
+from common.config import resolve_device
+from common.engine import Engine
+from common.models.layers import CausalLM
+from common.phases import find_phase
+from common.request import SamplingParams
+from common.text import Tokenizer
+
+COPIED_BYTES = 2**30
+PEAK_SIZE = 8192  # sides of a product in which nearly all time is arithmetic
+
+WARM_STEPS = 4
+
+DEVICE = resolve_device("auto")
+
+
+class Loaded(NamedTuple):
+    """A model that several engines share."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, name: str, dtype: str, positions: int) -> Loaded:
+        """Load a model as a server loads it, for sequences of up to `positions` tokens."""
+        engine = build_engine("4", model=name, dtype=dtype, max_seq_len=positions, max_batch_size=1)
+        return cls(engine.runner.model, engine.tokenizer)
+
+    def engine(self, phase: str, **options: Any) -> Engine:
+        """Build the engine of a phase. Options that the phase lacks are left out."""
+        package = find_phase(phase)
+        known = {name: value for name, value in options.items() if name in package.Config.model_fields}
+        engine: Engine = package.build_engine(
+            package.Config.model_validate(known), model=self.model, tokenizer=self.tokenizer
+        )
+        return engine
+
+
+class DecodeSteps(NamedTuple):
+    """Steps in which all sequences of a batch decoded.
+
+    Attributes:
+        seconds: of each step.
+        tokens: of all steps together.
+    """
+
+    seconds: list[float]
+    tokens: int
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / sum(self.seconds)
+
+
+def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    params: SamplingParams | None = None,
+    counter: KernelCounter | None = None,
+) -> DecodeSteps:
+    """Serve prompts of the same length together.
+
+    Args:
+        params: of every request; default: greedy, exactly `new_tokens` tokens.
+        counter: runs during the steps that are returned, and slows them down.
+
+    Returns:
+        The steps after every sequence has begun and before the first one ends, without the first `WARM_STEPS`.
+    """
+    for prompt in prompts:
+        request = engine.create_request(list(prompt), params or greedy(new_tokens))
+        assert engine.add_request(request)
+    begun: set[str] = set()
+    counts: list[int] = []
+    seconds: list[float] = []
+    ended = False
+    before_s = time.perf_counter()
+    while engine.has_work:
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        all_decode = len(begun) == len(prompts) and not ended
+        ended = ended or any(output.finished for output in outputs)
+        if all_decode and not ended:
+            counts.append(sum(output.token_id is not None for output in outputs))
+            seconds.append(now_s - before_s)
+            if counter is not None and len(counts) == WARM_STEPS:
+                counter.start()
+        elif all_decode and counter is not None and len(counts) > WARM_STEPS:
+            counter.stop()
+        begun |= {output.request_id for output in outputs}
+        before_s = time.perf_counter()
+    if len(counts) <= WARM_STEPS:
+        raise ValueError(f"{new_tokens} new tokens are too few to time decode steps")
+    return DecodeSteps(seconds[WARM_STEPS:], sum(counts[WARM_STEPS:]))
+
+
+def seconds_of(run: Callable[[], object], times: int = 5) -> float:
+    """Return the seconds of a call, the best of some, after one that warms up."""
+    run()
+    best = float("inf")
+    for _ in range(times):
+        _synchronize()
+        began_s = time.perf_counter()
+        run()
+        _synchronize()
+        best = min(best, time.perf_counter() - began_s)
+    return best
+
+
+def _synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_machine(dtype: torch.dtype) -> Machine:
+    """Measure the device's bandwidth by a copy, and its arithmetic rate by one large product."""
+    if DEVICE.type == "cpu":
+        return batch_size.measure_machine(dtype, 3)
+    source = torch.ones(COPIED_BYTES // 4, device=DEVICE)
+    target = torch.empty_like(source)
+    copy_s = seconds_of(lambda: target.copy_(source), 10)
+    x, weight = (torch.randn(PEAK_SIZE, PEAK_SIZE, device=DEVICE, dtype=dtype) for _ in range(2))
+    product_s = seconds_of(lambda: x @ weight, 10)
+    return Machine(2 * COPIED_BYTES / copy_s, 2 * PEAK_SIZE**3 / product_s)
+
+
+class KernelCounter:
+    """Counts the kernels and copies of a GPU between `start` and `stop`, by torch's profiler.
+
+    Attributes:
+        launches: their number; 0 without a GPU, or where the profiler sees none of its work.
+        seconds: their time.
+    """
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.seconds = 0.0
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def start(self) -> None:
+        if DEVICE.type == "cuda":
+            self._profile.start()
+
+    def stop(self) -> None:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+            self._profile.stop()
+            events: Any = self._profile.events()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            for event in events:
+                if event.device_type.name == "CUDA":
+                    self.launches += 1
+                    self.seconds += event.time_range.elapsed_us() / 1e6
+
+
+def free_unused() -> None:
+    """Free the memory of an engine that nothing refers to any more. The next engine's size may depend on it."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe(machine: Machine) -> dict[str, str]:
+    """Return the device and its measured rates, for the setup of a table."""
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU"
+    return {
+        "device": name,
+        "copies": f"{machine.bytes_per_s / 1e9:,.0f} GB/s",
+        "multiplies": f"{machine.operations_per_s / 1e12:,.2f} TFLOP/s",
+    }
+
+
+def prompts_of(count: int, tokens: int, vocab_size: int) -> list[list[int]]:
+    """Return prompts that differ from each other in their first token."""
+    return [[(31 * number + 7 * i) % (vocab_size - 8) + 4 for i in range(tokens)] for number in range(count)]

@@ -1,0 +1,144 @@
+"""Values of options that were not given, by device: sizes that a CPU's users expect, and sizes that fill a GPU.
+
+| option | on a CPU | on a GPU |
+| --- | --- | --- |
+| `max_batch_size` | 8 | 256, or as many as fit |
+| `num_blocks` | 8 sequences at their longest | as many as fit into nine tenths of the free memory |
+| `prefill_chunk_size`, `prefill_token_budget` | 256 | the fewest tokens that saturate the GPU, measured |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from common.config import EngineConfig
+from common.generate import ContiguousCache
+from common.kv import KVShape, Span
+from common.memory import estimate_memory, free_memory
+from common.models.config import ModelConfig
+from common.models.layers import CausalLM, TokenBatch
+from common.request import Request, SamplingParams
+from kernels.native import default_cache
+
+logger = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+#: The part of a GPU's free memory that an engine takes. Libraries allocate some that no estimate counts.
+GPU_SHARE = 0.9
+CHUNKS = (256, 512, 1024, 2048, 4096)
+SATURATED = 0.9  # of the best rate
+TRIALS = 3
+
+#: Options that depend on the device, as far as a phase has them.
+SIZES = ("max_batch_size", "num_blocks", "prefill_chunk_size", "prefill_token_budget")
+
+
+def sized_for(
+    config: ConfigT, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
+) -> ConfigT:
+    """Return the options with seats and KV memory set by the device's free memory. On a CPU they stay.
+
+    Args:
+        config: `max_seq_len` must be resolved.
+        model, dtype, device, weights: as for `estimate_memory`.
+    """
+    if device.type != "cuda":
+        return config
+    usable = GPU_SHARE * free_memory(device)
+
+    def fits(sized: EngineConfig) -> bool:
+        widest = sized.with_chunk(CHUNKS[-1])  # the chunk is measured later, and this is the largest
+        return estimate_memory(widest, model, dtype, device, weights=weights).total <= usable
+
+    return config.for_gpu(fits)
+
+
+def with_measured_chunk(config: ConfigT, model: CausalLM, cache: Path | None = None) -> ConfigT:
+    """Return the options with the prefill chunk that saturates a GPU, if it was not given.
+
+    The measurement takes seconds and is kept in a file.
+
+    Args:
+        config: `max_seq_len` must be resolved.
+        cache: folder of the file; default: the user's cache folder.
+    """
+    if model.device.type != "cuda" or config.with_chunk(CHUNKS[-1]) is config:
+        return config
+    name = torch.cuda.get_device_name(model.device)
+    key = hashlib.sha256(repr((name, torch.__version__, model.config, model.dtype)).encode()).hexdigest()[:16]
+    path = (cache or default_cache()) / f"chunks-{key}.json"
+    assert config.max_seq_len is not None
+    return config.with_chunk(min(config.max_seq_len, measured_chunk(path, lambda n: pass_s(model, n), name)))
+
+
+def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: str) -> int:
+    """Return the chunk that a file holds. Without the file, measure it and write the file.
+
+    Args:
+        pass_s: the seconds of a prompt of so many tokens; None: it is too long for the model.
+        device: its name, for the log.
+    """
+    try:
+        seconds = {int(size): each for size, each in json.loads(path.read_text()).items()}
+        origin = f"measured before ({path})"
+    except (OSError, ValueError):
+        seconds = {size: each for size in CHUNKS if (each := pass_s(size)) is not None}
+        origin = "measured now"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(seconds))
+        scratch.replace(path)
+    chunk = saturating(seconds)
+    rates = ", ".join(f"{size}: {size / each:,.0f}" for size, each in seconds.items())
+    logger.info("chunks of %d tokens saturate %s, %s; tokens/s by chunk: %s", chunk, device, origin, rates)
+    return chunk
+
+
+def saturating(seconds: Mapping[int, float]) -> int:
+    """Return the smallest chunk that is computed at nearly the best rate; the smallest known if none was timed."""
+    best = max((size / each for size, each in seconds.items()), default=0.0)
+    return next(
+        (size for size, each in sorted(seconds.items()) if size / each >= SATURATED * best), CHUNKS[0]
+    )
+
+
+def pass_s(model: CausalLM, tokens: int) -> float | None:
+    """Return the seconds of a prompt of `tokens` tokens, the best of a few; None: the model has fewer positions."""
+    if tokens > model.max_positions:
+        return None
+    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, tokens)
+    cache.reserve(Request("measured", [0], SamplingParams()), tokens)
+    view = cache.view([Span.exact(0, 0, tokens)])
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=model.device)
+    batch = TokenBatch(token_ids, view.positions, torch.tensor([tokens - 1], device=model.device))
+    times = []
+    for _ in range(1 + TRIALS):  # the first warms up
+        began_s = time.perf_counter()
+        with torch.inference_mode():
+            model(batch, view)[0, 0].item()  # waits for the device
+        times.append(time.perf_counter() - began_s)
+    return min(times[1:])
+
+
+def log_sizes(given: EngineConfig, used: EngineConfig) -> None:
+    """Log the options that depend on the device, and whether each was given, set for the device, or left."""
+    words = []
+    for name in SIZES:
+        if name in type(used).model_fields:
+            value = getattr(used, name)
+            changed = value != getattr(given, name)
+            origin = (
+                "given" if name in given.model_fields_set else "set for this device" if changed else "default"
+            )
+            words.append(f"{name} {value} ({origin})")
+    logger.info("sizes: %s; KV memory: %s tokens", ", ".join(words), used.kv_formula())

@@ -1,0 +1,152 @@
+"""CUDA graphs of a pass, each for a fixed number of rows.
+
+```text
+buckets for 24 seats     1   2   4   8   16   24
+a pass of 5 rows                     └── rows 0 1 2 3 4 and three copies of row 0; results 0 to 4 are returned
+```
+
+All graphs of a pass write their results to one buffer, which has a row for each seat. So results must be read, by
+work submitted behind them, before the next graph is launched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.tape import Function
+
+logger = logging.getLogger(__name__)
+
+#: Rows of the largest graph. The host has time to launch the kernels of a wider pass one by one.
+MOST_ROWS = 512
+BUCKETS = (1, 2, 4, 8, *range(16, 256, 16), *range(256, MOST_ROWS + 1, 32))
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Return the numbers of rows that graphs are captured for, smallest first.
+
+    Args:
+        sequences: the most rows of a pass. The last graph has as many, at most `MOST_ROWS`.
+    """
+    last = min(sequences, MOST_ROWS)
+    return [*(size for size in BUCKETS if size < last), last]
+
+
+class Captured(Protocol):
+    """A captured function."""
+
+    def replay(self, inputs: Sequence[Tensor]) -> None:
+        """Run the captured function again with other values of its inputs."""
+
+
+Capture = Callable[[Callable[..., None], Sequence[Tensor]], Captured]
+
+
+class CudaGraph:
+    """A CUDA graph: a function's kernels, captured with the addresses of their inputs and launched together.
+
+    Args:
+        function: writes its results to tensors that stay.
+        inputs: on the device. They are copied.
+        memory: a memory pool that all graphs share, since one runs at a time.
+    """
+
+    def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor], memory: Any) -> None:
+        self._inputs = [each.clone() for each in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        # Other threads may go on using the device meanwhile.
+        with torch.cuda.graph(self._graph, memory, stream, capture_error_mode="thread_local"):
+            function(*self._inputs)
+
+    def replay(self, inputs: Sequence[Tensor]) -> None:
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given, non_blocking=True)
+        self._graph.replay()
+
+
+class Graphs:
+    """Captures functions by their number of rows, and runs the captured ones.
+
+    Args:
+        sizes: numbers of rows that graphs may have, smallest first; empty: functions are called.
+        capture: captures a function that returns nothing, with its inputs.
+        to_device: copies inputs to where the functions run.
+
+    Attributes:
+        failed: keys and sizes whose capture failed. Their passes run in the next larger graph, or are called.
+    """
+
+    def __init__(self, sizes: Sequence[int], capture: Capture, to_device: Callable[[Tensor], Tensor]) -> None:
+        self.sizes = tuple(sizes)
+        self.failed: set[tuple[Hashable, int]] = set()
+        self._capture = capture
+        self._to_device = to_device
+        self._captured: dict[tuple[Hashable, int], Captured] = {}
+        self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # [largest size, ...] each
+
+    def clear(self) -> None:
+        """Forget all graphs and failures, so that each is captured again at its next use."""
+        self.failed.clear()
+        self._captured.clear()
+        self._results.clear()
+
+    def size_for(self, key: Hashable, rows: int) -> int | None:
+        """Return the rows of the smallest graph for a pass; None: there is none."""
+        return next((size for size in self.sizes if size >= rows and (key, size) not in self.failed), None)
+
+    def run(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run a function of rows.
+
+        Args:
+            key: names the function: a graph of one function replaces others with the same key.
+            function: row i of each result depends on row i of the inputs alone.
+            inputs: on the host, as many rows each.
+
+        Returns:
+            The function's results. Those of a graph are valid until the next run of the same key.
+        """
+        rows = len(inputs[0])
+        size = self.size_for(key, rows)
+        if size is None:
+            return function(*map(self._to_device, inputs))
+        filled = [
+            self._to_device(torch.cat([each, each[:1].expand(size - rows, *each.shape[1:])]))
+            for each in inputs
+        ]
+        graph = self._captured.get((key, size))
+        if graph is not None:
+            graph.replay(filled)
+            return tuple(result[:rows] for result in self._results[key])
+        # Captured after a plain call: kernels must not be compiled during a capture.
+        results = function(*filled)
+        self._add(key, size, function, filled, results)
+        return tuple(result[:rows] for result in results)
+
+    def _add(
+        self,
+        key: Hashable,
+        size: int,
+        function: Function,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> None:
+        if key not in self._results:
+            most = self.sizes[-1]
+            self._results[key] = tuple(each.new_empty(most, *each.shape[1:]) for each in results)
+        kept = [each[:size] for each in self._results[key]]
+
+        def write_results(*inputs: Tensor) -> None:
+            for buffer, result in zip(kept, function(*inputs), strict=True):
+                buffer.copy_(result)
+
+        try:
+            self._captured[key, size] = self._capture(write_results, inputs)
+        except RuntimeError as error:
+            self.failed.add((key, size))
+            logger.warning("passes of %d rows cannot be captured here: %s", size, error)

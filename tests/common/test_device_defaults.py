@@ -1,0 +1,131 @@
+"""Sizes that were not given: unchanged on a CPU, by free memory and by a measurement on a GPU (a stand-in)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import common.device_defaults
+from common.config import GPU_SEATS
+from common.device_defaults import (
+    CHUNKS,
+    GPU_SHARE,
+    log_sizes,
+    measured_chunk,
+    pass_s,
+    saturating,
+    sized_for,
+)
+from common.memory import estimate_memory
+from common.models.registry import open_checkpoint, weight_bytes
+from common.phases import find_phase, phase_names
+from common.server.options import read_options
+from tests.engine_helpers import CPU, tiny_model
+
+CUDA = torch.device("cuda")
+MODEL = open_checkpoint("dummy:llama-3.2-1b").config
+WEIGHTS = weight_bytes(MODEL, torch.bfloat16)
+
+
+def sized(phase: str, free: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """The options for a GPU with so many free GB."""
+    monkeypatch.setattr(common.device_defaults, "free_memory", lambda _: int(free * 2**30))
+    config = find_phase(phase).Config(**({"max_seq_len": 4096} | options))
+    return sized_for(config, MODEL, torch.bfloat16, CUDA, weights=WEIGHTS)
+
+
+def total(config: Any) -> int:
+    return estimate_memory(config, MODEL, torch.bfloat16, CUDA, weights=WEIGHTS).total
+
+
+@pytest.mark.parametrize("phase", phase_names())
+@pytest.mark.parametrize("free", [6, 24, 80])
+def test_a_gpu_is_filled(phase: str, free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more sequence, or one more block, would not fit. The largest chunk that may be measured fits."""
+    config = sized(phase, free, monkeypatch).with_chunk(CHUNKS[-1])
+    usable = GPU_SHARE * free * 2**30
+    assert total(config) <= usable
+    assert config.kv_tokens() >= 4096
+    larger = "num_blocks" if "num_blocks" in type(config).model_fields else "max_batch_size"
+    if config.max_batch_size < GPU_SEATS or larger == "num_blocks":
+        assert total(config.model_copy(update={larger: getattr(config, larger) + 1})) > usable
+    if larger == "num_blocks" and free == 80:
+        assert config.max_batch_size == GPU_SEATS
+
+
+def test_a_given_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sized("9", 80, monkeypatch, max_batch_size=24, num_blocks=100, prefill_chunk_size=64)
+    assert (config.max_batch_size, config.num_blocks) == (24, 100)
+    assert config.with_chunk(1024) is config
+    config = sized("9", 80, monkeypatch, max_batch_size=24, prefill_token_budget=300)
+    assert config.max_batch_size == 24
+    assert config.num_blocks > 24 * 4096 // 16
+    chunked = config.with_chunk(1024)
+    assert (chunked.prefill_chunk_size, chunked.prefill_token_budget) == (1024, 300)
+
+
+def test_where_one_sequence_does_not_fit_seats_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sized("9", 6, monkeypatch, max_seq_len=16_384)
+    assert config.kv_tokens() >= 16_384
+    assert config.max_batch_size < GPU_SEATS
+
+
+def test_too_small_a_gpu_is_left_to_the_check_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sized("5", 1, monkeypatch).max_batch_size == 1
+    assert sized("9", 1, monkeypatch).num_blocks == 1
+
+
+def test_a_cpu_changes_nothing() -> None:
+    config = find_phase("9").Config(max_seq_len=4096)
+    assert sized_for(config, MODEL, torch.bfloat16, CPU, weights=WEIGHTS) is config
+
+
+def test_a_flag_with_the_default_value_is_given() -> None:
+    """`--max-batch-size 8` means 8 on a GPU, too."""
+    package = find_phase("9")
+    _, config = read_options(package, ["--max-batch-size", "8"])
+    assert config.model_fields_set == {"max_batch_size"}
+    assert read_options(package, [])[1] == package.Config()
+
+
+def test_the_smallest_chunk_that_is_nearly_as_fast_as_the_best() -> None:
+    assert saturating({256: 1.0, 512: 1.2, 1024: 2.0, 2048: 3.9}) == 1024
+    assert saturating({256: 1.0, 512: 2.0, 1024: 4.0}) == 256
+    assert saturating({}) == CHUNKS[0]
+
+
+def test_a_chunk_is_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def timed(tokens: int) -> float | None:
+        calls.append(tokens)
+        return None if tokens > 2048 else max(1.0, tokens / 900)
+
+    path = tmp_path / "folder" / "chunk.json"
+    with caplog.at_level(logging.INFO):
+        assert measured_chunk(path, timed, "a GPU") == 1024
+        assert measured_chunk(path, timed, "a GPU") == 1024
+    assert calls == list(CHUNKS)
+    assert "chunks of 1024 tokens saturate a GPU" in caplog.text
+    path.write_text("{")
+    assert measured_chunk(path, timed, "a GPU") == 1024, "a broken file is measured again"
+    assert set(json.loads(path.read_text())) == {"256", "512", "1024", "2048"}
+
+
+def test_a_pass_is_timed() -> None:
+    model = tiny_model()
+    assert (pass_s(model, 8) or 0.0) > 0.0
+    assert pass_s(model, model.max_positions + 1) is None
+
+
+def test_each_size_is_printed_with_its_origin(caplog: pytest.LogCaptureFixture) -> None:
+    given = find_phase("7").Config(max_seq_len=64, prefill_chunk_size=32)
+    with caplog.at_level(logging.INFO):
+        log_sizes(given, given.model_copy(update={"max_batch_size": 256, "num_blocks": 99}))
+    assert "max_batch_size 256 (set for this device), num_blocks 99 (set for this device)" in caplog.text
+    assert "prefill_chunk_size 32 (given), prefill_token_budget 32 (default)" in caplog.text

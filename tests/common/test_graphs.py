@@ -1,0 +1,84 @@
+"""Graphs for every number of seats, on stand-ins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.graphs import MOST_ROWS, graph_sizes
+from tests.graphs import StandIns
+
+
+def double(rows: Tensor) -> tuple[Tensor, ...]:
+    return 2 * rows, rows.sum(1)
+
+
+def rows_of(count: int, start: int) -> Tensor:
+    return torch.arange(start, start + 2 * count).view(count, 2)
+
+
+def assert_doubled(graphs: StandIns, count: int, start: int) -> None:
+    rows = rows_of(count, start)
+    doubled, sums = graphs.run("double", double, [rows])
+    assert torch.equal(doubled, 2 * rows)
+    assert torch.equal(sums, rows.sum(1))
+
+
+def test_every_number_of_seats_has_graphs_for_each_of_its_batches() -> None:
+    """Captured once, the largest first. Each batch then runs in the smallest graph that holds it."""
+    for seats in range(1, MOST_ROWS + 1):
+        sizes = graph_sizes(seats)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == seats
+        graphs = StandIns(sizes)
+        for size in reversed(sizes):
+            assert_doubled(graphs, size, start=size)
+        assert graphs.captured_rows == sizes[::-1]
+        for count in {1, seats, *(size + 1 for size in sizes[:-1]), *(size - 1 for size in sizes[1:])}:
+            assert_doubled(graphs, count, start=7 * count)
+            assert graphs.size_for("double", count) == min(size for size in sizes if size >= count)
+        assert graphs.captured_rows == sizes[::-1], "no batch is captured while clients wait"
+
+
+@pytest.mark.parametrize("seats", [MOST_ROWS, 1000])
+def test_wider_batches_than_the_largest_graph_are_called(seats: int) -> None:
+    assert graph_sizes(seats)[-1] == MOST_ROWS
+    graphs = StandIns(graph_sizes(seats))
+    assert_doubled(graphs, MOST_ROWS + 1, start=0)
+    assert graphs.captured_rows == []
+
+
+def test_graphs_write_to_one_buffer() -> None:
+    """The next graph replaces the results of the one before, of whatever size."""
+    graphs = StandIns([2, 4])
+    for size in (4, 2):
+        assert_doubled(graphs, size, start=0)
+    four, _ = graphs.run("double", double, [rows_of(4, 0)])
+    two, _ = graphs.run("double", double, [rows_of(2, 100)])
+    assert four.data_ptr() == two.data_ptr()
+    assert torch.equal(four[:2], two)
+
+
+def test_a_failed_capture_disables_its_size_alone() -> None:
+    broken = {4}
+    graphs = StandIns([2, 4, 8], fails=broken.__contains__)
+    for count in (2, 3, 4, 8, 4, 2):
+        assert_doubled(graphs, count, start=count)
+    assert graphs.captured_rows == [2, 4, 8]
+    assert graphs.failed == {("double", 4)}
+    assert [graphs.size_for("double", rows) for rows in (2, 3, 4, 8)] == [2, 8, 8, 8]
+    assert graphs.size_for("other", 3) == 4, "a function of its own"
+    broken.clear()
+    graphs.clear()
+    assert_doubled(graphs, 3, start=0)
+    assert not graphs.failed
+    assert graphs.captured_rows == [2, 4, 8, 4]
+
+
+def test_where_the_largest_fails_its_batches_are_called() -> None:
+    graphs = StandIns([2, 4], fails=lambda rows: rows == 4)
+    for start in range(3):
+        assert_doubled(graphs, 3, start)
+    assert graphs.captured_rows == [4]
+    assert graphs.size_for("double", 3) is None

@@ -1,0 +1,42 @@
+"""Stand-ins for CUDA graphs: they call the function again, on tensors that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from common.graphs import Graphs
+
+
+class StandIn:
+    """Calls the captured function where a graph would launch its kernels."""
+
+    def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> None:
+        self._function = function
+        self._inputs = [each.clone() for each in inputs]
+        function(*self._inputs)
+
+    def replay(self, inputs: Sequence[Tensor]) -> None:
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given)
+        self._function(*self._inputs)
+
+
+class StandIns(Graphs):
+    """Graphs on a CPU.
+
+    Attributes:
+        captured_rows: the rows of each capture, in order.
+    """
+
+    def __init__(self, sizes: Sequence[int], fails: Callable[[int], bool] = lambda _: False) -> None:
+        self.captured_rows: list[int] = []
+
+        def capture(function: Callable[..., None], inputs: Sequence[Tensor]) -> StandIn:
+            self.captured_rows.append(len(inputs[0]))
+            if fails(len(inputs[0])):
+                raise RuntimeError("this capture fails")
+            return StandIn(function, inputs)
+
+        super().__init__(sizes, capture, lambda tensor: tensor)
