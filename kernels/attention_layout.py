@@ -115,43 +115,24 @@ class PrefillSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenIndices:
-    """The columns of all sequences one after the other, as varlen kernels take keys.
-
-    They are the columns that any query of a sequence sees, A in all. A window leaves out a sequence's first
-    columns. That does not shift positions: varlen kernels align a sequence's last query with its last key, which is
-    always included.
-
-    Attributes:
-        addresses: [A] int64, into a store seen as [any, Hkv, D].
-        query_offsets: [B + 1] int32, index of each sequence's first query, then T.
-        kv_offsets: [B + 1] int32, index of each sequence's first address, then A.
-        max_queries: most queries of a sequence, on the host.
-        max_columns: most addresses of a sequence, on the host.
-    """
-
-    addresses: Tensor
-    query_offsets: Tensor
-    kv_offsets: Tensor
-    max_queries: int
-    max_columns: int
-
-
-@dataclass(frozen=True, slots=True)
 class PagedIndices:
-    """The leading sequences that have one query each, as the paged kernel takes them.
+    """The queries of a pass, as the paged kernel takes them.
 
     Attributes:
-        block_table: [B, N] int64.
-        lengths: [B] int32 or int64, columns of each sequence.
-        max_length: an upper bound of the lengths, on the host.
-        total_length: an upper bound of their sum, on the host.
+        block_table: [B, N] int32, or int64.
+        positions: [T] int32 or int64, each query's column in its own sequence.
+        tiles: [I, 3] int32. Each is some queries of one sequence, in order: its row in `block_table`, the first
+            query, and the number of queries.
+        split_rows: number of leading queries whose splits are programs of their own, on the host. Their tiles have
+            all queries of their sequences.
+        max_length: an upper bound of these sequences' columns, on the host.
     """
 
     block_table: Tensor
-    lengths: Tensor
+    positions: Tensor
+    tiles: Tensor
+    split_rows: int
     max_length: int
-    total_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +176,7 @@ class AttentionLayout:
     # Caches by window. A pass has one or two distinct windows.
     _decode_groups: dict[int | None, list[DecodeGroup]] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
-    _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
+    _paged: PagedIndices | None = field(default=None, init=False)
 
     @classmethod
     def of_decode(cls, tables: Tensor, lengths: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
@@ -223,7 +204,9 @@ class AttentionLayout:
         )
         layout.positions = lengths - 1
         layout.block_table = tables
-        layout.paged = PagedIndices(tables, lengths, longest, count * longest)
+        each = torch.arange(count, dtype=torch.int32, device=tables.device)
+        tiles = torch.stack([each, each, torch.ones_like(each)], dim=1)
+        layout._paged = PagedIndices(tables, layout.positions, tiles, count, longest)
         blocks = tables.gather(1, (layout.positions // block_size).unsqueeze(1)).squeeze(1)
         layout.write_addresses = blocks * block_size + layout.positions % block_size
         return layout
@@ -285,34 +268,11 @@ class AttentionLayout:
             self._prefill_segments[window] = self._build_prefill_segments(window)
         return self._prefill_segments[window]
 
-    def varlen(self, window: int | None) -> VarlenIndices:
-        """Return the indices of all sequences for varlen kernels, for layers with this window."""
-        if window not in self._varlen:
-            self._varlen[window] = self._build_varlen(window)
-        return self._varlen[window]
-
-    @cached_property
-    def paged(self) -> PagedIndices:
-        """Indices of the leading sequences of one query, at least one, for the paged kernel."""
-        count = self.num_single
-        lengths = self.kv_lengths[:count]
-        on_device = self._moved(torch.tensor(lengths, dtype=torch.int32))
-        return PagedIndices(self.block_table[:count], on_device, max(lengths), sum(lengths))
-
-    @cached_property
-    def after_singles(self) -> AttentionLayout:
-        """The layout of the sequences after the leading ones of one query."""
-        count = self.num_single
-        return AttentionLayout(
-            self.block_tables,
-            self.rows[count:],
-            self.block_size,
-            self.query_lengths[count:],
-            self.kv_lengths[count:],
-            self.heads_kv,
-            self.device,
-            self.workspace,
-        )
+    def paged(self, tile_queries: int) -> PagedIndices:
+        """Return the indices of all sequences for the paged kernel, in tiles of at most so many queries."""
+        if self._paged is None:  # a model's layers all have the same tiles
+            self._paged = self._build_paged(tile_queries)
+        return self._paged
 
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
         """Return the addresses of columns, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
@@ -325,25 +285,20 @@ class AttentionLayout:
         heads = torch.arange(self.heads_kv, device=self.device)
         return (tokens.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
 
-    def _build_varlen(self, window: int | None) -> VarlenIndices:
-        lengths = list(self.kv_lengths)
-        if window is not None:  # a sequence's first query sees the earliest column
-            lengths = [min(kv, window + n - 1) for n, kv in zip(self.query_lengths, lengths, strict=True)]
-        ends, counts = self._moved(torch.tensor([self.kv_lengths, lengths]))
-        sequence = torch.repeat_interleave(counts, output_size=sum(lengths))  # [A]: 0, 0, …, 1, 1, …
-        # A sequence's last address is its last column, the address before it the column before.
-        columns = torch.arange(sum(lengths), device=self.device) + (ends - counts.cumsum(0))[sequence]
-        addresses = self.block_table[sequence, columns // self.block_size] * self.block_size
-        query_offsets, kv_offsets = (
-            self._moved(torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32))
-            for each in (self.query_lengths, lengths)
-        )
-        return VarlenIndices(
-            addresses=addresses + columns % self.block_size,
-            query_offsets=query_offsets,
-            kv_offsets=kv_offsets,
-            max_queries=max(self.query_lengths),
-            max_columns=max(lengths),
+    def _build_paged(self, tile_queries: int) -> PagedIndices:
+        lengths = np.array(self.query_lengths)
+        counts = -(-lengths // tile_queries)  # tiles of each sequence
+        sequence = np.repeat(np.arange(len(lengths)), counts)
+        before = (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * tile_queries
+        first = (np.cumsum(lengths) - lengths)[sequence] + before
+        tiles = np.stack([sequence, first, np.minimum(lengths[sequence] - before, tile_queries)], axis=1)
+        leading = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+        return PagedIndices(
+            block_table=self.block_table.int(),
+            positions=self.positions,
+            tiles=self._moved(torch.from_numpy(tiles.astype(np.int32))),
+            split_rows=int(lengths[:leading].sum()),
+            max_length=max(self.kv_lengths[:leading], default=0),
         )
 
     def _build_decode_groups(self, window: int | None) -> list[DecodeGroup]:

@@ -44,7 +44,7 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_fused_add_rms_norm_kernel": 1,
         "_rope_kernel": 1,
         "_gated_act_kernel": 1,
-        "_paged_attention_kernel": 2,  # alone; in splits
+        "_paged_attention_kernel": 1,
         "_merge_splits_kernel": 1,
     }
 
@@ -98,42 +98,28 @@ def compile_paged_attention() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
-    from kernels.paged_attention import _merge_splits_kernel, _paged_attention_kernel, _tile
+    from kernels.paged_attention import SPLIT_COLUMNS, _merge_splits_kernel, _paged_attention_kernel, _tile
 
-    # Both types of indices; partial results are float32 whatever the store is.
-    i32 = {"table_ptr": "*i32", "lengths_ptr": "*i32", "scale_log2": "fp32", "log_sums_ptr": "*fp32"}
-    i64 = i32 | {"table_ptr": "*i64", "lengths_ptr": "*i64"}
+    # Partial results are float32 whatever the store is.
+    types = dict.fromkeys(("partial_ptr", "tops_ptr", "totals_ptr"), "*fp32")
+    types |= {"table_ptr": "*i32", "tiles_ptr": "*i32", "positions_ptr": "*i64", "scale_log2": "fp32"}
     variants = []
-    for group, head_dim, element, itemsize, is_split in (
-        (1, 64, "bf16", 2, False),
-        (4, 80, "fp16", 2, False),
-        (4, 80, "fp32", 4, True),
-        (8, 128, "bf16", 2, True),
-        (8, 128, "fp32", 4, False),
-        (16, 256, "bf16", 2, False),
-        (16, 256, "bf16", 2, True),
-        (128, 128, "bf16", 2, False),
-        (1, 256, "fp32", 4, False),
+    for group, head_dim, element, itemsize in (
+        (1, 64, "bf16", 2),
+        (4, 80, "fp16", 2),
+        (4, 80, "fp32", 4),
+        (8, 128, "bf16", 2),
+        (8, 128, "fp32", 4),
+        (16, 256, "bf16", 2),
+        (128, 128, "bf16", 2),
+        (1, 256, "fp32", 4),
     ):
         rows, columns, dims, warps = _tile(group, head_dim, itemsize)
-        constants = {
-            "head_dim": head_dim,
-            "is_split": is_split,
-            "tile_rows": rows,
-            "tile_columns": columns,
-            "tile_dim": dims,
-        }
-        if group == 1:
-            constants["group"] = 1  # as at a launch: Triton makes constants of arguments that are 1
-        if is_split:
-            types = i32 | {"out_ptr": "*fp32"}
-        else:
-            types, constants["log_sums_ptr"] = i64, None
-        variants.append((_paged_attention_kernel, constants, element, types, warps))
-    for element, types in (("bf16", i32), ("fp32", i64)):
-        constants = {"head_dim": 80, "tile_splits": 16, "tile_columns": 64, "tile_dim": 128}
-        variants.append((_merge_splits_kernel, constants, element, types | {"partial_ptr": "*fp32"}, 4))
-    for kernel, constants, element, types, warps in variants:
+        constants = {"group": group, "tile_rows": rows, "tile_columns": columns}
+        variants.append((_paged_attention_kernel, constants, head_dim, dims, element, warps))
+    variants += [(_merge_splits_kernel, {}, 80, 128, element, 1) for element in ("bf16", "fp32")]
+    for kernel, tile, head_dim, dims, element, warps in variants:
+        constants = tile | {"head_dim": head_dim, "split_columns": SPLIT_COLUMNS, "tile_dim": dims}
         signature = {
             name: "constexpr"
             if name in constants
@@ -151,7 +137,7 @@ def compile_paged_attention() -> None:
             compiled = compile_source(
                 source,
                 target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": warps, "num_stages": 3},
+                options={"num_warps": warps, "num_stages": 3, "enable_fp_fusion": False},
             )
             assert "cubin" in compiled.asm
             assert compiled.metadata.shared <= shared_bytes
@@ -159,6 +145,8 @@ def compile_paged_attention() -> None:
                 # Keys and values are on their way while others are computed with: 16 bytes to a thread.
                 assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
                 assert ("mma." in compiled.asm["ptx"]) == (element != "fp32")  # on tensor cores
+            # Nothing is fused by chance, or a merge in one kernel could differ from a merge in the other.
+            assert not re.search(r"fma\.rn\.f32", compiled.asm["ptx"]) or element == "fp32"
             print("compiled", kernel.__name__, element, capability)
 
 
@@ -170,6 +158,7 @@ def count_compilations() -> None:
     """Print, as JSON, how often each kernel would be compiled in passes of all sizes through one model."""
     import torch
 
+    from kernels.attention_layout import PagedIndices
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
@@ -194,17 +183,13 @@ def count_compilations() -> None:
             q = torch.ones(batch, heads, head_dim)
             for blocks in (1, 3, 16):
                 store = torch.empty(blocks, block_size, heads_kv, head_dim)
-                table = torch.zeros(batch, blocks, dtype=torch.int64)
-                lengths = torch.ones(batch, dtype=torch.int32)
+                table = torch.zeros(batch, blocks, dtype=torch.int32)
+                tiles = torch.zeros(batch, 3, dtype=torch.int32)
+                positions = torch.zeros(batch, dtype=torch.int64)
                 for window in (None, 1, 16, 100):
-                    for splits in (1, 2, 16):
-                        paged_attention_triton(
-                            *(q, store, store, table, lengths),
-                            scale=1.0,
-                            window=window,
-                            max_length=block_size,
-                            num_splits=splits,
-                        )
+                    for length in (1, 600, 5000):
+                        indices = PagedIndices(table, positions, tiles, batch // 2, length)
+                        paged_attention_triton(q, store, store, indices, scale=1.0, window=window)
     print(json.dumps({kernel: len(keys) for kernel, keys in found.items()}))
 
 
