@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.transfer import to_device
+from kernels.transfer import move_together, to_device
 
 # Queries of one sequence whose scores are computed at a time. The scores fit a CPU cache, and most of those above a
 # prompt's diagonal are never computed.
@@ -119,7 +119,7 @@ class PagedIndices:
     """The queries of a pass, as the paged kernel takes them.
 
     Attributes:
-        block_table: [B, N] int32, or int64.
+        block_table: [any, N] int32 or int64.
         positions: [T] int32 or int64, each query's column in its own sequence.
         tiles: [I, 3] int32. Each is some queries of one sequence, in order: its row in `block_table`, the first
             query, and the number of queries.
@@ -163,6 +163,7 @@ class AttentionLayout:
         heads_kv: heads of keys and values in the stores.
         device: device of the stores, and of all index tensors except those on the host.
         workspace: a buffer that passes share; a new one if none is given.
+        device_tables: `block_tables` on the device, int32 or int64; if not given, they are copied.
     """
 
     block_tables: Tensor
@@ -173,26 +174,27 @@ class AttentionLayout:
     heads_kv: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workspace: Workspace = field(default_factory=Workspace)
+    device_tables: Tensor | None = None
     # Caches by window. A pass has one or two distinct windows.
     _decode_groups: dict[int | None, list[DecodeGroup]] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
     _paged: PagedIndices | None = field(default=None, init=False)
 
     @classmethod
-    def of_decode(cls, tables: Tensor, lengths: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
+    def of_decode(cls, addresses: Tensor, tables: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
         """Return the layout of one query for each sequence, from tensors on the device.
 
         A captured pass reads these tensors anew at each replay. The host does not know the lengths, and assumes the
         longest possible.
 
         Args:
-            tables: [B, N] int64, each sequence's blocks, then any valid blocks.
-            lengths: [B] int64, columns of each sequence after this pass has written its own.
+            addresses: [B, 3] int64, for each sequence its row in `tables`, its position, and the address that its
+                own key and value are written to.
+            tables: [any, N] int32 or int64, each row a sequence's blocks, then any valid blocks.
             block_size: columns in a block.
             heads_kv: heads of keys and values in the stores.
         """
-        count, width = tables.shape
-        longest = width * block_size
+        count, longest = len(addresses), tables.shape[1] * block_size
         layout = cls(
             block_tables=tables,
             rows=torch.arange(count),
@@ -201,14 +203,14 @@ class AttentionLayout:
             kv_lengths=(longest,) * count,
             heads_kv=heads_kv,
             device=tables.device,
+            device_tables=tables,
         )
-        layout.positions = lengths - 1
-        layout.block_table = tables
-        each = torch.arange(count, dtype=torch.int32, device=tables.device)
-        tiles = torch.stack([each, each, torch.ones_like(each)], dim=1)
+        layout.seats, layout.positions, layout.write_addresses = (
+            column.contiguous() for column in addresses.unbind(1)
+        )
+        each = torch.arange(count, device=tables.device)
+        tiles = torch.stack([layout.seats, each, torch.ones_like(each)], dim=1).int()
         layout._paged = PagedIndices(tables, layout.positions, tiles, count, longest)
-        blocks = tables.gather(1, (layout.positions // block_size).unsqueeze(1)).squeeze(1)
-        layout.write_addresses = blocks * block_size + layout.positions % block_size
         return layout
 
     @cached_property
@@ -217,12 +219,37 @@ class AttentionLayout:
         offsets = torch.tensor([0, *itertools.accumulate(self.query_lengths)])
         return HostIndices(offsets, torch.tensor(self.kv_lengths))
 
+    def send(self, tile_queries: int, *others: Tensor) -> list[Tensor]:
+        """Copy the indices of the paged kernel and other tensors of the pass to the device, in one block.
+
+        Args:
+            tile_queries: see `paged`.
+            others: tensors on the host.
+
+        Returns:
+            The others, on the device.
+        """
+        hosts = self.rows, self._host_positions, self.host_write_addresses, self._tiles(tile_queries), *others
+        moved = move_together(hosts, self.device)
+        self.seats, self.positions, self.write_addresses, tiles, *sent = moved
+        self._paged = self._with_tiles(tiles, tile_queries)
+        return sent
+
+    @cached_property
+    def seats(self) -> Tensor:
+        """[B] int64: `rows` on the device."""
+        return self._moved(self.rows)
+
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64: each query's column in its own sequence."""
+        return self._moved(self._host_positions)
+
+    @cached_property
+    def _host_positions(self) -> Tensor:
         offsets, lengths = self.host.query_offsets, self.host.kv_lengths
         # A sequence's last query is at its last column, the query before at the column before.
-        return self._moved(torch.arange(sum(self.query_lengths)) + self._by_query(lengths - offsets[1:]))
+        return torch.arange(sum(self.query_lengths)) + self._by_query(lengths - offsets[1:])
 
     @cached_property
     def block_table(self) -> Tensor:
@@ -233,9 +260,14 @@ class AttentionLayout:
     @cached_property
     def write_addresses(self) -> Tensor:
         """[T] int64, into a store seen as [any, Hkv, D]: the address of each query's own key and value."""
-        sequence = self._moved(self._by_query(torch.arange(len(self.rows))))
-        blocks = self.block_table[sequence, self.positions // self.block_size]
-        return blocks * self.block_size + self.positions % self.block_size
+        return self._moved(self.host_write_addresses)
+
+    @cached_property
+    def host_write_addresses(self) -> Tensor:
+        """`write_addresses` on the host."""
+        positions = self._host_positions
+        blocks = self.block_tables[self._by_query(self.rows), positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
     def _by_query(self, values: Tensor) -> Tensor:
         """Repeat each sequence's value for each of its queries: [B] -> [T], on the host.
@@ -271,7 +303,7 @@ class AttentionLayout:
     def paged(self, tile_queries: int) -> PagedIndices:
         """Return the indices of all sequences for the paged kernel, in tiles of at most so many queries."""
         if self._paged is None:  # a model's layers all have the same tiles
-            self._paged = self._build_paged(tile_queries)
+            self._paged = self._with_tiles(self._moved(self._tiles(tile_queries)), tile_queries)
         return self._paged
 
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
@@ -285,19 +317,26 @@ class AttentionLayout:
         heads = torch.arange(self.heads_kv, device=self.device)
         return (tokens.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
 
-    def _build_paged(self, tile_queries: int) -> PagedIndices:
+    def _tiles(self, tile_queries: int) -> Tensor:
+        """Return the tiles of `PagedIndices`, on the host."""
         lengths = np.array(self.query_lengths)
         counts = -(-lengths // tile_queries)  # tiles of each sequence
         sequence = np.repeat(np.arange(len(lengths)), counts)
         before = (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * tile_queries
         first = (np.cumsum(lengths) - lengths)[sequence] + before
-        tiles = np.stack([sequence, first, np.minimum(lengths[sequence] - before, tile_queries)], axis=1)
-        leading = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+        queries = np.minimum(lengths[sequence] - before, tile_queries)
+        return torch.from_numpy(
+            np.stack([self.rows.numpy()[sequence], first, queries], axis=1).astype(np.int32)
+        )
+
+    def _with_tiles(self, tiles: Tensor, tile_queries: int) -> PagedIndices:
+        leading = len(list(itertools.takewhile(lambda queries: queries <= tile_queries, self.query_lengths)))
+        tables = self._moved(self.block_tables) if self.device_tables is None else self.device_tables
         return PagedIndices(
-            block_table=self.block_table.int(),
+            block_table=tables,
             positions=self.positions,
-            tiles=self._moved(torch.from_numpy(tiles.astype(np.int32))),
-            split_rows=int(lengths[:leading].sum()),
+            tiles=tiles,
+            split_rows=sum(self.query_lengths[:leading]),
             max_length=max(self.kv_lengths[:leading], default=0),
         )
 

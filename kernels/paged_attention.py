@@ -383,10 +383,15 @@ def _tile(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]
     spends less time on products than on loads. In float32, which has no tensor cores, it would not. A tile's keys
     take 16 KiB: even with the next tiles prefetched, several programs fit into one processor's shared memory.
     """
-    rows = max(32 if itemsize == 2 else 16, triton.next_power_of_2(group))
-    dims = max(16, triton.next_power_of_2(head_dim))
+    rows = max(32 if itemsize == 2 else 16, _power_of_2(group))
+    dims = max(16, _power_of_2(head_dim))
     columns = min(128, max(16, 16384 // (dims * itemsize)))
     return rows, columns, dims, 8 if rows * dims >= 8192 else 4
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def _check(q: Tensor, k_store: Tensor, v_store: Tensor, indices: PagedIndices, window: int | None) -> None:
