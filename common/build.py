@@ -148,6 +148,10 @@ def _load(checkpoint: Checkpoint, config: EngineConfig) -> tuple[CausalLM, Token
         model.quantize()
     if native:
         model.pack()
+    if device.type == "cuda":  # parts of a sum are added in float32
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if native or device.type == "cuda":
         model.measure_batch_invariance()
     _run_every_kind_of_pass(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)

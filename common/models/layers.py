@@ -357,9 +357,9 @@ class CausalLM(nn.Module, ABC):
         return self.lm_head.packed is not None
 
     def measure_batch_invariance(self) -> None:
-        """Measure whether a token's logits have the same bits in any batch, on native kernels.
+        """Measure whether a token's logits have the same bits in any batch, on native kernels and on a GPU.
 
         Takes the time of a few hundred small products.
         """
         heads = Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
-        self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype)
+        self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype, self.device)
