@@ -17,9 +17,10 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from common.request import Request
-from kernels.attention import attention
+from kernels.attention import attention, written_attention
 from kernels.attention_layout import AttentionLayout, Workspace
 from kernels.paged_attention import queries_per_tile
+from kernels.rope import HeadNorms, norm_rope_write_triton
 from kernels.transfer import to_device
 
 
@@ -325,6 +326,24 @@ class KVView:
         """
         k_store, v_store = self._pool.k[layer], self._pool.v[layer]
         return attention(q, k, v, k_store, v_store, self.layout, scale=scale, window=window)
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        norms: HeadNorms | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Like `attend`, from the projected heads [T, Hq + 2 Hkv, D], by Triton: norms, rotation and writes in one
+        launch, then attention. `cos` and `sin`: [T, D/2]."""
+        k_store, v_store = self._pool.k[layer], self._pool.v[layer]
+        addresses = self.layout.write_addresses
+        q = norm_rope_write_triton(heads, norms, cos, sin, k_store, v_store, addresses)
+        return written_attention(q, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
         """Set the sequences' new lengths. Called once the whole pass has succeeded; by phase 9 when it is launched.

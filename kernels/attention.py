@@ -139,6 +139,14 @@ def native_attention(
     return out
 
 
+def written_attention(
+    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """Compute `attention` by the Triton kernel, with the pass's keys and values already written."""
+    indices = layout.paged(queries_per_tile(q.shape[1] // k_store.shape[2], q.dtype))
+    return paged_attention_triton(q, k_store, v_store, indices, scale=scale, window=window)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -171,6 +179,5 @@ def attention(
     for store, new in ((k_store, k), (v_store, v)):
         store.view(-1, *store.shape[2:]).index_copy_(0, layout.write_addresses, new)
     if use_triton(q):
-        indices = layout.paged(queries_per_tile(q.shape[1] // k.shape[1], q.dtype))
-        return paged_attention_triton(q, k_store, v_store, indices, scale=scale, window=window)
+        return written_attention(q, k_store, v_store, layout, scale=scale, window=window)
     return gathered_attention(q, k_store, v_store, layout, scale=scale, window=window)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import common.models.layers
 import kernels.attention
 import kernels.gated_act
 import kernels.paged_attention
@@ -104,7 +105,8 @@ class Kernel:
 def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
     """Let the choice fall on Triton everywhere, and count launches instead of launching."""
     k = kernels
-    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, phase9_pipelined.runner):
+    layers, runner = common.models.layers, phase9_pipelined.runner
+    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
     for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:

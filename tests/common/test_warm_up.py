@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import common.build
+import common.kv
+import common.models.layers
 from common.kv import KVView
 from common.phases import find_phase, phase_names
 from kernels.paged_attention import SPLIT_COLUMNS
@@ -119,7 +121,8 @@ def collect_compilations() -> None:
     norms = kernels.rms_norm
     compute_as_well(norms, "rms_norm_triton", norms.rms_norm_reference)
     compute_as_well(norms, "fused_add_rms_norm_triton", norms.fused_add_rms_norm_reference)
-    compute_as_well(kernels.rope, "rope_triton", kernels.rope.rope_reference)
+    compute_as_well(common.kv, "norm_rope_write_triton", kernels.rope.norm_rope_write_reference)
+    common.models.layers.use_triton = lambda tensor: True
     compute_as_well(kernels.gated_act, "gated_act_triton", kernels.gated_act.gated_act_reference)
     paged = kernels.paged_attention
     compute_as_well(kernels.attention, "paged_attention_triton", paged.paged_attention_reference)

@@ -34,7 +34,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 32
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 36
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -42,7 +42,7 @@ def test_one_compilation_serves_all_passes(tmp_path):
     assert json.loads(run_here("count_compilations", tmp_path)) == {
         "_rms_norm_kernel": 2,  # rows of a matrix; heads of a query
         "_fused_add_rms_norm_kernel": 1,
-        "_rope_kernel": 1,
+        "_rope_kernel": 3,  # alone; with writes; with norms and writes
         "_gated_act_kernel": 1,
         "_paged_attention_kernel": 1,
         "_merge_splits_kernel": 1,
@@ -61,14 +61,24 @@ def compile_all() -> None:
 
     # Types of arguments follow from their names; these are the ones that tell nothing.
     types = {"eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64"}
+    types["addresses_ptr"] = "*i64"
     tile = {"tile_rows": 8, "tile_columns": 128}
-    per_row = {"positions_ptr": None, "has_positions": False, "tile_heads": 4, "tile_half": 64}
-    table = {"has_positions": True, "tile_heads": 4, "tile_half": 64}
+    rotates = {"tile_heads": 4, "tile_half": 64}
+    rotates |= dict.fromkeys(("v_ptr", "q_weight_ptr", "k_weight_ptr", "addresses_ptr", "v_out_ptr"))
+    rotates |= {"has_norms": False, "writes": False}
+    table = rotates | {"has_positions": True}
+    per_row = rotates | {"has_positions": False, "positions_ptr": None}
+    writes = per_row | {"writes": True}
+    del writes["v_ptr"], writes["addresses_ptr"], writes["v_out_ptr"]
+    norms = writes | {"has_norms": True}
+    del norms["q_weight_ptr"], norms["k_weight_ptr"]
     variants = [
         (_rms_norm_kernel, tile),
         (_fused_add_rms_norm_kernel, tile),
         (_rope_kernel, table),
         (_rope_kernel, per_row),
+        (_rope_kernel, writes),
+        (_rope_kernel, norms),
         (_gated_act_kernel, {"activation": "silu", "tile": 1024}),
         (_gated_act_kernel, {"activation": "gelu_tanh", "tile": 1024}),
     ]
@@ -162,7 +172,7 @@ def count_compilations() -> None:
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
-    from kernels.rope import rope_triton
+    from kernels.rope import HeadNorms, norm_rope_write_triton, rope_triton
     from tests.compilations import collect
 
     found = collect()
@@ -177,6 +187,10 @@ def count_compilations() -> None:
         rms_norm_triton(q, torch.ones(head_dim), 1e-5)
         angles = torch.ones(tokens, head_dim // 2)
         rope_triton(q, k, angles, angles)
+        written = torch.empty(4, 64, heads_kv, head_dim)
+        addresses = torch.zeros(tokens, dtype=torch.int64)
+        for norms in (None, HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1.0)):
+            norm_rope_write_triton(qkv, norms, angles, angles, written, written, addresses)
         gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
     for block_size in BLOCK_SIZES:
         for batch in TOKENS:
