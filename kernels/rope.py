@@ -285,12 +285,11 @@ if HAS_TRITON:
                 has_norms,
             )
         elif writes:
-            heads = ((tile - tiles_q - tiles_kv) * tile_heads + tl.arange(0, tile_heads)).to(tl.int64)
+            heads = (tile - tiles_q - tiles_kv) * tile_heads + tl.arange(0, tile_heads)
             mask = (heads < heads_kv)[:, None] & (columns < half)[None, :]
-            v = v_ptr + token * k_token_stride + heads[:, None] * k_head_stride + columns[None, :]
-            v_out = (
-                v_out_ptr + target * out_token_stride + heads[:, None] * out_head_stride + columns[None, :]
-            )
+            rows = heads.to(tl.int64)[:, None]
+            v = v_ptr + token * k_token_stride + rows * k_head_stride + columns[None, :]
+            v_out = v_out_ptr + target * out_token_stride + rows * out_head_stride + columns[None, :]
             tl.store(v_out, tl.load(v, mask=mask), mask=mask)
             tl.store(v_out + half, tl.load(v + half, mask=mask), mask=mask)
 
