@@ -33,7 +33,7 @@ from common.text import Tokenizer
 from common.warm_up import warm_up
 from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.native import load_native_kernels
-from kernels.paged_attention import MIN_SPLIT_COLUMNS
+from kernels.paged_attention import SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,10 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
         model.quantize()
     if native:
         model.pack()
+    if device.type == "cuda":  # parts of a sum are added in float32
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if native or device.type == "cuda":
         model.measure_batch_invariance()
     _run_every_kind_of_pass(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)
@@ -177,12 +181,12 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
 
 
 def _run_every_kind_of_pass(model: CausalLM) -> None:
-    """Run a pass of each kind, so that no request waits for kernels to be compiled or probed on first use.
+    """Run a pass of each kind, so that no request waits for kernels to be compiled on first use.
 
-    On a GPU a kernel is compiled when it is first launched. The kernels of a pass depend on whether its sequences
-    have one query or several, and on whether a decoding sequence is so long that its columns are split.
+    On a GPU a kernel is compiled when it is first launched. The kernels of a pass depend on whether a decoding
+    sequence is so long that its columns are split.
     """
-    columns = min(model.max_positions, MIN_SPLIT_COLUMNS + 16)
+    columns = min(model.max_positions, SPLIT_COLUMNS + 16)
     prompt = min(8, columns - 1)
     cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, columns, sequences=2)
     requests = [

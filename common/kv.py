@@ -17,8 +17,11 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from common.request import Request
-from kernels.attention import attention
+from kernels.attention import attention, written_attention
 from kernels.attention_layout import AttentionLayout, Workspace
+from kernels.paged_attention import queries_per_tile
+from kernels.rope import HeadNorms, norm_rope_write_triton
+from kernels.transfer import to_device
 
 
 class KVCapacityError(ValueError):
@@ -27,16 +30,18 @@ class KVCapacityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of one token's keys and values."""
+    """The size of one token's keys and values. `group`: query heads that share a KV head."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    group: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> KVShape:
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        group = config.num_heads // config.num_kv_heads
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype, group)
 
     def allocate(
         self, blocks: int, block_size: int, device: torch.device
@@ -150,6 +155,10 @@ class KVPool(ABC):
         blocks are ids of any existing blocks.
         """
 
+    def device_tables(self) -> Tensor:
+        """Return the block tables on the pool's device, as they are now, for passes launched from now on."""
+        return to_device(self.block_tables, self.device)
+
     def seat(self, slot: int) -> int:
         """Return the row of the block tables that belongs to this slot while it is in use."""
         return slot
@@ -175,28 +184,26 @@ class KVPool(ABC):
             heads_kv=self.shape.num_kv_heads,
             device=self.device,
             workspace=self.workspace,
+            device_tables=self.device_tables(),
         )
         return KVView(self, layout, spans)
 
     def decode_addresses(self, view: KVView) -> Tensor:
-        """Return the input of `decode_view` for a pass over one token of each sequence: [B, 2 + N] int64, on the
-        host.
+        """Return the input of `decode_view` for a pass over one token of each sequence: [B, 3] int64, on the host.
 
-        A row has the sequence's seat, its number of columns after this pass, and its block table.
+        A row has the sequence's seat, its position, and the address that its key and value are written to.
         """
-        rows, lengths = view.layout.rows, view.layout.host.kv_lengths
-        tables = self.block_tables.index_select(0, rows)
-        return torch.cat([rows.unsqueeze(1), lengths.unsqueeze(1), tables], dim=1)
+        layout = view.layout
+        return torch.stack([layout.rows, layout.host.kv_lengths - 1, layout.host_write_addresses], dim=1)
 
-    def decode_view(self, addresses: Tensor) -> tuple[Tensor, KVView]:
-        """Return the seats and the view of a pass, from the result of `decode_addresses`, copied to the device.
+    def decode_view(self, addresses: Tensor) -> KVView:
+        """Return the view of a pass, from the result of `decode_addresses`, copied to the device.
 
-        A captured pass may be replayed after the values of `addresses` have changed. Nothing is checked: `view` has
-        checked the same pass.
+        A captured pass may be replayed after the values of `addresses` and of the block tables have changed.
+        Nothing is checked: `view` has checked the same pass.
         """
-        seats, lengths, tables = addresses[:, 0], addresses[:, 1].contiguous(), addresses[:, 2:]
-        heads_kv = self.shape.num_kv_heads
-        return seats, KVView(self, AttentionLayout.of_decode(tables, lengths, self.block_size, heads_kv))
+        tables, heads_kv = self.device_tables(), self.shape.num_kv_heads
+        return KVView(self, AttentionLayout.of_decode(addresses, tables, self.block_size, heads_kv))
 
     def advance(self, spans: Iterable[Span]) -> None:
         """Set the lengths of the spans' sequences."""
@@ -294,6 +301,14 @@ class KVView:
         """[T] int64: each token's column in its own sequence."""
         return self.layout.positions
 
+    def send(self, *hosts: Tensor) -> list[Tensor]:
+        """Copy tensors of the pass from the host to the pool's device. On a GPU, the view's own indices go with
+        them in one block, without blocking. On a CPU: the same tensors."""
+        if self._pool.device.type == "cpu":
+            return list(hosts)
+        shape = self._pool.shape
+        return self.layout.send(queries_per_tile(shape.group, shape.dtype), *hosts)
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
@@ -311,6 +326,24 @@ class KVView:
         """
         k_store, v_store = self._pool.k[layer], self._pool.v[layer]
         return attention(q, k, v, k_store, v_store, self.layout, scale=scale, window=window)
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        norms: HeadNorms | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Like `attend`, from the projected heads [T, Hq + 2 Hkv, D], by Triton: norms, rotation and writes in one
+        launch, then attention. `cos` and `sin`: [T, D/2]."""
+        k_store, v_store = self._pool.k[layer], self._pool.v[layer]
+        addresses = self.layout.write_addresses
+        q = norm_rope_write_triton(heads, norms, cos, sin, k_store, v_store, addresses)
+        return written_attention(q, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
         """Set the sequences' new lengths. Called once the whole pass has succeeded; by phase 9 when it is launched.

@@ -29,7 +29,6 @@ from common.sampling import Sampled, TokenMasks, read_logprobs, sample
 from common.scheduling import PrefillChunk, StepPlan
 from common.streams import Stream
 from common.telemetry import Telemetry
-from kernels.transfer import indices_on
 
 logger = logging.getLogger(__name__)
 
@@ -281,16 +280,12 @@ class Runner(ABC):
 
     def prepare(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], TokenBatch, KVView]:
         """Return the request of each sampled row, and the batch and view that the model is called with."""
-        device = self.model.device
         view = self.pool.view([share.span for share in forward_pass.shares])
         requests, logit_rows = forward_pass.sampled_rows()
         token_ids = [token_id for share in forward_pass.shares for token_id in share.token_ids]
-        batch = TokenBatch(
-            token_ids=indices_on(device, token_ids),
-            positions=view.positions,
-            logit_rows=indices_on(device, logit_rows or [0]),  # a pass without sampled rows still names a row
-        )
-        return requests, batch, view
+        # A pass without sampled rows still names a row.
+        sent = view.send(torch.tensor(token_ids), torch.tensor(logit_rows or [0]))
+        return requests, TokenBatch(sent[0], view.positions, sent[1]), view
 
     # ------------------------------------------------------------------ commit
 

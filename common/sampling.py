@@ -37,7 +37,7 @@ from torch import Tensor
 from common.allowed_tokens import Mask
 from common.errors import GrammarFailedError
 from common.request import Request, TokenLogprobs
-from kernels.transfer import to_device
+from kernels.transfer import move_together
 
 #: The token id of a row whose logits allow no token.
 NOT_A_TOKEN = -1
@@ -141,31 +141,31 @@ class SamplingInputs(NamedTuple):
             if request.matcher is None:
                 held_back += [(row, token_id) for token_id in request.held_back_token_ids(ahead)]
 
-        def moved(tensor: Tensor) -> Tensor:
-            return to_device(tensor, device)
-
         def rows(values: Sequence[int]) -> Tensor | None:
-            return moved(torch.tensor(values)) if values else None
+            return torch.tensor(values) if values else None
 
         def joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor | None:
             """Concatenate arrays: always a copy, since each array changes in later steps."""
-            return moved(torch.from_numpy(np.concatenate(arrays, axis=-1))) if arrays else None
+            return torch.from_numpy(np.concatenate(arrays, axis=-1)) if arrays else None
 
-        return cls(
+        inputs = cls(
             drawn=rows(drawn),
-            settings=moved(torch.tensor(settings, dtype=torch.float64)) if drawn else None,
+            settings=torch.tensor(settings, dtype=torch.float64) if drawn else None,
             unordered=rows(places[0]),
             ordered=rows(places[1]),
             biased=joined(biased),
             biases=joined(biases),
             penalised=joined(penalised),
-            penalties=None if penalties is None else moved(torch.from_numpy(penalties)),
-            held_back=moved(torch.tensor(held_back).T.contiguous()) if held_back else None,
+            penalties=None if penalties is None else torch.from_numpy(penalties),
+            held_back=torch.tensor(held_back).T.contiguous() if held_back else None,
             masked=None if masks is None else rows(masks.rows),
-            words=None if masks is None else moved(masks.words),
+            words=None if masks is None else masks.words,
             reported=rows(reported),
             top=min(max((requests[row].params.logprobs or 0 for row in reported), default=0), vocab),
         )
+        hosts = inputs.tensors()
+        moved: dict[str, Any] = dict(zip(hosts, move_together(list(hosts.values()), device), strict=True))
+        return inputs._replace(**moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are tensors, by name: all fields that are not None, except `top`."""

@@ -341,7 +341,10 @@ class _Launched(Pending):
 
 
 class CudaStream(Stream):
-    """A GPU's stream: one CUDA stream for all kernels, one for copies to the host.
+    """A GPU's stream: one CUDA stream for all passes, one for copies to the host, and one for looks (`aside`).
+
+    The stream for copies waits for the newest pass before long. A look must not queue there: it concerns work that
+    has ended.
 
     Kernels are launched from Python, some hundred a pass, or as one graph for work that is submitted `by_row`. All
     graphs with the same key write their results to the same tensors. So work that reads them must be submitted
@@ -355,6 +358,7 @@ class CudaStream(Stream):
         self._device = device
         self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._looks = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._compute.wait_stream(torch.cuda.default_stream(device))  # the weights were loaded there
         self.graphs = Graphs(graph_sizes, self._capture, self._to_device)
         self._memory: Any = None
@@ -396,7 +400,7 @@ class CudaStream(Stream):
         return outcome
 
     def aside(self, function: Callable[[], T]) -> T:
-        with torch.cuda.stream(self._copies):
+        with torch.cuda.stream(self._looks):
             return function()
 
     def drain(self) -> None:

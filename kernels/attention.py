@@ -2,12 +2,11 @@
 
 | function | where | how |
 | --- | --- | --- |
-| `paged_attention_triton` | CUDA, one query a sequence | reads keys in place |
-| `varlen_attention` | CUDA, several queries a sequence | copies the keys it needs, then FlashAttention |
+| `paged_attention_triton` | CUDA with Triton | reads keys in place |
 | `native_attention` | CPU, float32 and bfloat16 | copies a tile of keys at a time, in C++ |
 | `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
 
-On a CPU both implementations pad, because bfloat16 products are compiled anew for every size. `gathered_attention`
+On a CPU, the other two pad, because bfloat16 products are compiled anew for every size. `gathered_attention`
 fills queries and gathered columns up to whole tiles of 64: a chunk of 65 queries is computed as 128. The C++ kernel
 fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. Padding columns are
 hidden from every query, and results of padding queries are dropped.
@@ -17,15 +16,13 @@ hidden from every query, and results of padding queries are dropped.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention_layout import AttentionLayout, DecodeGroup
 from kernels.dispatch import has_native_products, use_triton
-from kernels.paged_attention import paged_attention_triton
+from kernels.paged_attention import paged_attention_triton, queries_per_tile
 
 
 def gathered_attention(
@@ -142,55 +139,12 @@ def native_attention(
     return out
 
 
-def varlen_attention(
+def written_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Compute attention in one FlashAttention launch over gathered keys (CUDA, float16 and bfloat16).
-
-    Arguments and result as in `gathered_attention`.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    heads_kv, head_dim = k_store.shape[-2:]
-    indices = layout.varlen(window)
-    out = varlen_attn(
-        q.contiguous(),
-        k_store.view(-1, heads_kv, head_dim).index_select(0, indices.addresses),
-        v_store.view(-1, heads_kv, head_dim).index_select(0, indices.addresses),
-        indices.query_offsets,
-        indices.kv_offsets,
-        indices.max_queries,
-        indices.max_columns,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != heads_kv,
-    )
-    assert isinstance(out, Tensor)  # a pair only if auxiliary results are requested
-    return out
-
-
-@functools.cache
-def _varlen_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the varlen kernel works on this device, by running it on a small mixed pass.
-
-    There is no other way to know which builds and GPUs have it. The result is cached. If the device fails or is out
-    of memory, this raises, nothing is cached, and the next pass tries again.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    draw = functools.partial(torch.randn, device=device, dtype=dtype, generator=generator)
-    layout = AttentionLayout(torch.tensor([[1], [0]]), torch.arange(2), 16, (1, 5), (7, 9), 2, device)
-    q, k, v = draw(6, 4, head_dim), draw(2, 16, 2, head_dim), draw(2, 16, 2, head_dim)
-    for window in (None, 4):
-        expected = gathered_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)
-        try:
-            got = varlen_attention(q, k, v, layout, scale=head_dim**-0.5, window=window)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            return False
-        if not torch.allclose(got, expected, atol=3e-2, rtol=3e-2):
-            return False
-    return True
+    """Compute `attention` by the Triton kernel, with the pass's keys and values already written."""
+    indices = layout.paged(queries_per_tile(q.shape[1] // k_store.shape[2], q.dtype))
+    return paged_attention_triton(q, k_store, v_store, indices, scale=scale, window=window)
 
 
 def attention(
@@ -207,9 +161,7 @@ def attention(
     """Write a pass's keys and values to the block store, then compute attention by the position rule.
 
     This is the only place that chooses an implementation. On a CPU it is the C++ kernel, if it is available. On
-    CUDA with Triton, the leading sequences of one query use the paged kernel, which reads their keys in place. On
-    CUDA, sequences with several queries use FlashAttention's varlen kernel if a probe has shown that it works on
-    this machine. Everything else is gathered.
+    CUDA with Triton it is the paged kernel. Everywhere else keys and values are gathered.
 
     Args:
         q: [T, Hq, D], sequence after sequence; T is the number of queries in `layout`.
@@ -226,35 +178,6 @@ def attention(
         return native_attention(q, k, v, k_store, v_store, layout, scale=scale, window=window)
     for store, new in ((k_store, k), (v_store, v)):
         store.view(-1, *store.shape[2:]).index_copy_(0, layout.write_addresses, new)
-    singles = layout.num_single
-    decode = singles if use_triton(q) else 0
-    if decode == q.shape[0]:
-        return _paged_decode(q, k_store, v_store, layout, scale=scale, window=window)
-    several = gathered_attention
-    if q.is_cuda and singles < q.shape[0] and _varlen_works(q.device, q.dtype, q.shape[2]):
-        several = varlen_attention
-    if decode == 0:
-        return several(q, k_store, v_store, layout, scale=scale, window=window)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    out[:decode] = _paged_decode(q[:decode], k_store, v_store, layout, scale=scale, window=window)
-    rest = layout.after_singles
-    out[decode:] = several(q[decode:], k_store, v_store, rest, scale=scale, window=window)
-    return out
-
-
-def _paged_decode(
-    q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
-) -> Tensor:
-    """Compute the leading sequences of one query by the Triton kernel: [B, Hq, D] -> [B, Hq, D]."""
-    indices = layout.paged
-    return paged_attention_triton(
-        q,
-        k_store,
-        v_store,
-        indices.block_table,
-        indices.lengths,
-        scale=scale,
-        window=window,
-        max_length=indices.max_length,
-        total_length=indices.total_length,
-    )
+    if use_triton(q):
+        return written_attention(q, k_store, v_store, layout, scale=scale, window=window)
+    return gathered_attention(q, k_store, v_store, layout, scale=scale, window=window)

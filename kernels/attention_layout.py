@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.transfer import to_device
+from kernels.transfer import move_together, to_device
 
 # Queries of one sequence whose scores are computed at a time. The scores fit a CPU cache, and most of those above a
 # prompt's diagonal are never computed.
@@ -115,43 +115,24 @@ class PrefillSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenIndices:
-    """The columns of all sequences one after the other, as varlen kernels take keys.
-
-    They are the columns that any query of a sequence sees, A in all. A window leaves out a sequence's first
-    columns. That does not shift positions: varlen kernels align a sequence's last query with its last key, which is
-    always included.
-
-    Attributes:
-        addresses: [A] int64, into a store seen as [any, Hkv, D].
-        query_offsets: [B + 1] int32, index of each sequence's first query, then T.
-        kv_offsets: [B + 1] int32, index of each sequence's first address, then A.
-        max_queries: most queries of a sequence, on the host.
-        max_columns: most addresses of a sequence, on the host.
-    """
-
-    addresses: Tensor
-    query_offsets: Tensor
-    kv_offsets: Tensor
-    max_queries: int
-    max_columns: int
-
-
-@dataclass(frozen=True, slots=True)
 class PagedIndices:
-    """The leading sequences that have one query each, as the paged kernel takes them.
+    """The queries of a pass, as the paged kernel takes them.
 
     Attributes:
-        block_table: [B, N] int64.
-        lengths: [B] int32 or int64, columns of each sequence.
-        max_length: an upper bound of the lengths, on the host.
-        total_length: an upper bound of their sum, on the host.
+        block_table: [any, N] int32 or int64.
+        positions: [T] int32 or int64, each query's column in its own sequence.
+        tiles: [I, 3] int32. Each is some queries of one sequence, in order: its row in `block_table`, the first
+            query, and the number of queries.
+        split_rows: number of leading queries whose splits are programs of their own, on the host. Their tiles have
+            all queries of their sequences.
+        max_length: an upper bound of these sequences' columns, on the host.
     """
 
     block_table: Tensor
-    lengths: Tensor
+    positions: Tensor
+    tiles: Tensor
+    split_rows: int
     max_length: int
-    total_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +163,7 @@ class AttentionLayout:
         heads_kv: heads of keys and values in the stores.
         device: device of the stores, and of all index tensors except those on the host.
         workspace: a buffer that passes share; a new one if none is given.
+        device_tables: `block_tables` on the device, int32 or int64; if not given, they are copied.
     """
 
     block_tables: Tensor
@@ -192,26 +174,27 @@ class AttentionLayout:
     heads_kv: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workspace: Workspace = field(default_factory=Workspace)
+    device_tables: Tensor | None = None
     # Caches by window. A pass has one or two distinct windows.
     _decode_groups: dict[int | None, list[DecodeGroup]] = field(default_factory=dict, init=False)
     _prefill_segments: dict[int | None, list[PrefillSegment]] = field(default_factory=dict, init=False)
-    _varlen: dict[int | None, VarlenIndices] = field(default_factory=dict, init=False)
+    _paged: PagedIndices | None = field(default=None, init=False)
 
     @classmethod
-    def of_decode(cls, tables: Tensor, lengths: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
+    def of_decode(cls, addresses: Tensor, tables: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
         """Return the layout of one query for each sequence, from tensors on the device.
 
         A captured pass reads these tensors anew at each replay. The host does not know the lengths, and assumes the
         longest possible.
 
         Args:
-            tables: [B, N] int64, each sequence's blocks, then any valid blocks.
-            lengths: [B] int64, columns of each sequence after this pass has written its own.
+            addresses: [B, 3] int64, for each sequence its row in `tables`, its position, and the address that its
+                own key and value are written to.
+            tables: [any, N] int32 or int64, each row a sequence's blocks, then any valid blocks.
             block_size: columns in a block.
             heads_kv: heads of keys and values in the stores.
         """
-        count, width = tables.shape
-        longest = width * block_size
+        count, longest = len(addresses), tables.shape[1] * block_size
         layout = cls(
             block_tables=tables,
             rows=torch.arange(count),
@@ -220,12 +203,14 @@ class AttentionLayout:
             kv_lengths=(longest,) * count,
             heads_kv=heads_kv,
             device=tables.device,
+            device_tables=tables,
         )
-        layout.positions = lengths - 1
-        layout.block_table = tables
-        layout.paged = PagedIndices(tables, lengths, longest, count * longest)
-        blocks = tables.gather(1, (layout.positions // block_size).unsqueeze(1)).squeeze(1)
-        layout.write_addresses = blocks * block_size + layout.positions % block_size
+        layout.seats, layout.positions, layout.write_addresses = (
+            column.contiguous() for column in addresses.unbind(1)
+        )
+        each = torch.arange(count, device=tables.device)
+        tiles = torch.stack([layout.seats, each, torch.ones_like(each)], dim=1).int()
+        layout._paged = PagedIndices(tables, layout.positions, tiles, count, longest)
         return layout
 
     @cached_property
@@ -234,12 +219,37 @@ class AttentionLayout:
         offsets = torch.tensor([0, *itertools.accumulate(self.query_lengths)])
         return HostIndices(offsets, torch.tensor(self.kv_lengths))
 
+    def send(self, tile_queries: int, *others: Tensor) -> list[Tensor]:
+        """Copy the indices of the paged kernel and other tensors of the pass to the device, in one block.
+
+        Args:
+            tile_queries: see `paged`.
+            others: tensors on the host.
+
+        Returns:
+            The others, on the device.
+        """
+        hosts = self.rows, self._host_positions, self.host_write_addresses, self._tiles(tile_queries), *others
+        moved = move_together(hosts, self.device)
+        self.seats, self.positions, self.write_addresses, tiles, *sent = moved
+        self._paged = self._with_tiles(tiles, tile_queries)
+        return sent
+
+    @cached_property
+    def seats(self) -> Tensor:
+        """[B] int64: `rows` on the device."""
+        return self._moved(self.rows)
+
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64: each query's column in its own sequence."""
+        return self._moved(self._host_positions)
+
+    @cached_property
+    def _host_positions(self) -> Tensor:
         offsets, lengths = self.host.query_offsets, self.host.kv_lengths
         # A sequence's last query is at its last column, the query before at the column before.
-        return self._moved(torch.arange(sum(self.query_lengths)) + self._by_query(lengths - offsets[1:]))
+        return torch.arange(sum(self.query_lengths)) + self._by_query(lengths - offsets[1:])
 
     @cached_property
     def block_table(self) -> Tensor:
@@ -250,9 +260,14 @@ class AttentionLayout:
     @cached_property
     def write_addresses(self) -> Tensor:
         """[T] int64, into a store seen as [any, Hkv, D]: the address of each query's own key and value."""
-        sequence = self._moved(self._by_query(torch.arange(len(self.rows))))
-        blocks = self.block_table[sequence, self.positions // self.block_size]
-        return blocks * self.block_size + self.positions % self.block_size
+        return self._moved(self.host_write_addresses)
+
+    @cached_property
+    def host_write_addresses(self) -> Tensor:
+        """`write_addresses` on the host."""
+        positions = self._host_positions
+        blocks = self.block_tables[self._by_query(self.rows), positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
     def _by_query(self, values: Tensor) -> Tensor:
         """Repeat each sequence's value for each of its queries: [B] -> [T], on the host.
@@ -285,34 +300,11 @@ class AttentionLayout:
             self._prefill_segments[window] = self._build_prefill_segments(window)
         return self._prefill_segments[window]
 
-    def varlen(self, window: int | None) -> VarlenIndices:
-        """Return the indices of all sequences for varlen kernels, for layers with this window."""
-        if window not in self._varlen:
-            self._varlen[window] = self._build_varlen(window)
-        return self._varlen[window]
-
-    @cached_property
-    def paged(self) -> PagedIndices:
-        """Indices of the leading sequences of one query, at least one, for the paged kernel."""
-        count = self.num_single
-        lengths = self.kv_lengths[:count]
-        on_device = self._moved(torch.tensor(lengths, dtype=torch.int32))
-        return PagedIndices(self.block_table[:count], on_device, max(lengths), sum(lengths))
-
-    @cached_property
-    def after_singles(self) -> AttentionLayout:
-        """The layout of the sequences after the leading ones of one query."""
-        count = self.num_single
-        return AttentionLayout(
-            self.block_tables,
-            self.rows[count:],
-            self.block_size,
-            self.query_lengths[count:],
-            self.kv_lengths[count:],
-            self.heads_kv,
-            self.device,
-            self.workspace,
-        )
+    def paged(self, tile_queries: int) -> PagedIndices:
+        """Return the indices of all sequences for the paged kernel, in tiles of at most so many queries."""
+        if self._paged is None:  # a model's layers all have the same tiles
+            self._paged = self._with_tiles(self._moved(self._tiles(tile_queries)), tile_queries)
+        return self._paged
 
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
         """Return the addresses of columns, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
@@ -325,25 +317,27 @@ class AttentionLayout:
         heads = torch.arange(self.heads_kv, device=self.device)
         return (tokens.flatten() * self.heads_kv + heads.unsqueeze(1)).flatten()
 
-    def _build_varlen(self, window: int | None) -> VarlenIndices:
-        lengths = list(self.kv_lengths)
-        if window is not None:  # a sequence's first query sees the earliest column
-            lengths = [min(kv, window + n - 1) for n, kv in zip(self.query_lengths, lengths, strict=True)]
-        ends, counts = self._moved(torch.tensor([self.kv_lengths, lengths]))
-        sequence = torch.repeat_interleave(counts, output_size=sum(lengths))  # [A]: 0, 0, …, 1, 1, …
-        # A sequence's last address is its last column, the address before it the column before.
-        columns = torch.arange(sum(lengths), device=self.device) + (ends - counts.cumsum(0))[sequence]
-        addresses = self.block_table[sequence, columns // self.block_size] * self.block_size
-        query_offsets, kv_offsets = (
-            self._moved(torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32))
-            for each in (self.query_lengths, lengths)
+    def _tiles(self, tile_queries: int) -> Tensor:
+        """Return the tiles of `PagedIndices`, on the host."""
+        lengths = np.array(self.query_lengths)
+        counts = -(-lengths // tile_queries)  # tiles of each sequence
+        sequence = np.repeat(np.arange(len(lengths)), counts)
+        before = (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * tile_queries
+        first = (np.cumsum(lengths) - lengths)[sequence] + before
+        queries = np.minimum(lengths[sequence] - before, tile_queries)
+        return torch.from_numpy(
+            np.stack([self.rows.numpy()[sequence], first, queries], axis=1).astype(np.int32)
         )
-        return VarlenIndices(
-            addresses=addresses + columns % self.block_size,
-            query_offsets=query_offsets,
-            kv_offsets=kv_offsets,
-            max_queries=max(self.query_lengths),
-            max_columns=max(lengths),
+
+    def _with_tiles(self, tiles: Tensor, tile_queries: int) -> PagedIndices:
+        leading = len(list(itertools.takewhile(lambda queries: queries <= tile_queries, self.query_lengths)))
+        tables = self._moved(self.block_tables) if self.device_tables is None else self.device_tables
+        return PagedIndices(
+            block_table=tables,
+            positions=self.positions,
+            tiles=tiles,
+            split_rows=sum(self.query_lengths[:leading]),
+            max_length=max(self.kv_lengths[:leading], default=0),
         )
 
     def _build_decode_groups(self, window: int | None) -> list[DecodeGroup]:

@@ -3,8 +3,8 @@
 Floating-point addition rounds, so a sum in another order may have other last bits. The C++ kernels fix the order of
 their own sums. The sums inside a matrix product are a library's, and a library may choose their order by the number
 of rows. oneDNN's bfloat16 products do: one row alone differs from the same row beside others in one output of some
-thousands, and only if sums are long. So the loaded model's products are tried, at their real sizes and on enough
-outputs.
+thousands, and only if sums are long. cuBLAS may divide a sum among processors. So the loaded model's products are
+tried, at their real sizes and on enough outputs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import native_attention
+from kernels.attention import attention
 from kernels.attention_layout import AttentionLayout
-from kernels.dispatch import has_native_products
+from kernels.dispatch import has_native_products, use_triton
+
+HOST = torch.device("cpu")
 
 OUTPUTS = 100_000  # outputs of a product computed row by row: with fewer, a rare difference would be missed
 COUNTS = (2, 3, 16, 17, 64)  # numbers of rows that are tried besides one and the largest
 FEWEST_ROWS, MOST_ROWS = 32, 256  # bounds of the largest number of rows that is tried
 MOST_WORK = 2**30  # multiplications of the largest trial: wider products are tried with fewer rows
 
-COLUMNS = 300  # columns of the sequence that attention is tried on: more than one tile of the kernel
+COLUMNS = (
+    600  # columns of the sequence that attention is tried on: more than one tile, and one split, of a kernel
+)
 DECODED = 64  # number of last queries that are also computed one at a time
 CHUNKS = (17, 100)  # numbers of last queries that are also computed as one chunk
 
@@ -53,29 +57,33 @@ class Heads:
 
 
 @torch.inference_mode()
-def is_batch_invariant(products: Iterable[Product], heads: Heads, dtype: torch.dtype) -> bool:
-    """Return whether native kernels on this CPU give a token the same bits alone and in any batch.
+def is_batch_invariant(
+    products: Iterable[Product], heads: Heads, dtype: torch.dtype, device: torch.device = HOST
+) -> bool:
+    """Return whether the kernels on this device give a token the same bits alone and in any batch.
 
-    False as well if the native kernels do not compute products of this type: other libraries are not tried.
+    False as well if PyTorch alone computes attention, or products of this type on a CPU: it is not tried.
 
     Args:
         products: the model's linear layers. Of several with equal sizes, the first is tried.
         heads: sizes of the model's attention.
         dtype: type of the weights and activations.
+        device: where the model is.
     """
-    if not has_native_products(torch.empty(0, dtype=dtype)):
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    if not (use_triton(nothing) or has_native_products(nothing)):
         return False
     distinct = {(product.inputs, product.outputs): product for product in reversed(list(products))}
-    return attention_keeps_bits(heads, dtype) and all(
-        product_keeps_bits(product, dtype) for product in distinct.values()
+    return attention_keeps_bits(heads, dtype, device) and all(
+        product_keeps_bits(product, dtype, device) for product in distinct.values()
     )
 
 
-def product_keeps_bits(product: Product, dtype: torch.dtype) -> bool:
+def product_keeps_bits(product: Product, dtype: torch.dtype, device: torch.device = HOST) -> bool:
     """Return whether rows of a product have the same bits one by one, a few together, and all together."""
     work = product.inputs * product.outputs
     most = max(min(MOST_ROWS, MOST_WORK // work), FEWEST_ROWS)
-    x = _draw(most, product.inputs, dtype=dtype)
+    x = _draw(most, product.inputs, dtype=dtype, device=device)
     together = product.compute(x)
     singles = min(most, -(-OUTPUTS // product.outputs))
     pieces = [slice(row, row + 1) for row in range(singles)]
@@ -84,11 +92,11 @@ def product_keeps_bits(product: Product, dtype: torch.dtype) -> bool:
     return all(torch.equal(product.compute(x[rows]), together[rows]) for rows in pieces)
 
 
-def attention_keeps_bits(heads: Heads, dtype: torch.dtype) -> bool:
+def attention_keeps_bits(heads: Heads, dtype: torch.dtype, device: torch.device = HOST) -> bool:
     """Return whether tokens have the same bits decoded one by one, prefilled in chunks, and prefilled whole."""
-    q = _draw(COLUMNS, heads.queries, heads.size, dtype=dtype)
-    k, v = _draw(2, COLUMNS, heads.keys, heads.size, dtype=dtype)
-    k_store, v_store = torch.zeros(2, 1, COLUMNS, heads.keys, heads.size, dtype=dtype)  # one block each
+    q = _draw(COLUMNS, heads.queries, heads.size, dtype=dtype, device=device)
+    k, v = _draw(2, COLUMNS, heads.keys, heads.size, dtype=dtype, device=device)
+    k_store, v_store = torch.zeros_like(k)[None], torch.zeros_like(v)[None]  # one block each
     scale = heads.size**-0.5
 
     def compute(first: int, end: int) -> Tensor:
@@ -100,9 +108,10 @@ def attention_keeps_bits(heads: Heads, dtype: torch.dtype) -> bool:
             (end - first,),
             (end,),
             heads.keys,
+            device,
         )
         own = slice(first, end)
-        return native_attention(q[own], k[own], v[own], k_store, v_store, layout, scale=scale, window=None)
+        return attention(q[own], k[own], v[own], k_store, v_store, layout, scale=scale, window=None)
 
     whole = compute(0, COLUMNS)
     pieces = [(row, row + 1) for row in range(COLUMNS - DECODED, COLUMNS)]
@@ -110,5 +119,5 @@ def attention_keeps_bits(heads: Heads, dtype: torch.dtype) -> bool:
     return all(torch.equal(compute(first, end), whole[first:end]) for first, end in pieces)
 
 
-def _draw(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _draw(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)

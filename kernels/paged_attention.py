@@ -1,100 +1,99 @@
-"""Decode attention that reads keys and values in place, through the block table.
+"""Attention that reads keys and values in place, through the block table: decode, chunks of prompts, guesses.
 
 A decode step has one query per sequence. It must read every visible key and value once, so a GPU's memory bandwidth
 sets the time. Gathering the blocks into one tensor first would read, write and read them again.
 PagedAttention (Kwon et al., 2023) walks the block table inside the kernel instead.
 
-One program computes one (sequence, KV head, split) and walks its columns in tiles:
+One program computes one tile of queries of a sequence, for one KV head:
 
 ```text
-  sequence b: length 9, blocks of 4 columns           block table row b:  [ 7 | 2 | 5 ]
+  sequence b: 9 columns, blocks of 4                  block table row b:  [ 7 | 2 | 5 ]
 
-  columns                      0 1 2 3   4 5 6 7   8 . . .          . = past the length: never loaded
+  columns                      0 1 2 3   4 5 6 7   8 . . .          . = past the last query: never loaded
   found in the store           block 7   block 2   block 5
-  tiles of a program          |---- tile 0 ---|---- tile 1 ---|     tiles and blocks need not line up: every column
+  tiles of columns            |---- tile 0 ---|---- tile 1 ---|     tiles and blocks need not line up: every column
                                                                     of a tile looks up its own block and offset
 
-  one tile, for one KV head and the G query heads that share it:
+  one tile, for one KV head, n queries, and the G query heads that share the KV head:
 
-      q [G, D] · k^T [D, C]  ->  scores [G, C]  ->  weights [G, C] · v [C, D]  ->  added to sums [G, D]
+      q [n G, D] · k^T [D, C]  ->  scores [n G, C]  ->  weights [n G, C] · v [C, D]  ->  added to sums [n G, D]
 ```
 
-The G query heads of a group are rows of one small matrix, so grouped queries read their shared keys once. The
-softmax is online (Milakov & Gimelshein, 2018; FlashAttention, Dao et al., 2022): a program keeps, per query head,
-the largest score so far, the sum of weights and the weighted sum of values, and rescales both sums when it finds a
-larger score. Scores are never written to memory.
+The G query heads of a group are rows of one matrix, so grouped queries read their shared keys once. The softmax is
+online (Milakov & Gimelshein, 2018; FlashAttention, Dao et al., 2022): a program keeps, per row, the largest score
+so far, the sum of weights and the weighted sum of values, and rescales both sums when it finds a larger score.
+Scores are never written to memory.
 
-A few long sequences give fewer programs than a GPU has processors. Their columns are then split (flash-decoding,
-Dao et al., 2023): every split writes its own normalised result and the logarithm of its sum of weights, and a
-second, small kernel merges them:
+**A row's bits depend on its own sequence alone.** Columns are computed in splits of `SPLIT_COLUMNS`, counted from
+column 0, and a row's splits are merged in order, whoever merges them:
 
 ```text
-                  columns 0 ..................................... length
-      splits      |------ 0 ------|------ 1 ------|---- 2 ----|
-      each leaves   out_0, log_0     out_1, log_1   out_2, log_2
-      merged        out = sum of exp(log_s) * out_s  /  sum of exp(log_s)
+                  columns 0 ........ 511 | 512 ...... 1023 | 1024 ... 1300
+      splits      |------- 0 ------------|------- 1 -------|----- 2 -----|
+      each leaves   top_0, total_0, sums_0   ..._1             ..._2
+      merged        ((0 with 1) with 2), then sums / total
 ```
 
-Each program reads its sequence's length on the device. So a short sequence beside a long one costs as much as
-alone, and the splits of a sequence always cover all of it, even if the host assumed a wrong longest length.
+A decoding sequence has few rows, so each of its splits is a program of its own, and a second, small kernel merges
+them (flash-decoding, Dao et al., 2023). A prompt has many tiles, so a program walks all splits of its tile and
+merges in registers. Both are one compiled kernel with one shape of tile, and the compiler may not fuse a product
+with a sum. So a token that is decoded, prefilled in any chunk, or verified as a guess gets the same bits. A column
+that is hidden from a row has a weight of 0, which changes no bit.
+
+Positions are read on the device. So a short sequence beside a long one costs little more than alone, and a captured
+launch may be replayed while its sequences grow.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
+from kernels.attention_layout import PagedIndices
 from kernels.dispatch import HAS_TRITON, device_guard
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-#: A window that hides nothing: `length - NO_WINDOW` is not positive for any length, and still an int32.
+#: A window that hides nothing: `position - NO_WINDOW` is negative for any position, and still an int32.
 NO_WINDOW = 2**31 - 1
 
-#: The fewest columns of a split: for fewer, writing, reading and merging the partial result costs too much.
-MIN_SPLIT_COLUMNS = 256
+#: Columns of a split, a multiple of every tile's columns. Results depend on it: see the module.
+SPLIT_COLUMNS = 512
 
-#: Programs for each of a GPU's processors: one computes while others wait for memory.
-PROGRAMS_PER_PROCESSOR = 2
+#: The most programs that share the splits of a tile. Beyond it, a program computes several splits.
+MOST_PROGRAMS = 32
 
 
 # --- torch ---------------------------------------------------------------------------------------------
 
 
 def paged_attention_reference(
-    q: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None,
+    q: Tensor, k_store: Tensor, v_store: Tensor, indices: PagedIndices, *, scale: float, window: int | None
 ) -> Tensor:
-    """Compute the kernel's result in torch, one sequence at a time, in float32. On CUDA the host waits.
+    """Compute the kernel's result in torch, one query at a time, in float32. On CUDA the host waits.
 
-    For reading and for tests. Without Triton, `kernels.attention.gathered_attention` runs instead: all sequences at
-    once, with indices built once a pass.
+    For reading and for tests. Without Triton, `kernels.attention.gathered_attention` runs instead.
 
     Arguments and result as in `paged_attention_triton`.
     """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     block_size, heads_kv, head_dim = k_store.shape[1:]
-    group = q.shape[1] // heads_kv
-    for i, length in enumerate(lengths.tolist()):
-        if length == 0:
-            continue
-        columns = torch.arange(0 if window is None else max(0, length - window), length, device=q.device)
-        blocks, offsets = block_table[i, columns // block_size].long(), columns % block_size
-        k = k_store[blocks, offsets].float()  # [columns, Hkv, D]
-        v = v_store[blocks, offsets].float()
-        folded = q[i].float().view(heads_kv, group, head_dim)
-        scores = torch.einsum("hgd,chd->hgc", folded, k) * scale
-        out[i] = torch.einsum("hgc,chd->hgd", scores.softmax(-1), v).reshape(-1, head_dim).to(q.dtype)
+    for sequence, first, count in indices.tiles.tolist():
+        for row in range(first, first + count):
+            position = int(indices.positions[row])
+            start = 0 if window is None else max(0, position - window + 1)
+            columns = torch.arange(start, position + 1, device=q.device)
+            blocks, offsets = (
+                indices.block_table[sequence, columns // block_size].long(),
+                columns % block_size,
+            )
+            k = k_store[blocks, offsets].float()  # [columns, Hkv, D]
+            v = v_store[blocks, offsets].float()
+            folded = q[row].float().view(heads_kv, -1, head_dim)
+            scores = torch.einsum("hgd,chd->hgc", folded, k) * scale
+            out[row] = torch.einsum("hgc,chd->hgd", scores.softmax(-1), v).reshape(-1, head_dim).to(q.dtype)
     return out
 
 
@@ -103,19 +102,12 @@ def paged_attention_reference(
 if HAS_TRITON:
 
     @triton.jit
-    def _visible(length, window, num_splits, min_split, tile_columns):  # type: ignore[no-untyped-def]  # Triton has no types
-        """Return (first visible column, columns of a split: whole tiles, the same for all splits of a sequence)."""
-        first = tl.maximum(length - window, 0)
-        tiles = tl.cdiv(length - first, tile_columns)
-        return first, tl.maximum(tl.cdiv(tiles, num_splits) * tile_columns, min_split)
-
-    @triton.jit
     def _weigh(weights, v):  # type: ignore[no-untyped-def]  # Triton has no types
-        """Multiply weights [G, C] float32 by v [C, D] -> [G, D] float32.
+        """Multiply weights [R, C] float32 by v [C, D] -> [R, D] float32.
 
         Tensor cores need both factors in one type. Rounding the weights to bfloat16 would lose as much precision as
         rounding the result. So they are multiplied in two parts: the rounded weights, and the rounding error. The
-        second product takes no extra time, since loads take longer.
+        second product takes no extra time in decode, since loads take longer.
         """
         if v.dtype == tl.float32:
             return tl.dot(weights, v, input_precision="ieee")
@@ -123,24 +115,42 @@ if HAS_TRITON:
         rest = (weights - rounded.to(tl.float32)).to(v.dtype)
         return tl.dot(rest, v, acc=tl.dot(rounded, v))
 
+    @triton.jit
+    def _base(top):  # type: ignore[no-untyped-def]  # Triton has no types
+        """Return what to subtract from scores: the largest, [R], or 0 for a row that has seen no column yet."""
+        return tl.where(top == float("-inf"), 0.0, top)
+
+    @triton.jit
+    def _merge(top, total, sums, split_top, split_total, split_sums):  # type: ignore[no-untyped-def]  # Triton has no types
+        """Merge a split into the splits before it: [R], [R], [R, D] each. A split that a row cannot see changes no
+        bit of the row: its weight is 0, and the factor of the splits before it is 1."""
+        new_top = tl.maximum(top, split_top)
+        shrink = tl.exp2(top - _base(new_top))
+        weight = tl.exp2(split_top - _base(new_top))
+        total = total * shrink + split_total * weight
+        sums = sums * shrink[:, None] + split_sums * weight[:, None]
+        return new_top, total, sums
+
     # An argument that changes from step to step must not be a constant or be specialised on, or a serving engine
     # keeps compiling. (By default Triton specialises on 1 and on multiples of 16.) `block_size` changes, too: a
     # block may be as long as a batch's longest sequence. Strides stay specialised: only if they are known to be
     # multiples of 16 can 16 bytes be loaded at a time.
-    @triton.jit(do_not_specialize=["window", "num_splits", "min_split", "block_size", "table_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
+    @triton.jit(do_not_specialize=["window", "num_splits", "split_rows", "block_size", "table_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         q_ptr,
         k_ptr,
         v_ptr,
         table_ptr,
-        lengths_ptr,
+        positions_ptr,
+        tiles_ptr,
         out_ptr,
-        log_sums_ptr,
+        partial_ptr,
+        tops_ptr,
+        totals_ptr,
         scale_log2,
         window,
         num_splits,
-        min_split,
-        group,
+        split_rows,
         block_size,
         q_stride,
         q_head_stride,
@@ -148,257 +158,245 @@ if HAS_TRITON:
         column_stride,
         kv_head_stride,
         table_stride,
+        group: tl.constexpr,
         head_dim: tl.constexpr,
-        is_split: tl.constexpr,
+        split_columns: tl.constexpr,
         tile_rows: tl.constexpr,
         tile_columns: tl.constexpr,
         tile_dim: tl.constexpr,
     ):
-        """Program (b, h, s) computes split s of sequence b for the query heads that share KV head h."""
+        """Program (i, h, z) computes tile i for the query heads that share KV head h: all its splits, or, if the
+        tile is split, the splits z, z + programs, … of them."""
         # 64-bit, because block * stride passes 2^31 in any store of more than 4 GB.
-        sequence = tl.program_id(0).to(tl.int64)
+        tile = tiles_ptr + 3 * tl.program_id(0)
+        sequence = tl.load(tile).to(tl.int64)
+        first_row = tl.load(tile + 1).to(tl.int64)
+        count = tl.load(tile + 2)
+        start = tl.load(positions_ptr + first_row).to(tl.int32)
+        end = start + count
+
+        first = tl.maximum(start - window + 1, 0)  # the first column that the first query sees
+        is_split = first_row < split_rows
+        step = tl.where(is_split, tl.num_programs(2), 1)
+        begin = first // split_columns + tl.program_id(2)
+        if tl.program_id(2) >= step or begin * split_columns >= end:
+            return  # this tile has fewer splits than another
+
         kv_head = tl.program_id(1).to(tl.int64)
-        split = tl.program_id(2)
-
-        length = tl.load(lengths_ptr + sequence).to(tl.int32)
-        first, share = _visible(length, window, num_splits, min_split, tile_columns)
-        begin = first + split * share
-        end = tl.minimum(begin + share, length)
-        if is_split and begin >= end:
-            return  # no columns left for this split; the merge skips it
-
         rows = tl.arange(0, tile_rows)
+        queries = rows // group
+        positions = start + queries
+        heads = kv_head * group + rows % group
         dims = tl.arange(0, tile_dim)
-        heads = kv_head * group + rows
-        head_mask = (rows < group)[:, None] & (dims < head_dim)[None, :]
-        q = q_ptr + sequence * q_stride + heads[:, None] * q_head_stride + dims[None, :]
-        q = tl.load(q, mask=head_mask, other=0.0)
+        row_mask = queries < count
+        mask = row_mask[:, None] & (dims < head_dim)[None, :]
+        q = q_ptr + (first_row + queries)[:, None] * q_stride + heads[:, None] * q_head_stride + dims[None, :]
+        q = tl.load(q, mask=mask, other=0.0)
+        places = (first_row + queries) * (tl.num_programs(1) * group) + heads  # of the rows in [T, Hq]
         table = table_ptr + sequence * table_stride
         k_head = k_ptr + kv_head * kv_head_stride
         v_head = v_ptr + kv_head * kv_head_stride
 
-        top = tl.full([tile_rows], float("-inf"), tl.float32)
-        total = tl.zeros([tile_rows], tl.float32)
-        sums = tl.zeros([tile_rows, tile_dim], tl.float32)
-        for start in range(begin, end, tile_columns):
-            columns = start + tl.arange(0, tile_columns)
-            inside = columns < end
-            block = tl.load(table + columns // block_size, mask=inside, other=0).to(tl.int64)
-            address = block * block_stride + (columns % block_size).to(tl.int64) * column_stride
-            offsets = address[:, None] + dims[None, :]
-            # Columns outside must not be loaded: 0 * NaN is NaN, so a weight of zero does not hide them.
-            mask = inside[:, None] & (dims < head_dim)[None, :]
+        all_top = tl.full([tile_rows], float("-inf"), tl.float32)
+        all_total = tl.zeros([tile_rows], tl.float32)
+        all_sums = tl.zeros([tile_rows, tile_dim], tl.float32)
+        for split in range(begin, tl.cdiv(end, split_columns), step):
+            top = tl.full([tile_rows], float("-inf"), tl.float32)
+            total = tl.zeros([tile_rows], tl.float32)
+            sums = tl.zeros([tile_rows, tile_dim], tl.float32)
+            low = tl.maximum(split * split_columns, first // tile_columns * tile_columns)
+            for column in range(low, tl.minimum((split + 1) * split_columns, end), tile_columns):
+                columns = column + tl.arange(0, tile_columns)
+                # Columns that no row sees must not be loaded: 0 * NaN is NaN, so a weight of 0 does not hide them.
+                inside = (columns >= first) & (columns < end)
+                block = tl.load(table + columns // block_size, mask=inside, other=0).to(tl.int64)
+                address = block * block_stride + (columns % block_size).to(tl.int64) * column_stride
+                offsets = address[:, None] + dims[None, :]
+                kv_mask = inside[:, None] & (dims < head_dim)[None, :]
 
-            k = tl.load(k_head + offsets, mask=mask, other=0.0)
-            # The hardware computes powers of two: exp(x) = 2^(x * log2(e)). The factor is part of the scale.
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-            # A tile has at least one column inside, so the maximum is finite from the first one on.
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            shrink = tl.exp2(top - new_top)
-            weights = tl.exp2(scores - new_top[:, None])
-            total = total * shrink + tl.sum(weights, axis=1)
-            v = tl.load(v_head + offsets, mask=mask, other=0.0)
-            sums = sums * shrink[:, None] + _weigh(weights, v)
-            top = new_top
+                k = tl.load(k_head + offsets, mask=kv_mask, other=0.0)
+                # The hardware computes powers of two: exp(x) = 2^(x * log2(e)). The factor is part of the scale.
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+                distance = positions[:, None] - columns[None, :]
+                seen = inside[None, :] & (distance >= 0) & (distance < window)
+                scores = tl.where(seen, scores, float("-inf"))
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                shrink = tl.exp2(top - _base(new_top))
+                weights = tl.exp2(scores - _base(new_top)[:, None])
+                total = total * shrink + tl.sum(weights, axis=1)
+                v = tl.load(v_head + offsets, mask=kv_mask, other=0.0)
+                sums = sums * shrink[:, None] + _weigh(weights, v)
+                top = new_top
+            if is_split:
+                at = places * num_splits + split % num_splits
+                tl.store(partial_ptr + at[:, None] * head_dim + dims[None, :], sums, mask=mask)
+                tl.store(tops_ptr + at, top, mask=row_mask)
+                tl.store(totals_ptr + at, total, mask=row_mask)
+            else:
+                all_top, all_total, all_sums = _merge(all_top, all_total, all_sums, top, total, sums)
+        if not is_split:
+            out = (all_sums / all_total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + places[:, None] * head_dim + dims[None, :], out, mask=mask)
 
-        # A sequence of length 0 gives zeros, not 0 / 0.
-        out = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = (sequence * tl.num_programs(1) * group + heads) * num_splits + split
-        out_rows = out_ptr + place[:, None] * head_dim + dims[None, :]
-        tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=head_mask)
-        if is_split:
-            tl.store(log_sums_ptr + place, top + tl.log2(total), mask=rows < group)
-
-    @triton.jit(do_not_specialize=["window", "num_splits", "min_split"])  # type: ignore[untyped-decorator]  # Triton has no types
+    @triton.jit(do_not_specialize=["window", "num_splits"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _merge_splits_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         partial_ptr,
-        log_sums_ptr,
-        lengths_ptr,
+        tops_ptr,
+        totals_ptr,
+        positions_ptr,
         out_ptr,
         window,
         num_splits,
-        min_split,
         head_dim: tl.constexpr,
-        tile_splits: tl.constexpr,
-        tile_columns: tl.constexpr,
+        split_columns: tl.constexpr,
         tile_dim: tl.constexpr,
     ):
-        """Program (b, h) merges the splits of query head h of sequence b; the same online softmax, over splits."""
-        sequence = tl.program_id(0).to(tl.int64)
-        place = sequence * tl.num_programs(1) + tl.program_id(1)
-        length = tl.load(lengths_ptr + sequence).to(tl.int32)
-        first, share = _visible(length, window, num_splits, min_split, tile_columns)
-        used = tl.cdiv(length - first, share)  # splits past these have written nothing
+        """Program (t, h) merges the splits of query head h of row t, in order."""
+        row = tl.program_id(0).to(tl.int64)
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        position = tl.load(positions_ptr + row).to(tl.int32)
+        first = tl.maximum(position - window + 1, 0) // split_columns
+        last = position // split_columns
 
         dims = tl.arange(0, tile_dim)
-        dim_mask = dims < head_dim
+        one = tl.arange(0, 1)
         top = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
-        sums = tl.zeros([tile_dim], tl.float32)
-        for start in range(0, used, tile_splits):
-            splits = start + tl.arange(0, tile_splits)
-            inside = splits < used
-            rows = place * num_splits + splits
-            log_sums = tl.load(log_sums_ptr + rows, mask=inside, other=float("-inf"))
-            new_top = tl.maximum(top, tl.max(log_sums, axis=0))
-            shrink = tl.exp2(top - new_top)
-            weights = tl.exp2(log_sums - new_top)
-            partial = partial_ptr + rows[:, None] * head_dim + dims[None, :]
-            partial = tl.load(partial, mask=inside[:, None] & dim_mask[None, :], other=0.0)
-            total = total * shrink + tl.sum(weights, axis=0)
-            sums = sums * shrink + tl.sum(weights[:, None] * partial, axis=0)
-            top = new_top
-        out = sums / tl.where(total == 0.0, 1.0, total)
-        tl.store(out_ptr + place * head_dim + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)
+        sums = tl.zeros([1, tile_dim], tl.float32)
+        for start in range(first, last + 1, 8):
+            for i in tl.static_range(8):  # unrolled: the loads of eight splits are under way together
+                inside = one + start + i <= last
+                at = place * num_splits + (start + i) % num_splits
+                split_top = tl.load(tops_ptr + at + one, mask=inside, other=float("-inf"))
+                split_total = tl.load(totals_ptr + at + one, mask=inside, other=0.0)
+                mask = inside[:, None] & (dims < head_dim)[None, :]
+                split_sums = tl.load(partial_ptr + at * head_dim + dims[None, :], mask=mask, other=0.0)
+                top, total, sums = _merge(top, total, sums, split_top, split_total, split_sums)
+        out = (sums / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place * head_dim + dims[None, :], out, mask=(dims < head_dim)[None, :])
 
 
 def paged_attention_triton(
-    q: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    max_length: int,
-    total_length: int | None = None,
-    num_splits: int | None = None,
+    q: Tensor, k_store: Tensor, v_store: Tensor, indices: PagedIndices, *, scale: float, window: int | None
 ) -> Tensor:
-    """Compute attention of one query per sequence. Keys and values are read through the block table.
+    """Compute attention by the position rule. Keys and values are read through the block table.
 
-    The query of sequence `b` sees the columns below `lengths[b]`, its own being the last of them, and of these
-    only the latest `window`. Column `c` is in block `block_table[b, c // block_size]` at offset `c % block_size`.
-    Nothing here waits for the device: shapes and the number of splits follow from integers that the host has.
+    A query at position `p` sees columns `c <= p` of its sequence, and of these only the latest `window`. Column `c`
+    of sequence `b` is in block `block_table[b, c // block_size]` at offset `c % block_size`. Nothing here waits for
+    the device: shapes and the number of splits follow from integers that the host has.
 
     Args:
-        q: [B, Hq, D] float32, bfloat16 or float16. Last dimension contiguous or it is copied.
+        q: [T, Hq, D] float32, bfloat16 or float16. Last dimension contiguous or it is copied.
         k_store, v_store: [blocks, block_size, Hkv, D], dtype of `q`, the same strides, last dimension contiguous.
-            Hq is a multiple of Hkv. Columns that no sequence sees are not read.
-        block_table: [B, N] int32 or int64. Entries past a sequence's last block are not read.
-        lengths: [B] int32 or int64; 0 gives a row of zeros.
+            Hq is a multiple of Hkv. Columns that no query sees are not read.
+        indices: the queries' positions, tiles of at most `queries_per_tile` queries, and block tables. Entries past
+            a sequence's last block are not read. `max_length` bounds the columns of every split row.
         scale: factor on the scores.
         window: number of latest columns that a query sees, its own included, >= 1; None: all.
-        max_length: the longest of `lengths`. Used only to choose the number of splits: a wrong value costs time,
-            not correctness.
-        total_length: the sum of `lengths`, for the same purpose; None: batch x `max_length`.
-        num_splits: most programs that share a sequence's columns; None: chosen here.
 
     Returns:
-        [B, Hq, D], contiguous, dtype of `q`.
+        [T, Hq, D], contiguous, dtype of `q`.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit together, or a window below 1.
     """
-    _check(q, k_store, v_store, block_table, lengths, window)
-    batch, heads, head_dim = q.shape
+    _check(q, k_store, v_store, indices, window)
+    _, heads, head_dim = q.shape
     block_size, heads_kv = k_store.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out  # nothing to launch
     q = q if q.stride(2) == 1 else q.contiguous()
-    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    lengths = lengths.contiguous()
-    if num_splits is None:
-        total = batch * max_length if total_length is None else total_length
-        visible = max_length if window is None else min(max_length, window)
-        total = total if window is None else min(total, batch * window)
-        num_splits = choose_num_splits(visible, total * heads_kv, _processors(q.device))
+    table = indices.block_table if indices.block_table.stride(1) == 1 else indices.block_table.contiguous()
+    positions = indices.positions.contiguous()
     group = heads // heads_kv
     tile_rows, tile_columns, tile_dim, num_warps = _tile(group, head_dim, q.dtype.itemsize)
+    # The columns that the queries of a tile see may begin and end within a split.
+    most = indices.max_length if window is None else window + tile_rows // group - 1 + SPLIT_COLUMNS - 1
+    num_splits = -(-min(most, indices.max_length) // SPLIT_COLUMNS)
+    split_rows = indices.split_rows if num_splits > 1 else 0
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    is_split = num_splits > 1
-    partial, log_sums = out, None
-    if is_split:
-        partial = torch.empty(batch, heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(batch, heads, num_splits, dtype=torch.float32, device=q.device)
+    partial = torch.empty(split_rows, heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
+    tops, totals = torch.empty(2, split_rows, heads, num_splits, dtype=torch.float32, device=q.device)
+    programs = min(num_splits, MOST_PROGRAMS) if split_rows else 1
     with device_guard(q):
-        _paged_attention_kernel[(batch, heads_kv, num_splits)](
+        _paged_attention_kernel[(len(indices.tiles), heads_kv, programs)](
             q,
             k_store,
             v_store,
-            block_table,
-            lengths,
+            table,
+            positions,
+            indices.tiles,
+            out,
             partial,
-            log_sums,
+            tops,
+            totals,
             scale * 1.4426950408889634,  # log2(e)
             window,
             num_splits,
-            MIN_SPLIT_COLUMNS,
-            group,
+            split_rows,
             block_size,
             q.stride(0),
             q.stride(1),
             k_store.stride(0),
             k_store.stride(1),
             k_store.stride(2),
-            block_table.stride(0),
+            table.stride(0),
+            group=group,
             head_dim=head_dim,
-            is_split=is_split,
+            split_columns=SPLIT_COLUMNS,
             tile_rows=tile_rows,
             tile_columns=tile_columns,
             tile_dim=tile_dim,
             num_warps=num_warps,
             num_stages=3,
+            enable_fp_fusion=False,  # or the two kernels could round a merge differently
         )
-        if is_split:
-            _merge_splits_kernel[(batch, heads)](
+        if split_rows:
+            _merge_splits_kernel[(split_rows, heads)](
                 partial,
-                log_sums,
-                lengths,
+                tops,
+                totals,
+                positions,
                 out,
                 window,
                 num_splits,
-                MIN_SPLIT_COLUMNS,
                 head_dim=head_dim,
-                tile_splits=16,
-                tile_columns=tile_columns,
+                split_columns=SPLIT_COLUMNS,
                 tile_dim=tile_dim,
-                num_warps=4,
+                num_warps=1,
+                enable_fp_fusion=False,
             )
     return out
 
 
-def choose_num_splits(max_columns: int, total_work: int, processors: int) -> int:
-    """Return the most programs that should share one sequence's columns.
-
-    Every processor gets about `PROGRAMS_PER_PROCESSOR` programs if all programs have equally many columns. But no
-    split has fewer than `MIN_SPLIT_COLUMNS`. One long sequence among many short ones is split, too, because the
-    others are done long before it.
-
-    Args:
-        max_columns: columns that the longest sequence's query sees.
-        total_work: columns that all queries see together, times KV heads.
-        processors: streaming multiprocessors of the GPU.
-    """
-    even_share = -(-total_work // (PROGRAMS_PER_PROCESSOR * processors))
-    return max(1, -(-max_columns // max(even_share, MIN_SPLIT_COLUMNS)))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Return the GPU's streaming multiprocessors; 1 on a CPU, where the interpreter runs one program at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def queries_per_tile(group: int, dtype: torch.dtype) -> int:
+    """Return the most queries of a tile, for `group` query heads to a KV head."""
+    return _tile(group, 16, dtype.itemsize)[0] // group
 
 
 def _tile(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return (query heads, columns, dimensions, warps) of one program's tile.
+    """Return (rows, columns, dimensions, warps) of a tile: a query of one head is a row.
 
-    Tile sides are powers of two, and at least 16 for `tl.dot`. The rest is masked, which costs only arithmetic, and
-    memory is the limit. A tile's keys take 16 KiB: even with the next tiles prefetched, several programs fit into
-    one processor's shared memory.
+    Tile sides are powers of two, and at least 16 for `tl.dot`. All passes use one shape, since another might add in
+    another order. Decode fills few rows of a tile, and prompts would gain from more. With 32 rows, decode still
+    spends less time on products than on loads. In float32, which has no tensor cores, it would not. A tile's keys
+    take 16 KiB: even with the next tiles prefetched, several programs fit into one processor's shared memory.
     """
-    rows = max(16, triton.next_power_of_2(group))
-    dims = max(16, triton.next_power_of_2(head_dim))
+    rows = max(32 if itemsize == 2 else 16, _power_of_2(group))
+    dims = max(16, _power_of_2(head_dim))
     columns = min(128, max(16, 16384 // (dims * itemsize)))
     return rows, columns, dims, 8 if rows * dims >= 8192 else 4
 
 
-def _check(
-    q: Tensor, k_store: Tensor, v_store: Tensor, block_table: Tensor, lengths: Tensor, window: int | None
-) -> None:
-    batch, heads, head_dim = q.shape
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _check(q: Tensor, k_store: Tensor, v_store: Tensor, indices: PagedIndices, window: int | None) -> None:
+    tokens, heads, head_dim = q.shape
+    block_table, positions, tiles = indices.block_table, indices.positions, indices.tiles
     if k_store.shape != v_store.shape or k_store.dim() != 4 or k_store.shape[3] != head_dim:
         raise ValueError(
             f"k_store {list(k_store.shape)} and v_store {list(v_store.shape)} must both be "
@@ -415,10 +413,10 @@ def _check(
             f"k_store and v_store must have the same strides, 1 in the last dimension, but have "
             f"{k_store.stride()} and {v_store.stride()}"
         )
-    if block_table.dim() != 2 or block_table.shape[0] != batch or lengths.shape != (batch,):
+    if block_table.dim() != 2 or positions.shape != (tokens,) or tiles.shape[1:] != (3,):
         raise ValueError(
-            f"block_table {list(block_table.shape)} must be [{batch}, N] and lengths {list(lengths.shape)} "
-            f"[{batch}], one row for each of q's sequences"
+            f"block_table {list(block_table.shape)} must be [B, N], positions {list(positions.shape)} [{tokens}], "
+            f"one for each query, and tiles {list(tiles.shape)} [I, 3]"
         )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, a query always sees its own column, but is {window}")

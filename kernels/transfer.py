@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+ALIGNED = 16  # bytes: the beginning of each tensor in a block
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -18,6 +21,20 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def indices_on(device: torch.device, values: Sequence[int]) -> Tensor:
-    """Return integers as an int64 tensor on `device`, copied without blocking the host."""
-    return to_device(torch.tensor(values, dtype=torch.int64), device)
+def move_together(hosts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy host tensors of any types to `device` in one block: one copy, without blocking the host.
+
+    Returns views of the block, in the order of `hosts`. On a CPU: the same tensors.
+    """
+    if device.type == "cpu" or not hosts:
+        return list(hosts)
+    sizes = [each.numel() * each.itemsize for each in hosts]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+    block = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for each, start, size in zip(hosts, starts, sizes, strict=True):
+        block[start : start + size] = each.contiguous().view(-1).view(torch.uint8)
+    moved = block.to(device, non_blocking=True)
+    return [
+        moved[start : start + size].view(each.dtype).view(each.shape)
+        for each, start, size in zip(hosts, starts, sizes, strict=True)
+    ]

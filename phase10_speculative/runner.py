@@ -18,6 +18,7 @@ import torch
 from common.kv import Span
 from common.request import Request, StepOutput
 from common.runner import PassShare
+from kernels.transfer import move_together
 from phase9_pipelined.runner import PipelinedRunner
 from phase10_speculative.config import Config
 
@@ -67,8 +68,6 @@ class SpeculativeRunner(PipelinedRunner):
                 if not request.is_terminal
             }
             with self.stream.entered():
-                seats, token_ids = (
-                    torch.tensor(list(each), device=self.latest.device) for each in (latest, latest.values())
-                )
-                self.latest[seats.long()] = token_ids.long()
+                hosts = [torch.tensor(list(each), dtype=torch.int64) for each in (latest, latest.values())]
+                self.latest.index_copy_(0, *move_together(hosts, self.latest.device))
         return outputs

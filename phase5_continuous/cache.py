@@ -30,6 +30,7 @@ class SlottedKVCache(KVPool):
         self.max_seq_len = config.max_seq_len
         self.k, self.v = shape.allocate(self.num_slots, self.max_seq_len, device)
         self._block_tables = torch.arange(self.num_slots).unsqueeze(1)
+        self._device_tables = self._block_tables.to(device)
         self.clear()
 
     # ------------------------------------------------------------------ slots
@@ -64,6 +65,9 @@ class SlottedKVCache(KVPool):
     @property
     def block_tables(self) -> Tensor:
         return self._block_tables
+
+    def device_tables(self) -> Tensor:
+        return self._device_tables
 
     def reserve(self, request: Request, tokens: int) -> bool:
         if tokens > self.max_seq_len:

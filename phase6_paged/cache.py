@@ -24,6 +24,7 @@ from torch import Tensor
 
 from common.kv import KVPool, KVShape
 from common.request import Request
+from kernels.transfer import move_together
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.allocator import BlockAllocator
 from phase6_paged.config import Config
@@ -35,17 +36,21 @@ class BlockTables:
     """The block tables of all sequences, as rows of one tensor that shares memory with a Python array.
 
     Writing an id is as fast as a list's append. Making a new tensor of all tables in each step would take longer
-    than the rest of the step's host work.
+    than the rest of the step's host work. A GPU has a copy, which is sent only the entries that have changed.
 
     Attributes:
         tensor: [seats, blocks] int64, on the host.
     """
 
-    def __init__(self, seats: int, blocks: int) -> None:
+    def __init__(self, seats: int, blocks: int, device: torch.device) -> None:
         self._width = blocks
         self._ids = array("q", bytes(8 * seats * blocks))
         self._free = list(reversed(range(seats)))
         self.tensor = torch.frombuffer(self._ids, dtype=torch.int64).view(seats, blocks)
+        self._on_device = self.tensor  # [seats, blocks], int32 on a GPU
+        if device.type != "cpu":
+            self._on_device = torch.zeros(seats, blocks, dtype=torch.int32, device=device)
+        self._changed: set[int] = set()  # entries that the device's copy lacks
 
     @property
     def num_free(self) -> int:
@@ -66,6 +71,17 @@ class BlockTables:
         """Write block ids into a row, from entry `first` on."""
         at = seat * self._width + first
         self._ids[at : at + len(blocks)] = array("q", blocks)
+        if self._on_device is not self.tensor:
+            self._changed.update(range(at, at + len(blocks)))
+
+    def on_device(self) -> Tensor:
+        """Return the tables on the device, after changed entries have been sent, for work submitted from now on."""
+        if self._changed:
+            entries = torch.tensor(list(self._changed))
+            sent = move_together([entries, self.tensor.view(-1)[entries].int()], self._on_device.device)
+            self._on_device.view(-1).index_copy_(0, *sent)
+            self._changed.clear()
+        return self._on_device
 
 
 class PagedKVCachePool(KVPool):
@@ -79,7 +95,7 @@ class PagedKVCachePool(KVPool):
         assert config.max_seq_len is not None
         self._tables: dict[int, list[int]] = {}
         self._seats: dict[int, int] = {}
-        self._rows = BlockTables(config.max_batch_size, self.blocks_for(config.max_seq_len))
+        self._rows = BlockTables(config.max_batch_size, self.blocks_for(config.max_seq_len), device)
         self._names = itertools.count()
         if self.max_request_tokens() < config.max_seq_len:
             logger.warning(
@@ -101,6 +117,9 @@ class PagedKVCachePool(KVPool):
     @property
     def block_tables(self) -> Tensor:
         return self._rows.tensor
+
+    def device_tables(self) -> Tensor:
+        return self._rows.on_device()
 
     def seat(self, slot: int) -> int:
         return self._seats[slot]

@@ -34,12 +34,14 @@ from common.scheduling import StepPlan
 from common.streams import Pending, Stream, open_stream
 from common.telemetry import Telemetry
 from kernels.dispatch import use_triton
-from kernels.transfer import indices_on, to_device
+from kernels.transfer import move_together
 from phase7_chunked.runner import ChunkedRunner
 from phase9_pipelined.config import Config
 from phase9_pipelined.state import MAX_IN_FLIGHT, DecodeSlot, LaunchedPass, PipelineState
 
 logger = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
 
 
 class PipelinedRunner(ChunkedRunner):
@@ -111,7 +113,7 @@ class PipelinedRunner(ChunkedRunner):
                 step.passes.append(self._launch_one(forward_pass))
 
     def _launch_one(self, forward_pass: ForwardPass) -> LaunchedPass:
-        shares, device = forward_pass.shares, self.latest.device
+        shares = forward_pass.shares
         # Decoding sequences come first. Their tokens are in `latest`, those of prompts and guesses on the host.
         decoding = sum(
             share.request.state is RequestState.DECODE and len(share.sample_at) == 1 for share in shares
@@ -130,7 +132,7 @@ class PipelinedRunner(ChunkedRunner):
                 batch = TokenBatch(torch.cat([self.latest[seats], token_ids]), positions, logit_rows)
                 return (self.model(batch, view),)
 
-            inputs = [to_device(layout.rows[:decoding], device), batch.token_ids[decoding:]]
+            inputs = [layout.seats[:decoding], batch.token_ids[decoding:]]
             inputs += [batch.positions, batch.logit_rows]
             inputs += [
                 layout.rows,
@@ -145,7 +147,8 @@ class PipelinedRunner(ChunkedRunner):
 
     def _decode(self, addresses: Tensor) -> tuple[Tensor]:
         """Run the model on one token of each sequence. One input tensor means one copy for a CUDA graph."""
-        seats, view = self.pool.decode_view(addresses)
+        view = self.pool.decode_view(addresses)
+        seats = view.layout.seats
         every_row = torch.arange(len(seats), device=seats.device)
         return (self.model(TokenBatch(self.latest[seats], view.positions, every_row), view),)
 
@@ -164,10 +167,11 @@ class PipelinedRunner(ChunkedRunner):
         self.state.on_pending_commit()
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:
-        requests, device = launched.requests, self.model.device
-        inputs = SamplingInputs.of(requests, self.masks(requests), self.model.config.vocab_size, device)
+        requests = launched.requests
+        inputs = SamplingInputs.of(requests, self.masks(requests), self.model.config.vocab_size, HOST)
         asked, top = inputs.tensors(), inputs.top
-        seats = indices_on(device, [self.pool.seat(self.slot(request)) for request in requests])
+        seats = torch.tensor([self.pool.seat(self.slot(request)) for request in requests])
+        sent = move_together([seats, *asked.values()], self.model.device)
 
         def sample(logits: Tensor, seats: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             fields: dict[str, Any] = dict(zip(asked, tensors, strict=True))
@@ -177,7 +181,7 @@ class PipelinedRunner(ChunkedRunner):
             return tuple(each for each in sampled if each is not None)
 
         key = ("sample", top, *asked)
-        return self.stream.submit(key, sample, [seats, *asked.values()], launched.work)
+        return self.stream.submit(key, sample, sent, launched.work)
 
     # ------------------------------------------------------------------ commit
 

@@ -27,11 +27,12 @@ from common.models.config import (
     RopeConfig,
 )
 from kernels.batch_invariance import Heads, Product, is_batch_invariant
+from kernels.dispatch import use_triton
 from kernels.gated_act import gated_act
 from kernels.int8 import dequantized_rows, linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
-from kernels.rope import rope
+from kernels.rope import HeadNorms, rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +204,20 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, view: KVView) -> Tensor:
         """x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden]."""
         heads = self.qkv_proj(x).view(-1, sum(self.sizes), self.head_dim)
-        q, k, v = heads.split(self.sizes, dim=1)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope(q, k, cos, sin)
-        mixed = view.attend(self.index, q, k, v, scale=self.scale, window=self.window)
+        if use_triton(heads):
+            norms = None
+            if self.qk_norm:
+                weights = self.q_norm.weight, self.k_norm.weight
+                norms = HeadNorms(*weights, self.q_norm.eps, self.q_norm.offset)
+            mixed = view.attend_heads(
+                self.index, heads, norms, cos, sin, scale=self.scale, window=self.window
+            )
+        else:
+            q, k, v = heads.split(self.sizes, dim=1)
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = rope(q, k, cos, sin)
+            mixed = view.attend(self.index, q, k, v, scale=self.scale, window=self.window)
         projected: Tensor = self.o_proj(mixed.view(-1, self.sizes[0] * self.head_dim))
         return projected
 
@@ -357,9 +367,9 @@ class CausalLM(nn.Module, ABC):
         return self.lm_head.packed is not None
 
     def measure_batch_invariance(self) -> None:
-        """Measure whether a token's logits have the same bits in any batch, on native kernels.
+        """Measure whether a token's logits have the same bits in any batch, on native kernels and on a GPU.
 
         Takes the time of a few hundred small products.
         """
         heads = Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
-        self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype)
+        self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype, self.device)

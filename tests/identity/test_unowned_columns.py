@@ -140,7 +140,7 @@ def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) 
     ],
     rare=(),
 )
-def test_nor_does_the_decode_kernel_read_them(
+def test_nor_does_the_paged_kernel_read_them(
     subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Triton kernel, interpreted."""
@@ -154,4 +154,5 @@ def test_nor_does_the_decode_kernel_read_them(
     monkeypatch.setattr(kernels.attention, "paged_attention_triton", counted)
     arrivals = arrivals_of(subject, (3, 21, 1), (5, 2, 3))
     assert_unchanged(subject, variant, arrivals, max_batch_size=2, max_seq_len=32)
-    assert max(launched) == 2
+    assert 2 in launched  # both decode
+    assert max(launched) > 2  # a prompt

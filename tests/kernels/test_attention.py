@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import kernels.attention
 from kernels import attention_layout
-from kernels.attention import attention, gathered_attention, varlen_attention
+from kernels.attention import attention, gathered_attention
 from kernels.attention_layout import AttentionLayout, Workspace
 from tests.kernels.support import SCALE, Store
 
@@ -34,6 +33,7 @@ PASSES: dict[str, list[tuple[int, int]]] = {
     "single queries after longer ones": [(1, 4), (3, 8), (1, 12), (2, 2), (1, 1)],
     "no decode first": [(5, 8), (1, 6)],
 }
+CUT = [[2, 4, 4], [2, 8, 4], [2, 12, 1]]  # nine queries in tiles of four
 HEADS = [(3, 3), (6, 2), (4, 1), (1, 1)]
 
 
@@ -163,145 +163,18 @@ def test_the_cpu_gathers() -> None:
         assert torch.equal(out, gathered(store, window))
 
 
-def varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> Tensor:
-    """FlashAttention's rule in plain torch: a sequence's last query is where its last key is, and a query sees the
-    keys from `window_size[0]` (-1: any number) before its own to `window_size[1]` behind."""
-    left, right = window_size
-    out = torch.empty_like(query)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    assert [max_q, max_k] == [int(offsets.diff().max()) for offsets in (cu_seq_q, cu_seq_k)]
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert [len(query), len(key)] == [int(offsets[-1]) for offsets in (cu_seq_q, cu_seq_k)]
-    for i in range(len(cu_seq_q) - 1):
-        mine = slice(cu_seq_q[i], cu_seq_q[i + 1])
-        k, v = (x[cu_seq_k[i] : cu_seq_k[i + 1]] for x in (key, value))
-        q = query[mine]
-        own = torch.arange(len(q), device=q.device).unsqueeze(1) + len(k) - len(q)
-        distance = torch.arange(len(k), device=q.device) - own
-        seen = (distance <= right) & ((left < 0) | (distance >= -left))
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out[mine] = torch.einsum("hqk,khd->qhd", weights, v)
-    return out
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", PASSES)
-def test_varlen_follows_the_rule_where_keys_are_cut_in_front(
-    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-
-    def noting(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        copied.append(len(k))
-        return varlen_attn(q, k, *arguments, **options)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noting)
-    store = Store.of(PASSES[name], block_size=3)
-    out = varlen_attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
-    assert_follows_the_rule(store, window, out)
-    layout = store.layout
-    assert layout.varlen(window) is layout.varlen(window)
-    assert copied == [
-        sum(
-            columns if window is None else min(columns, queries + window - 1)
-            for queries, columns in zip(layout.query_lengths, layout.kv_lengths, strict=True)
-        )
-    ]
-
-
-@pytest.fixture
-def probe() -> Iterator[Callable[[], bool]]:
-    """Ask whether the varlen kernel works, with nothing remembered before or after the test."""
-    kernels.attention._varlen_works.cache_clear()
-    yield lambda: kernels.attention._varlen_works(torch.device("cpu"), torch.float32, 8)
-    kernels.attention._varlen_works.cache_clear()
-
-
-def stumbling(errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A varlen kernel that raises these errors, one a call, and works from then on; the list grows by its calls."""
-    calls: list[int] = []
-
-    def attend(*arguments: Any, **options: Any) -> Tensor:
-        calls.append(len(calls))
-        if errors:
-            raise errors.pop(0)
-        return varlen_attn(*arguments, **options)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
-    return calls
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("gone")])
-def test_a_failing_device_is_no_answer_of_the_varlen_probe(
-    error: Exception, probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = stumbling([error], monkeypatch)
-    with pytest.raises(type(error)):
-        probe()
-    assert probe()
-    asked = len(calls)
-    assert probe()
-    assert len(calls) == asked  # remembered
-
-
-@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, TypeError, ValueError])
-def test_a_missing_varlen_kernel_is_remembered(
-    error: type[Exception], probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = stumbling([error("no kernel here")], monkeypatch)
-    assert not probe()
-    assert not probe()
-    assert len(calls) == 1
-
-
-def test_a_varlen_kernel_that_is_wrong_is_not_taken(
-    probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *others, **options: q * 0)
-    assert not probe()
-
-
-def test_a_processor_has_no_varlen_kernel(probe: Callable[[], bool]) -> None:
-    assert not probe()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", PASSES)
-def test_varlen_follows_the_rule(name: str, window: int | None, dtype: torch.dtype) -> None:
-    store = Store.of(PASSES[name], block_size=3, dtype=dtype, device="cuda")
-    out = varlen_attention(store.q, store.k, store.v, store.layout, scale=SCALE, window=window)
-    assert_follows_the_rule(store, window, out, tolerance=2e-2)
-    assert_follows_the_rule(store, window, attend(store, window), tolerance=2e-2)
-
-
 # ---------------------------------------------------------------------- the paged kernel
 
 
 @pytest.fixture
-def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Let the choice fall on Triton, interpreted where there is no GPU, and note what the paged kernel is given."""
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[Any, ...]] = []
     launch = kernels.attention.paged_attention_triton
 
-    def recording(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, **options: Any) -> Tensor:
-        calls.append({"q": q, "k": k, "table": table, "lengths": lengths, **options})
-        return launch(q, k, v, table, lengths, **options)
+    def recording(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(arguments)
+        return launch(*arguments, **options)
 
     monkeypatch.setattr(kernels.attention, "use_triton", lambda tensor: True)
     monkeypatch.setattr(kernels.attention, "paged_attention_triton", recording)
@@ -311,67 +184,59 @@ def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[dic
 @pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", PASSES)
-def test_leading_single_queries_take_the_paged_kernel(
-    name: str, window: int | None, triton_device: str, paged_calls: list[dict[str, Any]]
+def test_one_launch_reads_all_sequences_in_place(
+    name: str, window: int | None, triton_device: str, paged_calls: list[tuple[Any, ...]]
 ) -> None:
-    """Decoding sequences are read in place, prompts and chunks are gathered, and both follow the rule."""
     store = Store.of(PASSES[name], block_size=4, device=triton_device)
-    out = attend(store, window)
-    assert_follows_the_rule(store, window, out)
-    singles = store.layout.num_single
-    if singles == 0:
-        assert paged_calls == []
-        return
-    (call,) = paged_calls
-    lengths = list(store.layout.kv_lengths[:singles])
-    assert call["k"] is store.k  # no gathered copy
-    assert call["q"].shape[0] == singles
-    assert call["lengths"].tolist() == lengths
-    assert (call["max_length"], call["total_length"]) == (max(lengths), sum(lengths))
-    assert torch.equal(call["table"], store.layout.block_table[:singles])
+    assert_follows_the_rule(store, window, attend(store, window))
+    ((q, k, v, _),) = paged_calls
+    assert len(q) == sum(store.queries)
+    assert (k, v) == (store.k, store.v)  # no gathered copy
 
 
 @pytest.mark.usefixtures("torch_kernels")
 def test_one_layout_serves_every_layer_of_the_paged_kernel(
-    triton_device: str, paged_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    triton_device: str, paged_calls: list[tuple[Any, ...]]
 ) -> None:
-    """Lengths go to the device once a pass, and the indices of the other sequences are built once a window."""
+    """Indices go to the device once a pass, whatever the windows, and none of the gathering path's are built."""
     store = Store.of(PASSES[MIXED], block_size=4, device=triton_device)
-    built: list[str] = []
-    for name in ("_build_decode_groups", "_build_prefill_segments"):
-        method = getattr(AttentionLayout, name)
-
-        def recording(*arguments: Any, name: str = name, method: Any = method) -> Any:
-            built.append(name)
-            return method(*arguments)
-
-        monkeypatch.setattr(AttentionLayout, name, recording)
     for window in (None, 5, None, 5):
         attend(store, window)
     assert len(paged_calls) == 4
-    assert all(call["lengths"] is paged_calls[0]["lengths"] for call in paged_calls)
-    assert built == ["_build_prefill_segments", "_build_prefill_segments"]
+    assert all(indices is paged_calls[0][3] for *_, indices in paged_calls)
+    assert not store.layout._prefill_segments
+    assert not store.layout._decode_groups
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tile_queries", "tiles", "split_rows", "max_length"),
+    [
+        ([(1, 9), (1, 3)], 8, [[0, 0, 1], [1, 1, 1]], 2, 9),
+        ([(1, 9), (3, 5), (9, 30), (1, 50)], 4, [[0, 0, 1], [1, 1, 3], *CUT, [3, 13, 1]], 4, 9),
+        ([(5, 5), (1, 9)], 4, [[0, 0, 4], [0, 4, 1], [1, 5, 1]], 0, 0),
+    ],
+)
+def test_tiles_have_queries_of_one_sequence(
+    sequences: list[tuple[int, int]],
+    tile_queries: int,
+    tiles: list[list[int]],
+    split_rows: int,
+    max_length: int,
+) -> None:
+    """Leading sequences of one tile may be split among programs, decode and guesses alike."""
+    indices = Store.of(sequences, block_size=4).layout.paged(tile_queries)
+    assert indices.tiles.tolist() == tiles
+    assert (indices.split_rows, indices.max_length) == (split_rows, max_length)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", PASSES)
-def test_cuda_passes_follow_the_rule_and_decode_in_place(
-    name: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_passes_follow_the_rule(name: str, window: int | None, dtype: torch.dtype) -> None:
     """Nothing is told what to take: the choice is the one that a server on this machine makes."""
     store = Store.of(PASSES[name], block_size=4, dtype=dtype, device="cuda")
-    launch, launched = kernels.attention.paged_attention_triton, []
-
-    def recording(*arguments: Any, **options: Any) -> Tensor:
-        launched.append(arguments[0].shape[0])
-        return launch(*arguments, **options)
-
-    monkeypatch.setattr(kernels.attention, "paged_attention_triton", recording)
     out = attend(store, window)
-    singles = store.layout.num_single
-    assert launched == ([singles] if singles else [])
     assert_follows_the_rule(store, window, out, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
 
 

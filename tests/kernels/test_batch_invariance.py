@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.attention
 from kernels import batch_invariance
 from kernels.batch_invariance import OUTPUTS, Heads, Product, attention_keeps_bits, is_batch_invariant
 from kernels.batch_invariance import product_keeps_bits as keeps_bits
 from kernels.linear import pack_linear, packed_linear
+from tests.kernels.triton_dot import patch_dot
 
 SIZES = [(512, 512), (1792, 512), (576, 960), (144, 320), (512, 32_000)]  # inputs, outputs
 HEADS = Heads(queries=8, keys=4, size=64)
@@ -115,7 +117,7 @@ def test_a_sum_in_two_parts_is_seen(dtype: torch.dtype) -> None:
 def test_attention_that_depends_on_a_chunk_is_seen(
     dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = batch_invariance.native_attention
+    original = batch_invariance.attention
 
     def attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = original(q, *args, **kwargs)
@@ -124,8 +126,30 @@ def test_attention_that_depends_on_a_chunk_is_seen(
         return out
 
     assert attention_keeps_bits(HEADS, dtype)
-    monkeypatch.setattr(batch_invariance, "native_attention", attention)
+    monkeypatch.setattr(batch_invariance, "attention", attention)
     assert not attention_keeps_bits(HEADS, dtype)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these tensors are not on it"
+)
+@pytest.mark.usefixtures("torch_kernels")
+def test_the_triton_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted: splits that are merged by a second kernel have the bits of splits that are merged at once."""
+    patch_dot(monkeypatch)
+    for module in (kernels.attention, batch_invariance):
+        monkeypatch.setattr(module, "use_triton", lambda _: True)
+    monkeypatch.setattr(batch_invariance, "DECODED", 8)
+    heads = Heads(queries=2, keys=1, size=16)
+    assert attention_keeps_bits(heads, torch.float32)
+    launch = kernels.attention.paged_attention_triton
+
+    def another(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = launch(q, *args, **kwargs)
+        return out.nextafter(out + 1) if len(q) == 1 else out
+
+    monkeypatch.setattr(kernels.attention, "paged_attention_triton", another)
+    assert not is_batch_invariant([Product(64, 64, never)], heads, torch.float32)
 
 
 # ---------------------------------------------------------------------- where the kernels do not compute

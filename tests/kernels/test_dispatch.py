@@ -124,8 +124,8 @@ store, table, new = torch.ones(2, 4, 1, 8), torch.tensor([[1]]), torch.ones(1, 1
 layout = AttentionLayout(table, torch.arange(1), 4, (1,), (3,), 1)
 out = attention(torch.ones(1, 2, 8), new, new, store, store, layout, scale=1.0, window=None)
 assert torch.allclose(out, torch.ones(1, 2, 8))
-lengths = torch.tensor([3])
-assert torch.equal(paged_attention_reference(out, store, store, table, lengths, scale=1.0, window=None), out)
+reference = paged_attention_reference(out, store, store, layout.paged(8), scale=1.0, window=None)
+assert torch.equal(reference, out)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(

@@ -34,7 +34,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 34
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 36
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -42,9 +42,9 @@ def test_one_compilation_serves_all_passes(tmp_path):
     assert json.loads(run_here("count_compilations", tmp_path)) == {
         "_rms_norm_kernel": 2,  # rows of a matrix; heads of a query
         "_fused_add_rms_norm_kernel": 1,
-        "_rope_kernel": 1,
+        "_rope_kernel": 3,  # alone; with writes; with norms and writes
         "_gated_act_kernel": 1,
-        "_paged_attention_kernel": 2,  # alone; in splits
+        "_paged_attention_kernel": 1,
         "_merge_splits_kernel": 1,
     }
 
@@ -61,14 +61,24 @@ def compile_all() -> None:
 
     # Types of arguments follow from their names; these are the ones that tell nothing.
     types = {"eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64"}
+    types["addresses_ptr"] = "*i64"
     tile = {"tile_rows": 8, "tile_columns": 128}
-    per_row = {"positions_ptr": None, "has_positions": False, "tile_heads": 4, "tile_half": 64}
-    table = {"has_positions": True, "tile_heads": 4, "tile_half": 64}
+    rotates = {"tile_heads": 4, "tile_half": 64}
+    rotates |= dict.fromkeys(("v_ptr", "q_weight_ptr", "k_weight_ptr", "addresses_ptr", "v_out_ptr"))
+    rotates |= {"has_norms": False, "writes": False}
+    table = rotates | {"has_positions": True}
+    per_row = rotates | {"has_positions": False, "positions_ptr": None}
+    writes = per_row | {"writes": True}
+    del writes["v_ptr"], writes["addresses_ptr"], writes["v_out_ptr"]
+    norms = writes | {"has_norms": True}
+    del norms["q_weight_ptr"], norms["k_weight_ptr"]
     variants = [
         (_rms_norm_kernel, tile),
         (_fused_add_rms_norm_kernel, tile),
         (_rope_kernel, table),
         (_rope_kernel, per_row),
+        (_rope_kernel, writes),
+        (_rope_kernel, norms),
         (_gated_act_kernel, {"activation": "silu", "tile": 1024}),
         (_gated_act_kernel, {"activation": "gelu_tanh", "tile": 1024}),
     ]
@@ -98,42 +108,28 @@ def compile_paged_attention() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
-    from kernels.paged_attention import _merge_splits_kernel, _paged_attention_kernel, _tile
+    from kernels.paged_attention import SPLIT_COLUMNS, _merge_splits_kernel, _paged_attention_kernel, _tile
 
-    # Both types of indices; partial results are float32 whatever the store is.
-    i32 = {"table_ptr": "*i32", "lengths_ptr": "*i32", "scale_log2": "fp32", "log_sums_ptr": "*fp32"}
-    i64 = i32 | {"table_ptr": "*i64", "lengths_ptr": "*i64"}
+    # Partial results are float32 whatever the store is.
+    types = dict.fromkeys(("partial_ptr", "tops_ptr", "totals_ptr"), "*fp32")
+    types |= {"table_ptr": "*i32", "tiles_ptr": "*i32", "positions_ptr": "*i64", "scale_log2": "fp32"}
     variants = []
-    for group, head_dim, element, itemsize, is_split in (
-        (1, 64, "bf16", 2, False),
-        (4, 80, "fp16", 2, False),
-        (4, 80, "fp32", 4, True),
-        (8, 128, "bf16", 2, True),
-        (8, 128, "fp32", 4, False),
-        (16, 256, "bf16", 2, False),
-        (16, 256, "bf16", 2, True),
-        (128, 128, "bf16", 2, False),
-        (1, 256, "fp32", 4, False),
+    for group, head_dim, element, itemsize in (
+        (1, 64, "bf16", 2),
+        (4, 80, "fp16", 2),
+        (4, 80, "fp32", 4),
+        (8, 128, "bf16", 2),
+        (8, 128, "fp32", 4),
+        (16, 256, "bf16", 2),
+        (128, 128, "bf16", 2),
+        (1, 256, "fp32", 4),
     ):
         rows, columns, dims, warps = _tile(group, head_dim, itemsize)
-        constants = {
-            "head_dim": head_dim,
-            "is_split": is_split,
-            "tile_rows": rows,
-            "tile_columns": columns,
-            "tile_dim": dims,
-        }
-        if group == 1:
-            constants["group"] = 1  # as at a launch: Triton makes constants of arguments that are 1
-        if is_split:
-            types = i32 | {"out_ptr": "*fp32"}
-        else:
-            types, constants["log_sums_ptr"] = i64, None
-        variants.append((_paged_attention_kernel, constants, element, types, warps))
-    for element, types in (("bf16", i32), ("fp32", i64)):
-        constants = {"head_dim": 80, "tile_splits": 16, "tile_columns": 64, "tile_dim": 128}
-        variants.append((_merge_splits_kernel, constants, element, types | {"partial_ptr": "*fp32"}, 4))
-    for kernel, constants, element, types, warps in variants:
+        constants = {"group": group, "tile_rows": rows, "tile_columns": columns}
+        variants.append((_paged_attention_kernel, constants, head_dim, dims, element, warps))
+    variants += [(_merge_splits_kernel, {}, 80, 128, element, 1) for element in ("bf16", "fp32")]
+    for kernel, tile, head_dim, dims, element, warps in variants:
+        constants = tile | {"head_dim": head_dim, "split_columns": SPLIT_COLUMNS, "tile_dim": dims}
         signature = {
             name: "constexpr"
             if name in constants
@@ -151,7 +147,7 @@ def compile_paged_attention() -> None:
             compiled = compile_source(
                 source,
                 target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": warps, "num_stages": 3},
+                options={"num_warps": warps, "num_stages": 3, "enable_fp_fusion": False},
             )
             assert "cubin" in compiled.asm
             assert compiled.metadata.shared <= shared_bytes
@@ -159,6 +155,8 @@ def compile_paged_attention() -> None:
                 # Keys and values are on their way while others are computed with: 16 bytes to a thread.
                 assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
                 assert ("mma." in compiled.asm["ptx"]) == (element != "fp32")  # on tensor cores
+            # Nothing is fused by chance, or a merge in one kernel could differ from a merge in the other.
+            assert not re.search(r"fma\.rn\.f32", compiled.asm["ptx"]) or element == "fp32"
             print("compiled", kernel.__name__, element, capability)
 
 
@@ -170,10 +168,11 @@ def count_compilations() -> None:
     """Print, as JSON, how often each kernel would be compiled in passes of all sizes through one model."""
     import torch
 
+    from kernels.attention_layout import PagedIndices
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
-    from kernels.rope import rope_triton
+    from kernels.rope import HeadNorms, norm_rope_write_triton, rope_triton
     from tests.compilations import collect
 
     found = collect()
@@ -188,23 +187,23 @@ def count_compilations() -> None:
         rms_norm_triton(q, torch.ones(head_dim), 1e-5)
         angles = torch.ones(tokens, head_dim // 2)
         rope_triton(q, k, angles, angles)
+        written = torch.empty(4, 64, heads_kv, head_dim)
+        addresses = torch.zeros(tokens, dtype=torch.int64)
+        for norms in (None, HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1.0)):
+            norm_rope_write_triton(qkv, norms, angles, angles, written, written, addresses)
         gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
     for block_size in BLOCK_SIZES:
         for batch in TOKENS:
             q = torch.ones(batch, heads, head_dim)
             for blocks in (1, 3, 16):
                 store = torch.empty(blocks, block_size, heads_kv, head_dim)
-                table = torch.zeros(batch, blocks, dtype=torch.int64)
-                lengths = torch.ones(batch, dtype=torch.int32)
+                table = torch.zeros(batch, blocks, dtype=torch.int32)
+                tiles = torch.zeros(batch, 3, dtype=torch.int32)
+                positions = torch.zeros(batch, dtype=torch.int64)
                 for window in (None, 1, 16, 100):
-                    for splits in (1, 2, 16):
-                        paged_attention_triton(
-                            *(q, store, store, table, lengths),
-                            scale=1.0,
-                            window=window,
-                            max_length=block_size,
-                            num_splits=splits,
-                        )
+                    for length in (1, 600, 5000):
+                        indices = PagedIndices(table, positions, tiles, batch // 2, length)
+                        paged_attention_triton(q, store, store, indices, scale=1.0, window=window)
     print(json.dumps({kernel: len(keys) for kernel, keys in found.items()}))
 
 

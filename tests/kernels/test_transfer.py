@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from common.request import Request, SamplingParams
 from common.sampling import SamplingInputs, choose
 from kernels.attention_layout import AttentionLayout
-from kernels.transfer import to_device
-
-META = torch.device("meta")  # stands in for a GPU: tensors without memory
-
-BLOCKING = (torch.tensor, torch.as_tensor, torch.from_numpy, Tensor.new_tensor)
-
-
-class BlockingCopies(TorchFunctionMode):
-    """Notes the calls that would copy numbers from the host to a GPU and wait for that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in BLOCKING and (func is Tensor.new_tensor or result.device.type != "cpu"):
-            self.found.append(func.__name__)
-        if func is Tensor.to and result.device.type != "cpu" and not (kwargs or {}).get("non_blocking"):
-            self.found.append("to")
-        return result
-
-
-@contextmanager
-def no_blocking_copies() -> Iterator[None]:
-    with BlockingCopies() as copies:
-        yield
-    assert copies.found == []
+from kernels.transfer import move_together, to_device
+from tests.device import META, no_blocking_copies
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -51,8 +20,7 @@ def test_a_layouts_indices(window: int | None) -> None:
     tables = torch.arange(40).view(4, 10)
     layout = AttentionLayout(tables, torch.arange(4), 4, (1, 1, 6, 9), (7, 30, 20, 9), 2, META)
     with no_blocking_copies():
-        assert layout.varlen(window).query_offsets.device == META
-        assert layout.paged.lengths.device == META
+        assert layout.paged(4).tiles.device == META
         assert layout.positions.shape == layout.write_addresses.shape == (17,)
         assert len(layout.decode_groups(window)) > 0
         assert len(layout.prefill_segments(window)) == 2
@@ -89,3 +57,29 @@ def test_a_copy_to_a_gpu_is_pinned_and_not_waited_for() -> None:
     assert calls == [("pin_memory",), (cuda, {"non_blocking": True})]
     x = torch.ones(2)
     assert to_device(x, torch.device("cpu")) is x
+
+
+def test_tensors_of_any_types_go_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [
+        torch.tensor([5, -6]),
+        torch.tensor([[1, 2, 3]], dtype=torch.int32).T,
+        torch.zeros(0, 3),
+        torch.tensor([0.5], dtype=torch.float64),
+    ]
+    assert move_together(hosts, torch.device("cpu")) == hosts
+    blocks: list[Tensor] = []
+    move = Tensor.to
+
+    def onto_itself(block: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        assert non_blocking
+        blocks.append(block)
+        return move(block, "cpu", copy=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", onto_itself)
+        moved = move_together(hosts, META)
+    assert len(blocks) == 1
+    assert all(each.data_ptr() % 16 == 0 for each in moved)
+    for each, host in zip(moved, hosts, strict=True):
+        assert each.dtype == host.dtype
+        assert torch.equal(each, host)

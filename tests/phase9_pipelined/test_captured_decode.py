@@ -84,6 +84,23 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     assert_all_free(engine)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+)
+@pytest.mark.usefixtures("interpreted")
+def test_guesses_are_verified_by_the_paged_kernel() -> None:
+    """Decode, guesses and chunks of prompts in one launch."""
+    model = tiny_model()
+    options = {"max_batch_size": 3, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 8}
+    engine = build("phase10_speculative", model, draft_length=4, draft_rows=12, **options)
+    prompts = [[5, 6, 7, 8] * 4, [9, 1] * 6, list(range(40, 60))]
+    requests = [add(engine, prompt, greedy(16, ignore_eos=True)) for prompt in prompts]
+    assert_answered(run(engine), requests, model)
+    assert engine.telemetry.counters.draft_tokens > 10
+    assert_all_free(engine)
+
+
 @pytest.mark.gpu
 def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
     stream = CudaStream(torch.device("cuda"), graph_sizes(32))

@@ -365,7 +365,7 @@ class Version(TypedDict):
         bool,
         Field(
             description="whether a sequence's logits have the same bits alone and beside any others: measured at "
-            "start with native kernels, false without"
+            "start with native kernels and on a GPU, false otherwise"
         ),
     ]
 

@@ -1,0 +1,139 @@
+"""A GPU's stand-in: the meta device, whose tensors have no memory.
+
+An operation that would wait for the device's numbers raises there. Copies from the host and launches are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import common.models.layers
+import kernels.attention
+import kernels.gated_act
+import kernels.paged_attention
+import kernels.rms_norm
+import kernels.rope
+import phase9_pipelined.runner
+from common.streams import Done, Pending, Stream
+from kernels.tape import Function
+
+META = torch.device("meta")
+
+MAKERS = (torch.tensor, torch.as_tensor, torch.from_numpy, Tensor.new_tensor)
+
+#: Operators that launch nothing: they make views, or memory that nothing is written to. `_to_copy` is part of `to`.
+VIEWS = {
+    *("alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select"),
+    *("slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+    *("_unsafe_view", "reshape", "_to_copy"),
+}
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies from the host to the device.
+
+    Attributes:
+        blocking: names of the calls that wait for the device.
+        sent: number of copies that do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocking: list[str] = []
+        self.sent = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in MAKERS and (func is Tensor.new_tensor or result.device.type != "cpu"):
+            self.blocking.append(func.__name__)
+        if func is Tensor.to and result.device.type != "cpu" and args[0].device.type == "cpu":
+            if (kwargs or {}).get("non_blocking"):
+                self.sent += 1
+            else:
+                self.blocking.append("to")
+        return result
+
+
+@contextmanager
+def no_blocking_copies() -> Iterator[None]:
+    with Copies() as copies:
+        yield
+    assert copies.blocking == []
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that operators on the device launch, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").split(".")[0]
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        on_device = any(isinstance(each, Tensor) and each.device == META for each in outputs)
+        if on_device and name not in VIEWS:
+            self.found[name] += 1
+        return result
+
+
+class Kernel:
+    """Stands for a Triton kernel: counts its launches."""
+
+    def __init__(self, name: str, found: Counter[str]) -> None:
+        self._name, self._found = name, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self._found[self._name] += 1
+        return lambda *arguments, **options: None
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
+    """Let the choice fall on Triton everywhere, and count launches instead of launching."""
+    k = kernels
+    layers, runner = common.models.layers, phase9_pipelined.runner
+    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, runner):
+        monkeypatch.setattr(module, "use_triton", lambda _: True)
+    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Kernel(name, found))
+
+
+class MetaStream(Stream):
+    """Runs work at once. Results are read as zeros on the host."""
+
+    def submit(
+        self,
+        key: Hashable,
+        function: Function,
+        inputs: Sequence[Tensor],
+        after: Pending | None = None,
+        *,
+        fetch: bool = True,
+        by_row: bool = False,
+    ) -> Pending:
+        before = after.wait() if after is not None else ()
+        given = [each.to(META, non_blocking=True) for each in inputs] if by_row else inputs
+        with torch.inference_mode():
+            outputs = function(*before, *given)
+        return Done(tuple(torch.zeros_like(each, device="cpu") for each in outputs) if fetch else outputs)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def drain(self) -> None:
+        pass

@@ -1,0 +1,34 @@
+"""Products of Triton's interpreter, made to round as tensor cores do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+
+def patch_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's `tl.dot` multiply bfloat16, and compute all rows alike.
+
+    The interpreter keeps bfloat16 as 16-bit integers and, as of Triton 3.9, multiplies those
+    (triton-lang/triton#11584). And NumPy's library adds in an order that depends on the row's place in the
+    matrix. Compiled kernels are not affected by either. An instruction of a tensor core computes all its rows in
+    one order; the tests marked `gpu` measure that.
+    """
+    pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widened(x: Any) -> npt.NDArray[Any]:
+        data: npt.NDArray[Any] = x.data
+        if x.dtype.scalar == tl.bfloat16 and data.dtype == np.uint16:
+            return (data.astype(np.uint32) << 16).view(np.float32)
+        return data
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *others: Any) -> Any:
+        product = np.einsum("rk,kc->rc", widened(a), widened(b), dtype=d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,84 @@
+"""Steps of phases 9 and 10 on a stand-in for a GPU: copies and launches are counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine import Engine
+from common.models.layers import CausalLM
+from common.models.registry import _without_memory, open_checkpoint
+from common.request import SamplingParams
+from kernels.dispatch import HAS_TRITON
+from phase8_prefix.cache import PrefixCachingPool
+from tests.device import Copies, Launches, MetaStream, use_kernels
+from tests.engine_helpers import add, build
+from tests.phase9_pipelined.support import runner_of
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+
+
+@pytest.fixture(autouse=True)
+def finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's numbers are read on a stream for looks, which waits for no pass."""
+    monkeypatch.setattr(PrefixCachingPool, "_are_finite", lambda *_: True)
+
+
+def engine_of(phase: str, model: CausalLM, **options: Any) -> Engine:
+    engine = build(phase, model, max_seq_len=256, block_size=4, **options)
+    runner_of(engine).stream = MetaStream()
+    return engine
+
+
+def model_of(name: str) -> CausalLM:
+    """A model whose weights have no memory."""
+    config = open_checkpoint(f"zoo:{name}-tiny").config
+    return _without_memory(config, torch.bfloat16, 256)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("phase", "sent"), [("phase9_pipelined", 3), ("phase10_speculative", 4)])
+def test_a_step_makes_no_blocking_copy(
+    phase: str, sent: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks beside decode, every kind of sampling, growing block tables."""
+    use_kernels(monkeypatch, Counter())
+    engine = engine_of(phase, model_of(name), prefill_chunk_size=16, num_blocks=200, max_batch_size=6)
+    params = [
+        {"temperature": 0.0, "min_tokens": 3},
+        {"top_p": 0.9, "frequency_penalty": 0.5},
+        {"top_k": 5, "logit_bias": ((3, 1.0),)},
+        {"temperature": 0.0, "logprobs": 2},
+        {"min_p": 0.1},
+    ]
+    for i, fields in enumerate(params):
+        add(engine, [1 + i] * (10 + 9 * i), SamplingParams(max_new_tokens=12, ignore_eos=True, **fields))
+    most, steps = 0, 0
+    while engine.has_work:
+        with Copies() as copies:
+            outputs = engine.step()
+        assert not any(output.error for output in outputs)
+        assert copies.blocking == []
+        most, steps = max(most, copies.sent), steps + 1
+    assert steps > 12
+    # Indices and tokens of a pass; entries of block tables; parameters of sampling; tokens after wrong guesses.
+    assert most == sent
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", 68), ("qwen3", 77), ("gemma3", 92)])
+def test_launches_of_a_decode_step(name: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    use_kernels(monkeypatch, launches.found)
+    engine = engine_of("phase9_pipelined", model_of(name), max_batch_size=4)
+    for i in range(4):
+        add(engine, [1 + i] * 5, SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    launches.found.clear()
+    with launches:
+        engine.step()
+    assert launches.found["_paged_attention_kernel"] == engine.runner.model.config.num_layers
+    assert sum(launches.found.values()) == expected, launches.found
