@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does
 
 MODULES = (
     *("arithmetic", "charts", "code", "ledger", "options", "overrides", "peers", "pictures"),
-    *("results", "simulation", "stepper", "stories"),
+    *("results", "simulation", "stepper", "stories", "three"),
 )
 
 
