@@ -1,9 +1,9 @@
-"""Measured sections of pages: the main picture open, the rest folded, a tab for each model; and single ratios."""
+"""Measured sections of pages: one picture and one table, a tab for each model, the rest to fold; single ratios."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from docs.building.results import (
     PLOTS,
     RESULTS,
     chosen,
+    compared_table,
     complete_groups,
     group_table,
     measured_table,
     missing,
     setup_of,
-    sweep_table,
 )
 
 Entry = dict[str, Any]
@@ -38,25 +38,49 @@ def measured_section(
     results: Path = RESULTS,
     folder: Path = PLOTS,
 ) -> str:
-    """Return a workload's newest comparisons that have these servers, with a tab for each model.
+    """Return one picture and one table of a workload's newest comparisons of these servers, a tab for each model.
 
     Args:
-        first: the name of the figure that is not folded.
+        labels: the servers. Of two, the table says which metric became better or worse.
+        first: the name of the figure.
         chats: the workload that shows the same effect with a model that chats; "" for none.
         root: from the page to the site's root.
     """
+    found = _comparisons(workload, labels, chats, results)
+    parts = [(group, _opening(group, labels, first, root, folder)) for group in found]
+    return _tabs(parts) if parts else missing(workload, labels)
+
+
+def measured_rest(
+    workload: str,
+    *labels: str,
+    first: str,
+    chats: str = "",
+    root: str = "../",
+    results: Path = RESULTS,
+    folder: Path = PLOTS,
+) -> str:
+    """Return the figures and servers that `measured_section` leaves out; arguments as there."""
+    found = _comparisons(workload, labels, chats, results)
+    return _tabs([(group, _others(group, labels, first, root, folder)) for group in found])
+
+
+def fold(title: str, caller: Callable[[], str]) -> str:
+    """Return the body of a call block, folded: `{% call fold("More") %} … {% endcall %}`."""
+    return folded(title, caller())
+
+
+def _comparisons(workload: str, labels: Sequence[str], chats: str, results: Path) -> list[Together]:
     found = chosen(workload, labels, results)
-    if not found:
-        return missing(workload, labels)
-    if chats:
-        found += chosen(chats, labels, results)
-    parts = [_story(group, labels, first, root, folder) for group in found]
-    if len(parts) == 1:
-        return parts[0]
-    tabs = [
-        f'=== "{_tab_title(group)}"\n\n{indented(part)}\n' for group, part in zip(found, parts, strict=True)
-    ]
-    return "\n".join(tabs)
+    return found + chosen(chats, labels, results) if found and chats else found
+
+
+def _tabs(parts: Sequence[tuple[Together, str]]) -> str:
+    """Return a tab for each comparison with text; a single text as it is."""
+    shown = [(group, text) for group, text in parts if text]
+    if len(shown) == 1:
+        return shown[0][1]
+    return "\n".join(f'=== "{_tab_title(group)}"\n\n{indented(text)}\n' for group, text in shown)
 
 
 def ratio(
@@ -106,20 +130,6 @@ def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS)
     return folded(title, measured_table(name, results))
 
 
-def folded_sweep(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """Return a sweep's tables, folded."""
-    return folded("Each setting", sweep_table(workload, *options, results=results))
-
-
-def story_picture(
-    workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
-) -> str:
-    """Return one figure of a workload's newest comparison of these servers."""
-    found = chosen(workload, labels, results)[:1]
-    entries = [entry for group in found for entry in _drawn(group, labels, folder)]
-    return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
-
-
 def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
     """Return all figures that were drawn of a comparison, folded; "" if there are none."""
     run = group.first
@@ -145,21 +155,34 @@ def picture(entry: Entry, root: str) -> str:
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"
 
 
-def _story(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
+def _opening(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
     entries = _drawn(group, labels, folder)
-    # A comparison without timelines has few figures.
-    first = first if any(entry["figure"] == first for entry in entries) else BARS
-    opening = [picture(entry, root) for entry in entries if entry["figure"] == first]
-    if opening and entries[0]["comparison"] != group.first.comparison:
-        opening.append(
+    shown = _shown_first(entries, first)
+    parts = [picture(entry, root) for entry in entries if entry["figure"] == shown]
+    if parts and entries[0]["comparison"] != group.first.comparison:
+        parts.append(
             "(The picture is of an earlier comparison, with more servers; the numbers are of the latest.)\n"
         )
-    others = [picture(entry, root) for entry in entries if entry["figure"] != first]
-    table = f"{setup_of(group)}\n\n{group_table(group, [line for line in LINES if line.title in HEADLINES])}"
-    parts = [*opening, folded("All numbers", table)]
-    if others:
-        parts.append(folded("More pictures", "\n".join(others)))
+    table = compared_table(group, *labels) if len(labels) == 2 else _all_servers(group)  # noqa: PLR2004 - a pair
+    return "\n".join([*parts, f"{setup_of(group)}\n\n{table}"])
+
+
+def _others(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
+    entries = _drawn(group, labels, folder)
+    shown = _shown_first(entries, first)
+    parts = [picture(entry, root) for entry in entries if entry["figure"] != shown]
+    if set(group.labels) != set(labels):
+        parts.insert(0, f"All servers of this comparison:\n\n{_all_servers(group)}")
     return "\n".join(parts)
+
+
+def _all_servers(group: Together) -> str:
+    return group_table(group, [line for line in LINES if line.title in HEADLINES])
+
+
+def _shown_first(entries: Sequence[Entry], first: str) -> str:
+    """Return the name of the figure to show first: a comparison without timelines has few."""
+    return first if any(entry["figure"] == first for entry in entries) else BARS
 
 
 def _drawn(group: Together, labels: Sequence[str], folder: Path) -> list[Entry]:
