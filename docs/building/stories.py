@@ -9,7 +9,9 @@ from typing import Any
 
 from benchmarks.files import Together
 from benchmarks.report import columns_of, median_of
-from docs.building.markdown import folded, indented
+from common.phases import find_phase, phase_names
+from docs.building.charts import measured_cell
+from docs.building.markdown import folded, indented, table
 from docs.building.results import (
     HEADLINES,
     LINES,
@@ -26,6 +28,28 @@ from docs.building.results import (
 
 Entry = dict[str, Any]
 BARS = "bars"  # the figure that every comparison has
+
+#: The first three phases have no package: number, title, page and idea.
+BEFORE_PHASES = (
+    (1, "The model", "model", "from token ids to a score for every next token"),
+    (2, "Sampling", "sampling", "each token is chosen with one random number of its own request"),
+    (3, "The KV cache", "cache", "compute one token, not the whole text again"),
+)
+
+#: Of each phase: the figure and the server it is compared with, in words; then the arguments of `ratio`.
+HEADLINE_RATIOS = {
+    4: ("throughput", "`generate()`", "mixed", "generate()", "phase 4", "output tokens / s"),
+    5: ("first token, p99", "phase 4", "continuous_batching", "phase 4", "phase 5", "TTFT p99"),
+    6: ("throughput", "phase 5", "paged_attention", "phase 5", "phase 6", "output tokens / s"),
+    7: ("longest stall", "phase 6", "chunked_prefill", "phase 6", "phase 7", "longest stall"),
+    8: ("first token, p50", "phase 7", "prefix_caching", "phase 7", "phase 8", "TTFT p50"),
+    9: (
+        *("throughput", "one step at a time, tiny model", "baseline", "phase 9, pipeline-depth=0", "phase 9"),
+        *("output tokens / s", "zoo:llama-tiny"),
+    ),
+}
+SPECULATIVE = 10  # measured without a server
+
 REPEATS = 3  # fewest runs of each server: with fewer, chance decides
 
 
@@ -83,6 +107,28 @@ def _tabs(parts: Sequence[tuple[Together, str]]) -> str:
     return "\n".join(f'=== "{_tab_title(group)}"\n\n{indented(text)}\n' for group, text in shown)
 
 
+def headline_table() -> str:
+    """Return a row for each phase: its idea, and the figure that its page explains."""
+    rows = [
+        [f"[{number}: {title}](phases/{page}.md)", idea, ""] for number, title, page, idea in BEFORE_PHASES
+    ]
+    for name in phase_names():
+        phase = find_phase(name).PHASE
+        page = f"phases/{name.partition('_')[2]}.md"
+        rows.append([f"[{phase.number}: {phase.title}]({page})", phase.idea, _headline(phase.number)])
+    return table(["phase", "the one idea", "measured"], rows, "lll")
+
+
+def _headline(phase: int) -> str:
+    if phase == SPECULATIVE:
+        times = measured_cell("speculative", "phase 9 ÷ phase 10", "edit, 1")
+        return f"tokens of phase 9 × {times}, for edited code and one client"
+    if phase not in HEADLINE_RATIOS:
+        return ""
+    name, against, *compared = HEADLINE_RATIOS[phase]
+    return f"{name} {ratio(*compared)} against {against}"
+
+
 def ratio(
     workload: str,
     before: str,
@@ -130,6 +176,15 @@ def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS)
     return folded(title, measured_table(name, results))
 
 
+def story_picture(
+    workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
+) -> str:
+    """Return one figure of a workload's newest comparison of these servers."""
+    found = chosen(workload, labels, results)[:1]
+    entries = [entry for group in found for entry in _drawn(group, labels, folder)]
+    return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
+
+
 def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
     """Return all figures that were drawn of a comparison, folded; "" if there are none."""
     run = group.first
@@ -163,8 +218,8 @@ def _opening(group: Together, labels: Sequence[str], first: str, root: str, fold
         parts.append(
             "(The picture is of an earlier comparison, with more servers; the numbers are of the latest.)\n"
         )
-    table = compared_table(group, *labels) if len(labels) == 2 else _all_servers(group)  # noqa: PLR2004 - a pair
-    return "\n".join([*parts, f"{setup_of(group)}\n\n{table}"])
+    numbers = compared_table(group, *labels) if len(labels) == 2 else _all_servers(group)  # noqa: PLR2004 - a pair
+    return "\n".join([*parts, f"{setup_of(group)}\n\n{numbers}"])
 
 
 def _others(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
