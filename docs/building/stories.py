@@ -218,7 +218,7 @@ def _opening(group: Together, labels: Sequence[str], first: str, root: str, fold
         parts.append(
             "(The picture is of an earlier comparison, with more servers; the numbers are of the latest.)\n"
         )
-    numbers = compared_table(group, *labels) if len(labels) == 2 else _all_servers(group)  # noqa: PLR2004 - a pair
+    numbers = compared_table(group, *labels) if len(labels) == 2 else _all_servers(group)
     return "\n".join([*parts, f"{setup_of(group)}\n\n{numbers}"])
 
 

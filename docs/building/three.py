@@ -20,7 +20,7 @@ from simulator import Timelines, run, simulate_engine
 
 STORY = "three"
 
-#: The three requests by their place in the story. (Request 0 is the chat's first turn.) The stepper has the letters.
+#: The three requests by their place in the story, with the stepper's letters. Request 0 is the chat's first turn.
 NAMES = {1: "**B**, a short question", 2: "**C**, a long document", 3: "**D**, a chat's next turn"}
 
 SEATS, BLOCKS, CHUNK = 4, 40, 16  # as the stepper opens

@@ -114,8 +114,9 @@ def test_the_start_page_has_every_phase_with_its_idea_and_a_figure() -> None:
 
 
 def test_the_three_requests_show_what_their_pages_say() -> None:
+    served = {phase: three.served(phase) for phase in range(4, 11)}
     question, document, turn = (
-        {phase: three.served(phase)[place] for phase in range(4, 11)} for place in (1, 2, 3)
+        {phase: found[place] for phase, found in served.items()} for place in (1, 2, 3)
     )
     everybody = (question, document, turn)
     assert min(each[4].waited for each in (question, document)) > 150, "they wait for the batch before"
