@@ -113,7 +113,7 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, lin
         shapes += [_mark(x, y, kind) for x, y in points]
         label = _free(points[-1][1] + 4, ends)
         ends.append(label)
-        shapes.append(text(points[-1][0] + 10, label, curve.name.partition(",")[0], "label"))
+        shapes.append(text(points[-1][0] + 10, label, curve.name.rpartition(", ")[0] or curve.name, "label"))
     return figure(WIDTH, HEIGHT, shapes, title, "")
 
 
