@@ -266,3 +266,13 @@ def test_bars_beside_vllm_are_the_newest_of_each_workload_on_one_machine(tmp_pat
     chart = peers.peer_chart(tmp_path)
     assert chart.count("<rect") == 4
     assert {"phase 9", "vLLM 1.0"} <= set(re.findall(r"phase 9|vLLM 1\.0", chart))
+
+
+def test_a_bar_chart_has_a_bar_for_each_row_as_long_as_its_value() -> None:
+    measured = charts.newest("speculative")
+    assert measured is not None
+    drawn = charts.bar_chart("speculative", "phase 9 ÷ phase 10", title="", labels=100)
+    widths = [float(width) for width in re.findall(r'<rect x="100" [^>]*width="([\d.]+)"', drawn)]
+    values = [float(row[list(measured.columns).index("phase 9 ÷ phase 10")]) for row in measured.rows]
+    assert len(widths) == len(values)
+    assert widths == pytest.approx([value / max(values) * max(widths) for value in values], abs=0.1)
