@@ -19,9 +19,9 @@ def test_every_linked_word_has_its_entry_and_is_a_form_of_its_own(term: str) -> 
 
 
 def test_only_the_first_use_in_a_sentence_is_linked() -> None:
-    page = '<h2>Seats</h2><p><a href="x">seat</a> <code>seat</code> Two <em>seats</em>, and one seat.</p>'
+    page = '<h2>Seats</h2><p><a href="x">seat</a> <code>seat</code> <em>Seats, a paper</em> Two <strong>seats</strong>, and one seat.</p>'
     link = '<a class="term" href="../glossary.html#seat">seats</a>'
-    assert terms.linked(page, "../") == page.replace("<em>seats</em>", f"<em>{link}</em>")
+    assert terms.linked(page, "../") == page.replace("<strong>seats</strong>", f"<strong>{link}</strong>")
 
 
 def test_a_longer_term_is_not_taken_for_the_shorter_one() -> None:
