@@ -19,7 +19,8 @@ def test_every_linked_word_has_its_entry_and_is_a_form_of_its_own(term: str) -> 
 
 
 def test_only_the_first_use_in_a_sentence_is_linked() -> None:
-    page = '<h2>Seats</h2><p><a href="x">seat</a> <code>seat</code> <em>Seats, a paper</em> Two <strong>seats</strong>, and one seat.</p>'
+    page = '<h2>Seats</h2><p><a href="x">seat</a> <code>seat</code> <em>Seats, a paper</em> '
+    page += "Two <strong>seats</strong>, and one seat.</p>"
     link = '<a class="term" href="../glossary.html#seat">seats</a>'
     assert terms.linked(page, "../") == page.replace("<strong>seats</strong>", f"<strong>{link}</strong>")
 
