@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does
 
 MODULES = (
     *("arithmetic", "capacity", "charts", "code", "gaps", "ledger", "options", "overrides", "peers"),
-    *("pictures", "results", "simulation", "spellings", "stepper", "stories", "worked"),
+    *("pictures", "results", "simulation", "spellings", "stepper", "stories", "three", "worked"),
 )
 
 

@@ -224,7 +224,7 @@ def _pipelined(results: Path) -> Found:
     sentence = (
         f"Without a server, a step of the tiny model with one sequence takes {depth_0:.2f} ms one at a time "
         "and "
-        f"{depth_2:.2f} ms with two in flight (in the table [above](#measured), on another machine). If the "
+        f"{depth_2:.2f} ms with two in flight (in the picture above, on another machine). If the "
         "server "
         "costs both alike, its tokens a second grow as much."
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import MeasuredTable, load_tables, show
-from docs.building.pictures import figure, text
+from docs.building.pictures import Bar, bars, figure, text
 from docs.building.results import RESULTS
 
 WIDTH, HEIGHT = 560, 260
@@ -59,6 +59,26 @@ def line_chart(
             found[curve].append((_number(row[place[x]]), _number(row[place[column]])))
     curves = [Curve(name, points) for name, points in found.items()]
     return draw(curves, title=title, x_title=x, y_title=y_title, linear=linear)
+
+
+def bar_chart(name: str, column: str, *, title: str, labels: float = 130, results: Path = RESULTS) -> str:
+    """Draw a bar for each row of a measured table that has the column; nothing without a table.
+
+    Args:
+        name: the table's.
+        column: its heading. The first column has the labels.
+        labels: width of the labels, in pixels.
+    """
+    table = newest(name, results)
+    if table is None:
+        return ""
+    place = list(table.columns).index(column)
+    shown = [
+        Bar(str(row[0]), _number(row[place]), show(row[place]))
+        for row in table.rows
+        if row[place] is not None
+    ]
+    return bars(shown, title, title, labels=labels)
 
 
 def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
@@ -113,7 +133,7 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, lin
         shapes += [_mark(x, y, kind) for x, y in points]
         label = _free(points[-1][1] + 4, ends)
         ends.append(label)
-        shapes.append(text(points[-1][0] + 10, label, curve.name.partition(",")[0], "label"))
+        shapes.append(text(points[-1][0] + 10, label, curve.name.rpartition(", ")[0] or curve.name, "label"))
     return figure(WIDTH, HEIGHT, shapes, title, "")
 
 

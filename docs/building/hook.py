@@ -1,4 +1,4 @@
-"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, order in the search."""
+"""Events of the site's build: the viewer, the stepper's traces, progress, the search, links to the glossary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by itself, before it loads macros
 
 from common.server.page import viewer_script, viewer_style  # noqa: E402 - needs the path
-from docs.building import stepper  # noqa: E402
+from docs.building import stepper, terms  # noqa: E402
 
 logger = logging.getLogger("mkdocs.hooks.progress")
 
+COURSE = "The course"  # the part of the navigation whose pages link words to the glossary
+DEFINING = ("glossary.md", "metrics.md")
 RANKED_LAST = ("reference/", "ledger.md")
 LAST = 0.001  # a word in a title counts a thousand times, and the reference is full of titles
 
@@ -44,3 +46,12 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     if page.file.src_uri.startswith(RANKED_LAST):
         page.meta["search"] = {"boost": LAST}
     return markdown
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Give the glossary's entries anchors, and link to them from the pages of the course."""
+    if page.file.src_uri in DEFINING:
+        return terms.with_anchors(html)
+    if page.parent is not None and page.parent.title == COURSE:
+        return terms.linked(html, "../" * page.file.src_uri.count("/"))
+    return html

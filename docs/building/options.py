@@ -32,13 +32,6 @@ PLURALS = {
 }
 
 
-def phases_table() -> str:
-    """Return a row for every registered phase."""
-    phases = [find_phase(name).PHASE for name in phase_names()]
-    rows = [[str(each.number), f"`{each.slug}`", each.idea, str(each.default_port)] for each in phases]
-    return table(["phase", "package", "the one idea", "port"], rows, "rllr")
-
-
 def options_table(*, phase: str | None = None) -> str:
     """Return the options that a phase adds or changes; without a phase, the options that all phases share.
 

@@ -5,29 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SIZE, STEP = 12, 14
 BAR, GAP = 16, 4  # of bars, in pixels
-KINDS = {"p": "prefill", "d": "decode", "i": "idle", ".": "hidden"}
-
-
-def sketch(*rows: str) -> str:
-    """Draw a small grid, without a frame.
-
-    Args:
-        rows: a letter for each cell: `p` a prompt's token, `d` a decoded token, `i` padding or an idle row, `.` a
-            cell that is not computed. Any other letter is written as it is.
-    """
-    shapes = []
-    for y, row in enumerate(rows):
-        for x, letter in enumerate(row):
-            if letter in KINDS:
-                place = f'x="{x * STEP}" y="{y * STEP}" width="{SIZE}" height="{SIZE}"'
-                shapes.append(f'<rect {place} rx="2" class="{KINDS[letter]}"/>')
-            elif letter != " ":
-                shapes.append(text((x + 0.5) * STEP, (y + 1) * STEP, letter, "step"))
-    width, height = 9 * STEP, 4 * STEP
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg {size} aria-hidden="true">{"".join(shapes)}</svg>'
 
 
 class Bar(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ HEADLINES = (
     "prompt tokens found in cache",
 )
 
+VERDICT_RUNS = 3  # fewest runs of each server for a verdict
 
 SWEEP_LINES = (
     "output tokens / s",
@@ -183,41 +184,28 @@ def measured_table(name: str, results: Path = RESULTS, *, program: str | None = 
     return "\n".join(map(described, found))
 
 
-def trade_offs(workload: str, before: str, after: str, results: Path = RESULTS) -> str:
-    """Return a sentence for each model on what got better and worse; nothing without three runs of both.
+def compared_table(group: Together, before: str, after: str) -> str:
+    """Return a table of two servers, with a verdict on each metric.
 
-    A metric counts as better or worse only if the repeats agree: all values of one server lie above all values of
-    the other.
+    A metric is better or worse only if the repeats agree: all values of one server lie above all values of the
+    other. There is no verdict with fewer than three complete runs of both, because fewer say little about chance.
     """
-    lines = [line for line in LINES if line.title in HEADLINES and line.better]
-    sentences = []
-    for group, old_runs, new_runs in _repeated(workload, before, after, results):
-        better, worse, alike = [], [], []
-        for line in lines:
-            old, new = median_of(old_runs, line), median_of(new_runs, line)
-            if old is None or new is None:
-                continue
-            title = line.title.partition(",")[0]
-            change = f"{title} ({line.show(old)} → {line.show(new)})"
+    columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
+    old_runs, new_runs = columns[before], columns[after]
+    has_verdict = min(len(old_runs), len(new_runs)) >= VERDICT_RUNS
+    rows = []
+    for line in (line for line in LINES if line.title in HEADLINES):
+        old, new = median_of(old_runs, line), median_of(new_runs, line)
+        if old is None or new is None:
+            continue
+        verdict = ""
+        if has_verdict and line.better:
+            verdict = "alike"
             if _beyond_repeats(line, old_runs, new_runs):
-                (worse if line.is_worse(old, new) else better).append(change)
-            else:
-                alike.append(title)
-        named = (("better", better), ("worse", worse), ("within what repeats differ by", alike))
-        said = "; ".join(f"**{verdict}**: {', '.join(found)}" for verdict, found in named if found)
-        sentences.append(f"- {_where(group)}: {said}.")
-    opening = f"Gains and losses of {after} against {before}:\n\n"
-    return opening + "\n".join(sentences) + "\n" if sentences else ""
-
-
-def _repeated(
-    workload: str, before: str, after: str, results: Path
-) -> Iterator[tuple[Together, list[Run], list[Run]]]:
-    """Yield comparisons with three complete runs of both servers, and these runs: fewer say little about chance."""
-    for group in chosen(workload, [before, after], results):
-        columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
-        if min(len(columns[before]), len(columns[after])) >= 3:
-            yield group, columns[before], columns[after]
+                verdict = "**worse**" if line.is_worse(old, new) else "better"
+        ratio = f"×{new / old:.2f}" if old else ""
+        rows.append([line.title, line.show(old), line.show(new), ratio, verdict])
+    return table(["metric", before, after, "ratio", "verdict"], rows, "lrrrl")
 
 
 def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]) -> bool:
@@ -226,11 +214,6 @@ def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]
         [value for run in runs if (value := line.value(run)) is not None] for runs in (old_runs, new_runs)
     )
     return min(new) > max(old) or max(new) < min(old)
-
-
-def _where(group: Together) -> str:
-    run = group.first
-    return f"`{run.server.model}`, {_place(run.environment, local=group.local)}"
 
 
 # ---------------------------------------------------------------------- parts

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.phases import find_phase, phase_names
@@ -43,20 +43,29 @@ class Story:
         title: as the page says it.
         clients: each request's arrival in seconds, its own prompt tokens, and the tokens it asks for.
         shared: the number of tokens that all prompts begin with.
+        turns: requests that continue the chat of an earlier request. Their arrival counts from the end of that
+            request's answer, and their prompt begins with its prompt and answer.
     """
 
     title: str
     clients: Sequence[tuple[float, int, int]]
     shared: int = 0
+    turns: Mapping[int, int] = field(default_factory=dict)
 
     def arrivals(self) -> Iterator[Arrival]:
         common = list(range(1, self.shared + 1))
         for index, (at_s, prompt, new) in enumerate(self.clients):
             own = range(1000 * (index + 1), 1000 * (index + 1) + prompt)
-            yield Arrival(index, at_s, [*common, *own], new)
+            before = self.turns.get(index)
+            yield Arrival(index, at_s, [*common, *own], new, after=before, continues=before is not None)
 
 
 STORIES = {
+    "three": Story(
+        "a question, a document, a chat's next turn",
+        [(0.00, 32, 14), (0.06, 10, 12), (0.11, 88, 10), (0.02, 8, 10)],
+        turns={3: 0},
+    ),
     "mixed": Story(
         "answers of all lengths",
         [

@@ -1,31 +1,55 @@
-"""Measured sections of pages: the main picture open, the rest folded, a tab for each model; and single ratios."""
+"""Measured sections of pages: one picture and one table, a tab for each model, the rest to fold; single ratios."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.files import Together
 from benchmarks.report import columns_of, median_of
-from docs.building.markdown import folded, indented
+from common.phases import find_phase, phase_names
+from docs.building.charts import measured_cell
+from docs.building.markdown import folded, indented, table
 from docs.building.results import (
     HEADLINES,
     LINES,
     PLOTS,
     RESULTS,
     chosen,
+    compared_table,
     complete_groups,
     group_table,
     measured_table,
     missing,
     setup_of,
-    sweep_table,
 )
 
 Entry = dict[str, Any]
 BARS = "bars"  # the figure that every comparison has
+
+#: The first three phases have no package: number, title, page and idea.
+BEFORE_PHASES = (
+    (1, "The model", "model", "from token ids to a score for every next token"),
+    (2, "Sampling", "sampling", "each token is chosen with one random number of its own request"),
+    (3, "The KV cache", "cache", "compute one token, not the whole text again"),
+)
+
+#: Of each phase: the figure and the server it is compared with, in words; then the arguments of `ratio`.
+HEADLINE_RATIOS = {
+    4: ("throughput", "`generate()`", "mixed", "generate()", "phase 4", "output tokens / s"),
+    5: ("first token, p99", "phase 4", "continuous_batching", "phase 4", "phase 5", "TTFT p99"),
+    6: ("throughput", "phase 5", "paged_attention", "phase 5", "phase 6", "output tokens / s"),
+    7: ("longest stall", "phase 6", "chunked_prefill", "phase 6", "phase 7", "longest stall"),
+    8: ("first token, p50", "phase 7", "prefix_caching", "phase 7", "phase 8", "TTFT p50"),
+    9: (
+        *("throughput", "one step at a time, tiny model", "baseline", "phase 9, pipeline-depth=0", "phase 9"),
+        *("output tokens / s", "zoo:llama-tiny"),
+    ),
+}
+SPECULATIVE = 10  # measured without a server
+
 REPEATS = 3  # fewest runs of each server: with fewer, chance decides
 
 
@@ -38,25 +62,71 @@ def measured_section(
     results: Path = RESULTS,
     folder: Path = PLOTS,
 ) -> str:
-    """Return a workload's newest comparisons that have these servers, with a tab for each model.
+    """Return one picture and one table of a workload's newest comparisons of these servers, a tab for each model.
 
     Args:
-        first: the name of the figure that is not folded.
+        labels: the servers. Of two, the table says which metric became better or worse.
+        first: the name of the figure.
         chats: the workload that shows the same effect with a model that chats; "" for none.
         root: from the page to the site's root.
     """
+    found = _comparisons(workload, labels, chats, results)
+    parts = [(group, _opening(group, labels, first, root, folder)) for group in found]
+    return _tabs(parts) if parts else missing(workload, labels)
+
+
+def measured_rest(
+    workload: str,
+    *labels: str,
+    first: str,
+    chats: str = "",
+    root: str = "../",
+    results: Path = RESULTS,
+    folder: Path = PLOTS,
+) -> str:
+    """Return the figures and servers that `measured_section` leaves out; arguments as there."""
+    found = _comparisons(workload, labels, chats, results)
+    return _tabs([(group, _others(group, labels, first, root, folder)) for group in found])
+
+
+def fold(title: str, caller: Callable[[], str]) -> str:
+    """Return the body of a call block, folded: `{% call fold("More") %} … {% endcall %}`."""
+    return folded(title, caller())
+
+
+def _comparisons(workload: str, labels: Sequence[str], chats: str, results: Path) -> list[Together]:
     found = chosen(workload, labels, results)
-    if not found:
-        return missing(workload, labels)
-    if chats:
-        found += chosen(chats, labels, results)
-    parts = [_story(group, labels, first, root, folder) for group in found]
-    if len(parts) == 1:
-        return parts[0]
-    tabs = [
-        f'=== "{_tab_title(group)}"\n\n{indented(part)}\n' for group, part in zip(found, parts, strict=True)
+    return found + chosen(chats, labels, results) if found and chats else found
+
+
+def _tabs(parts: Sequence[tuple[Together, str]]) -> str:
+    """Return a tab for each comparison with text; a single text as it is."""
+    shown = [(group, text) for group, text in parts if text]
+    if len(shown) == 1:
+        return shown[0][1]
+    return "\n".join(f'=== "{_tab_title(group)}"\n\n{indented(text)}\n' for group, text in shown)
+
+
+def headline_table() -> str:
+    """Return a row for each phase: its idea, and the figure that its page explains."""
+    rows = [
+        [f"[{number}: {title}](phases/{page}.md)", idea, ""] for number, title, page, idea in BEFORE_PHASES
     ]
-    return "\n".join(tabs)
+    for name in phase_names():
+        phase = find_phase(name).PHASE
+        page = f"phases/{name.partition('_')[2]}.md"
+        rows.append([f"[{phase.number}: {phase.title}]({page})", phase.idea, _headline(phase.number)])
+    return table(["phase", "the one idea", "measured"], rows, "lll")
+
+
+def _headline(phase: int) -> str:
+    if phase == SPECULATIVE:
+        times = measured_cell("speculative", "phase 9 ÷ phase 10", "edit, 1")
+        return f"tokens of phase 9 × {times}, for edited code and one client"
+    if phase not in HEADLINE_RATIOS:
+        return ""
+    name, against, *compared = HEADLINE_RATIOS[phase]
+    return f"{name} {ratio(*compared)} against {against}"
 
 
 def ratio(
@@ -106,11 +176,6 @@ def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS)
     return folded(title, measured_table(name, results))
 
 
-def folded_sweep(workload: str, *options: str, results: Path = RESULTS) -> str:
-    """Return a sweep's tables, folded."""
-    return folded("Each setting", sweep_table(workload, *options, results=results))
-
-
 def story_picture(
     workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
 ) -> str:
@@ -145,21 +210,34 @@ def picture(entry: Entry, root: str) -> str:
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"
 
 
-def _story(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
+def _opening(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
     entries = _drawn(group, labels, folder)
-    # A comparison without timelines has few figures.
-    first = first if any(entry["figure"] == first for entry in entries) else BARS
-    opening = [picture(entry, root) for entry in entries if entry["figure"] == first]
-    if opening and entries[0]["comparison"] != group.first.comparison:
-        opening.append(
+    shown = _shown_first(entries, first)
+    parts = [picture(entry, root) for entry in entries if entry["figure"] == shown]
+    if parts and entries[0]["comparison"] != group.first.comparison:
+        parts.append(
             "(The picture is of an earlier comparison, with more servers; the numbers are of the latest.)\n"
         )
-    others = [picture(entry, root) for entry in entries if entry["figure"] != first]
-    table = f"{setup_of(group)}\n\n{group_table(group, [line for line in LINES if line.title in HEADLINES])}"
-    parts = [*opening, folded("All numbers", table)]
-    if others:
-        parts.append(folded("More pictures", "\n".join(others)))
+    numbers = compared_table(group, *labels) if len(labels) == 2 else _all_servers(group)
+    return "\n".join([*parts, f"{setup_of(group)}\n\n{numbers}"])
+
+
+def _others(group: Together, labels: Sequence[str], first: str, root: str, folder: Path) -> str:
+    entries = _drawn(group, labels, folder)
+    shown = _shown_first(entries, first)
+    parts = [picture(entry, root) for entry in entries if entry["figure"] != shown]
+    if set(group.labels) != set(labels):
+        parts.insert(0, f"All servers of this comparison:\n\n{_all_servers(group)}")
     return "\n".join(parts)
+
+
+def _all_servers(group: Together) -> str:
+    return group_table(group, [line for line in LINES if line.title in HEADLINES])
+
+
+def _shown_first(entries: Sequence[Entry], first: str) -> str:
+    """Return the name of the figure to show first: a comparison without timelines has few."""
+    return first if any(entry["figure"] == first for entry in entries) else BARS
 
 
 def _drawn(group: Together, labels: Sequence[str], folder: Path) -> list[Entry]:

@@ -1,7 +1,8 @@
-"""Pages of phases beside the code: overrides, steps, exit criteria, cards."""
+"""Pages of phases beside the code: overrides, steps, exit criteria, the three requests."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.phases import find_phase, phase_names
-from docs.building import charts, overrides, stories
+from docs.building import charts, overrides, stories, three
 from tests.docs.support import ROOT
 
 PHASE_PAGES = {name: ROOT / "docs" / "phases" / f"{name.partition('_')[2]}.md" for name in phase_names()}
@@ -96,9 +97,42 @@ def test_a_measured_criterion_is_met_or_missed_as_the_page_says(phase: str) -> N
         assert status == ("met" if all(met) else "**missed**"), shown
 
 
-def test_every_phase_has_a_card() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    cards = re.findall(r"<strong>(\d+): (.+?)</strong><span>(.+?)</span>", text)
-    assert [int(number) for number, *_ in cards] == list(range(1, 1 + len(cards)))
+# ---------------------------------------------------------------------- the start page, and the three requests
+
+
+def test_the_start_page_has_every_phase_with_its_idea_and_a_figure() -> None:
+    rows = re.findall(
+        r"^\| \[(\d+): (.+?)\]\((.+?)\) \| (.+?) \| (.*?) \|$", stories.headline_table(), re.MULTILINE
+    )
+    assert [int(number) for number, *_ in rows] == list(range(1, 1 + len(rows)))
     phases = [find_phase(name).PHASE for name in phase_names()]
-    assert cards[3:] == [(str(phase.number), phase.title, phase.idea) for phase in phases]
+    assert [(number, title, idea) for number, title, _, idea, _ in rows[3:]] == [
+        (str(phase.number), phase.title, phase.idea) for phase in phases
+    ]
+    assert all((ROOT / "docs" / page).is_file() for _, _, page, *_ in rows)
+    assert all("×" in figure for *_, figure in rows[3:])
+
+
+def test_the_three_requests_show_what_their_pages_say() -> None:
+    served = {phase: three.served(phase) for phase in range(4, 11)}
+    question, document, turn = (
+        {phase: found[place] for phase, found in served.items()} for place in (1, 2, 3)
+    )
+    everybody = (question, document, turn)
+    assert min(each[4].waited for each in (question, document)) > 150, "they wait for the batch before"
+    assert max(each[phase].waited for each in everybody for phase in range(5, 10)) < 20
+    assert {each[4].held for each in everybody} == {88 + 12}
+    assert {each[5].held for each in everybody} == {128}
+    assert question[5].gap > 3 * question[7].gap, "the document's prompt is one step of phase 5"
+    assert [each[6].held for each in everybody] == [24, 104, 64]
+    for each in everybody:
+        same = [dataclasses.replace(each[phase], held=0) for phase in (5, 6)]
+        assert same[0] == same[1], "phase 6 changes the memory only"
+        assert each[9].finished < each[8].finished
+        assert each[9].gap < each[8].gap
+        assert each[10].finished < each[9].finished
+        assert each[10].gap > each[9].gap
+    assert document[7].first > document[6].first
+    assert turn[8].first < turn[7].first / 3
+    assert turn[9].first > turn[8].first
+    assert document[10].first > document[9].first

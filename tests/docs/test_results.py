@@ -66,10 +66,22 @@ def section(folder: Path, *compared: str) -> str:
     return stories.measured_section(*(compared or COMPARED), first="bars", results=folder, folder=folder)
 
 
+def rest(folder: Path) -> str:
+    """The part of a measured section that a page folds."""
+    results.groups.cache_clear()
+    return stories.measured_rest(*COMPARED, first="bars", results=folder, folder=folder)
+
+
+def verdicts(shown: str) -> dict[str, str]:
+    """Return the verdict on each metric in a table of two servers."""
+    rows = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("| ")]
+    return {row[0]: row[4].rstrip(" |") if len(row) > 4 else "" for row in rows[2:]}
+
+
 def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
     assert "--phases 4,5 --workload continuous_batching" in section(tmp_path)
     assert ".md" in ledger.ledger(tmp_path)
-    assert results.trade_offs(*COMPARED, tmp_path) == ""
+    assert stories.measured_rest(*COMPARED, first="bars", results=tmp_path, folder=tmp_path) == ""
     assert stories.story_picture(*COMPARED, first="cdf", root="", results=tmp_path, folder=tmp_path) == ""
     assert charts.line_chart("batch_size", "rows", "step, ms", title="", y_title="", results=tmp_path) == ""
     assert charts.measured_cell("batch_size", "step, ms", 8, tmp_path) == "(not measured yet)"
@@ -84,7 +96,8 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
     table = section(tmp_path)
     assert "**dummy:llama-60m** on A Processor, 2 cores" in table
     assert "median of 3 runs" in table
-    assert "| TTFT p99 | 2.00 s | **500 ms**  ×0.25 | – |" in table
+    assert "| TTFT p99 | 2.00 s | 500 ms | ×0.25 | better |" in table
+    assert "| TTFT p99 | 2.00 s | **500 ms**  ×0.25 | – |" in rest(tmp_path)
     shown = ledger.ledger(tmp_path)
     assert "7 runs in 1 comparisons" in shown
     assert "phase 5 is worse than what it is compared to: ITL p99 ×1.25" in shown
@@ -95,13 +108,12 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
 def test_a_readers_own_results_stand_beside_the_published_ones(tmp_path: Path) -> None:
     save(tmp_path)
     save(tmp_path / "local", comparison="20990101-000000")
-    for text in (section(tmp_path), results.trade_offs(*COMPARED, tmp_path)):
-        published, own = text.split("A Processor, 2 cores")[1:]
-        assert "measured in this checkout" not in published
-        assert own.startswith(", measured in this checkout")
+    published, own = section(tmp_path).split("A Processor, 2 cores")[1:]
+    assert "measured in this checkout" not in published
+    assert own.startswith(", measured in this checkout")
 
 
-def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> None:
+def test_a_verdict_needs_repeats_that_agree(tmp_path: Path) -> None:
     for repeat, (ttft, attained) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
         old = a_run("phase 4", 4, repeat=repeat, ttft=2 * ttft)
         new = a_run("phase 5", 5, repeat=repeat, ttft=ttft)
@@ -111,39 +123,34 @@ def test_trade_offs_name_what_got_better_and_what_got_worse(tmp_path: Path) -> N
         new.metrics.longest_stall_s = 1.4
         for run in (old, new):
             run.save(tmp_path)
-            run.server.model = "dummy:once"
-            if repeat == 1:
-                run.save(tmp_path)
-    said = results.trade_offs(*COMPARED, tmp_path)
-    assert said.count("\n- ") == said.count("\n- `dummy:llama-60m`, A Processor") == 1  # not of a single run
-    better, worse, alike = re.split(r"; \*\*", said)
-    assert "**better**: output tokens / s (400 → 500), TTFT p50 (1.00 s → 500 ms), TTFT p99" in better
-    assert "worse**: ITL p99 (400 ms → 500 ms), longest stall (900 ms → 1.40 s)" in worse
-    assert "ITL p50, SLO attainment" in alike
-    assert results.trade_offs("continuous_batching", "phase 5", "phase 6", tmp_path) == ""
+    shown = section(tmp_path)
+    assert "| output tokens / s | 400 | 500 | ×1.25 | better |" in shown
+    assert "| longest stall | 900 ms | 1.40 s | ×1.56 | **worse** |" in shown
+    found = verdicts(shown)
+    assert [found[title] for title in ("TTFT p50", "TTFT p99")] == ["better", "better"]
+    assert found["ITL p99"] == "**worse**"
+    assert [found[title] for title in ("ITL p50", "SLO attainment")] == ["alike", "alike"]
 
 
-def test_sentences_take_three_complete_runs_of_each_server(tmp_path: Path) -> None:
+def test_verdicts_and_ratios_take_three_complete_runs_of_each_server(tmp_path: Path) -> None:
     measured = {"results": tmp_path}
     for repeat in (1, 2, 3):
-        assert results.trade_offs(*COMPARED, tmp_path) == ""
         assert stories.ratio(*COMPARED, "TTFT p99", **measured) == "(not measured yet)"
         assert stories.ratios(*COMPARED, "TTFT p99", **measured) == "(not measured yet)"
         save(tmp_path, repeats=[repeat])
-    assert results.trade_offs(*COMPARED, tmp_path) != ""
+        assert any(verdicts(section(tmp_path)).values()) == (repeat == 3)
     assert stories.ratio(*COMPARED, "TTFT p99", **measured) == "×0.50"
     assert stories.ratios(*COMPARED, "TTFT p99", **measured) == "×0.50 (`dummy:llama-60m`)"
     assert stories.ratio(*COMPARED, "TTFT p99", "dummy:other", **measured) == "(not measured yet)"
     a_run("phase 5", 5, repeat=3, status="failed", metrics=None).save(tmp_path)
-    results.groups.cache_clear()
-    assert results.trade_offs(*COMPARED, tmp_path) == ""
+    assert not any(verdicts(section(tmp_path)).values())
 
 
 def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
     """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
 
     def pages() -> list[str]:
-        return [section(tmp_path), results.trade_offs(*COMPARED, tmp_path)]
+        return [section(tmp_path)]
 
     lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
     save(tmp_path)
@@ -180,7 +187,7 @@ def test_sweeps_have_tables_of_their_own(tmp_path: Path) -> None:
     assert "phase 4" in plain
 
 
-def test_a_section_has_a_tab_for_each_model_and_its_picture_first(tmp_path: Path) -> None:
+def test_a_section_has_a_tab_for_each_model_with_one_picture_and_one_table(tmp_path: Path) -> None:
     entries = {}
     for model, comparison in (("a", "20260102-030400"), ("b", "20260102-030401")):
         server = {"label": "phase 5", "order": 5, "model": f"dummy:{model}"}
@@ -203,11 +210,16 @@ def test_a_section_has_a_tab_for_each_model_and_its_picture_first(tmp_path: Path
     folders["folder"].mkdir()
     (tmp_path / "plots" / "captions.json").write_text(json.dumps(entries))
     results.groups.cache_clear()
-    shown = stories.measured_section("continuous_batching", "phase 5", first="cdf", **folders)
-    assert re.findall(r'^=== "(.+)"', shown, re.MULTILINE) == ["a", "b"]
+    asked = "continuous_batching", "phase 5"
+    shown = stories.measured_section(*asked, first="cdf", **folders)
+    left = stories.measured_rest(*asked, first="cdf", **folders)
+    for text in (shown, left):
+        assert re.findall(r'^=== "(.+)"', text, re.MULTILINE) == ["a", "b"]
     for model, part in zip("ab", shown.split("=== ")[1:], strict=True):
-        places = [part.index(text) for text in (f"{model}-cdf-light", "All numbers", f"{model}-bars-light")]
-        assert places == sorted(places)
+        assert part.index(f"{model}-cdf-light") < part.index("| TTFT p99 |")
+        assert f"{model}-bars" not in part
+        assert f"{model}-bars-light" in left
+        assert f"{model}-cdf" not in left
 
 
 def test_a_chart_keeps_its_marks_within_its_frame() -> None:
@@ -254,3 +266,13 @@ def test_bars_beside_vllm_are_the_newest_of_each_workload_on_one_machine(tmp_pat
     chart = peers.peer_chart(tmp_path)
     assert chart.count("<rect") == 4
     assert {"phase 9", "vLLM 1.0"} <= set(re.findall(r"phase 9|vLLM 1\.0", chart))
+
+
+def test_a_bar_chart_has_a_bar_for_each_row_as_long_as_its_value() -> None:
+    measured = charts.newest("speculative")
+    assert measured is not None
+    drawn = charts.bar_chart("speculative", "phase 9 ÷ phase 10", title="", labels=100)
+    widths = [float(width) for width in re.findall(r'<rect x="100" [^>]*width="([\d.]+)"', drawn)]
+    values = [float(row[list(measured.columns).index("phase 9 ÷ phase 10")]) for row in measured.rows]
+    assert len(widths) == len(values)
+    assert widths == pytest.approx([value / max(values) * max(widths) for value in values], abs=0.1)
