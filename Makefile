@@ -11,7 +11,8 @@
 #   make cluster PHASE=8 two replicas behind one address, on Ray (ARGS="--replicas 4" adds options)
 #   make test-cluster    the tests of that
 #   make learn PHASE=6   copy a phase without the bodies that are its idea into learn/, to write them
-#   make check PHASE=6   what holds of the copy, by the phase's own tests
+#   make check PHASE=6   what holds of the copy, by the phase's own tests: file, line, expected and got
+#   make serve LEARN=6   serve the copy; make compare LEARN=6 measures it beside the phase itself
 #   make size            lines of each part, and the functions that a decode step crosses
 #   make lint            style, types, and the one-way imports within the server
 #   make plots           draw every figure of the site from benchmarks/results
@@ -23,6 +24,7 @@
 
 PYTHON ?= python3
 PHASE ?= 9
+LEARN ?=
 ARGS ?=
 MODEL ?=
 PIP_ARGS ?=
@@ -33,7 +35,7 @@ BIN := .venv/bin
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help demo serve cluster learn check test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
+.PHONY: help demo serve compare cluster learn check test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
 
 # Prints the comment at the top of this file.
 help:
@@ -62,7 +64,11 @@ demo: .venv/base
 	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model '$(MODEL)')
 
 serve: .venv/base
-	$(BIN)/python -m infer serve '$(PHASE)' $(ARGS)
+	$(BIN)/python -m $(if $(LEARN),tutor serve '$(LEARN)',infer serve '$(PHASE)') $(ARGS)
+
+# ARGS are those of `infer compare`: without LEARN every phase is measured, or those that ARGS="--phases 5,9" names.
+compare: .venv/full
+	$(BIN)/python -m $(if $(LEARN),tutor compare '$(LEARN)',infer compare) $(ARGS)
 
 cluster: .venv/cluster
 	$(BIN)/python -m cluster --phase '$(PHASE)' $(ARGS)
