@@ -176,7 +176,7 @@ def copy_target(name: str, folder: str, setup: Setup) -> Target:
         raise StartupError(f"--copy {name}={folder}: there is no such folder")
     program = (sys.executable, "-m", "tutor.overlay", folder, find_phase_module(name))
     return replace(
-        phase, label=f"yours, {phase.label}", order=phase.order + 0.5, module=None, program=program
+        phase, label=f"your {phase.label}", order=phase.order + 0.5, module=None, program=program
     )
 
 

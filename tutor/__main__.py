@@ -64,7 +64,15 @@ def compare(exercise: Exercise, more: Sequence[str]) -> int:
     os.execve(sys.executable, command, os.environ | dict(exercise.environment))
 
 
-COMMANDS = {"learn": learn, "check": check, "serve": serve, "compare": compare}
+def step(exercise: Exercise, _: Sequence[str]) -> int:
+    """Draw the copy's steps beside those of the project's phases."""
+    from tutor.stepping import draw  # imports every phase, which the other commands do not need
+
+    print(f"open {shown(draw(exercise))} in a browser")
+    return 0
+
+
+COMMANDS = {"learn": learn, "check": check, "serve": serve, "compare": compare, "step": step}
 
 if __name__ == "__main__":
     sys.exit(main())
