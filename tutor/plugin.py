@@ -65,6 +65,8 @@ def pytest_runtest_makereport(
     if report.failed and known["outcome"] != "unwritten":
         assert call.excinfo is not None
         error = call.excinfo.value
+        while isinstance(error, BaseExceptionGroup):  # Hypothesis found several
+            error = error.exceptions[0]
         # An error that the engine caught is the cause of the assertion that fails afterwards.
         cause = _raised[0] if _raised and place_in(_tree(), error) is None else error
         place = place_in(_tree(), cause)
