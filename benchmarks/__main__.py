@@ -182,7 +182,7 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         extra=parse_options(options.option),
     )
     targets = targets_of(setup, options.phases, options.variant)
-    targets += [copy_target(*text.rpartition("=")[::2], setup) for text in options.copy]
+    targets += [copy_target(text, setup) for text in options.copy]
     targets += [peer_target(name, setup) for name in options.peer]
     if not targets:
         raise ValueError("nothing to compare: name --phases, a --variant, a --copy or a --peer")

@@ -165,19 +165,22 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
     return Target(label, order, module, options | variant, variant)
 
 
-def copy_target(name: str, folder: str, setup: Setup) -> Target:
-    """Return how to start a phase with the files of `folder` in place of its own (see `tutor.overlay`).
+def copy_target(text: str, setup: Setup) -> Target:
+    """Return how to start a phase with the files of a folder in place of its own (see `tutor.overlay`).
+
+    Args:
+        text: `5=learn/phase5`.
+        setup: the options that all servers have in common.
 
     Raises:
         StartupError: there is no such phase, or no such folder.
     """
+    name, _, folder = text.partition("=")
     phase = phase_target(name, setup)
-    if not Path(folder).is_dir():
-        raise StartupError(f"--copy {name}={folder}: there is no such folder")
+    if not (folder and Path(folder).is_dir()):
+        raise StartupError(f"--copy {text}: expected PHASE=FOLDER, such as 5=learn/phase5")
     program = (sys.executable, "-m", "tutor.overlay", folder, find_phase_module(name))
-    return replace(
-        phase, label=f"your {phase.label}", order=phase.order + 0.5, module=None, program=program
-    )
+    return replace(phase, label=f"your {phase.label}", order=phase.order + 0.5, module=None, program=program)
 
 
 # ---------------------------------------------------------------------------------------------- processes

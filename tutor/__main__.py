@@ -1,4 +1,4 @@
-"""`python -m tutor learn 6` sets an exercise up, `check 6` judges it, `serve 6`, `compare 6` and `step 6` run it."""
+"""`python -m tutor learn 6` sets an exercise up, `check 6` judges it; `serve`, `compare` and `step` run it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def learn(exercise: Exercise, _: Sequence[str]) -> int:
         print(f"  {file}")
         for name in names:
             print(f"      {name}")
-    print(f"\nmake check PHASE={exercise.name} says what holds. The same files in the checkout have the bodies.")
+    print(
+        f"\nmake check PHASE={exercise.name} says what holds. The same files in the checkout have the bodies."
+    )
     return 0
 
 

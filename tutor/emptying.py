@@ -45,7 +45,9 @@ def empty(text: str, module: str, names: Sequence[str]) -> str:
     found = dict(_functions(ast.parse(text)))
     if missing := [name for name in names if name not in found]:
         raise ValueError(f"{module} has no {', '.join(missing)}")
-    for name in sorted(names, key=lambda name: -found[name].lineno):  # from the end: earlier lines keep their place
+    for name in sorted(
+        names, key=lambda name: -found[name].lineno
+    ):  # from the end: earlier lines keep their place
         function = found[name]
         doc = ast.get_docstring(function)
         first = function.body[0]

@@ -1,4 +1,4 @@
-"""Judges a learner's files: runs an exercise's tests with them in place of the project's, and reports the results."""
+"""Judges a learner's files: runs an exercise's tests with them in place of the project's. Reports the results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
     why: dict[str, dict[str, list[str]]] = {"held": {}, "failed": {}, "unwritten": {}}
     for name, each in found.items():
         why[each["outcome"]][name] = each["why"]
-    return Judgement(set(why["held"]), why["failed"], {name: each[0] for name, each in why["unwritten"].items()})
+    return Judgement(
+        set(why["held"]), why["failed"], {name: each[0] for name, each in why["unwritten"].items()}
+    )
 
 
 def report(exercise: Exercise, judgement: Judgement) -> str:
@@ -111,7 +113,9 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
     yield f"  {idea.title:<{width}}{state}" + (f", needs {names}" if names else "")
     for words in owed:
         if words not in seen:
-            yield textwrap.fill(words, LINE, initial_indent="      to be written: ", subsequent_indent=" " * 10)
+            yield textwrap.fill(
+                words, LINE, initial_indent="      to be written: ", subsequent_indent=" " * 10
+            )
     seen.update(owed)
     for test in failed[:SHOWN]:
         yield f"      does not hold: {sentence(test)}"

@@ -51,14 +51,19 @@ class Overlay(MetaPathFinder):
         self.tree = tree
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the project's folder
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         *parents, _ = name.split(".")
         found = PathFinder.find_spec(name, [str(self.tree.joinpath(*parents))], target)
-        return found if found is not None and found.has_location else None  # else a folder: the project's package
+        return (
+            found if found is not None and found.has_location else None
+        )  # else a folder: the project's package
 
 
-def install(tree: Path, watch: ErrorWatcher = lambda error: None) -> None:
+def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
     """Replace modules by those below `tree`, and say of each logged error where in the tree it was raised.
 
     Args:
@@ -74,7 +79,8 @@ def install(tree: Path, watch: ErrorWatcher = lambda error: None) -> None:
         logged = record.args if isinstance(record.args, tuple) else ()
         error = raised or next((each for each in logged if isinstance(each, BaseException)), None)
         if error is not None and (place := place_in(tree, error)):
-            watch(error)
+            if watch is not None:
+                watch(error)
             record.msg = f"{record.getMessage()}\n  {place}: {in_words(error)}\n    {place.code}"
             record.args, record.exc_info = (), None
         return record

@@ -20,7 +20,9 @@ VALUE = 300  # most characters of a value
 
 _results: dict[str, Any] = {}
 _compared: list[tuple[str, object, object]] = []  # what the running test's failed assertions compare
-_raised: list[BaseException] = []  # errors that were raised in the tree, and that the engine caught, in this test
+_raised: list[
+    BaseException
+] = []  # errors that were raised in the tree, and that the engine caught, in this test
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,7 +73,10 @@ def pytest_runtest_makereport(
         cause = _raised[0] if _raised and place_in(_tree(), error) is None else error
         place = place_in(_tree(), cause)
         if isinstance(cause, NotImplementedError):
-            known |= {"outcome": "unwritten", "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"]}
+            known |= {
+                "outcome": "unwritten",
+                "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"],
+            }
         elif known["outcome"] == "held":
             known |= {"outcome": "failed", "why": list(_lines(item, error, cause))}
     return report

@@ -51,9 +51,7 @@ def draw(exercise: Exercise) -> Path:
     (folder / "assets" / "viewer.css").write_text(viewer_style(), encoding="utf-8")
     shutil.copy(ROOT / "docs" / "assets" / "stepper.js", folder / "assets")
     phase = int(exercise.name)
-    body = stepper(
-        f"{phase}{YOURS}", phase, "mixed", copies={f"{phase}{YOURS}": exercise.title.capitalize()}
-    )
+    body = stepper(f"{phase}{YOURS}", phase, "mixed", copies={f"{phase}{YOURS}": exercise.title.capitalize()})
     page = folder / "index.html"
     page.write_text(HEAD + body, encoding="utf-8")
     return page

@@ -156,13 +156,13 @@ def stepper(
         copies: titles of further phases, such as {"5-yours": "Continuous batching"}.
         root: from the page to the site's root.
     """
+    phases = [find_phase(name).PHASE for name in phase_names()]
     choices = {
         "seats": SEATS,
         "blocks": BLOCKS,
         "chunks": CHUNKS,
         "stories": {name: each.title for name, each in STORIES.items()},
-        "phases": {find_phase(name).PHASE.number: find_phase(name).PHASE.title for name in phase_names()}
-        | (copies or {}),
+        "phases": {str(phase.number): phase.title for phase in phases} | dict(copies or {}),
         "blocks_from": PHASES_WITH_BLOCKS,
         "chunks_from": PHASES_WITH_CHUNKS,
         "max_seq_len": MAX_SEQ_LEN,

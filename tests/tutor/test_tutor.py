@@ -32,7 +32,7 @@ def functions(path: Path) -> dict[str, ast.FunctionDef]:
 
 
 def test_every_chapter_and_phase_has_one() -> None:
-    assert NAMES == ["1", "2", "3", *(str(phase_number(name)) for name in phase_names()), "kernel"]
+    assert ["1", "2", "3", *(str(phase_number(name)) for name in phase_names()), "kernel"] == NAMES
     assert [load_exercise(str(phase_number(name))).serves for name in phase_names()] == phase_names()
 
 
@@ -232,7 +232,10 @@ def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("def broken(:\n", "program.py:1: SyntaxError: "), ("\nnothing\n", "program.py:2, in <module>: NameError")],
+    [
+        ("def broken(:\n", "program.py:1: SyntaxError: "),
+        ("\nnothing\n", "program.py:2, in <module>: NameError"),
+    ],
 )
 def test_a_file_that_cannot_be_run_is_named(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(text)
