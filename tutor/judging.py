@@ -106,7 +106,7 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
     owed = list(dict.fromkeys(judgement.unwritten[t] for t in idea.tests if t in judgement.unwritten))
     count = sum(test in judgement.held for test in idea.tests)
     if not failed and not owed:
-        yield f"  {idea.title:<{width}}holds ({count} tests)"
+        yield f"  {idea.title:<{width}}holds ({count} {'test' if count == 1 else 'tests'})"
         return
     state = f"{count} of {len(idea.tests)} tests hold" if count or failed else "not written yet"
     names = ", ".join(words.partition(":")[0] for words in owed if words in seen)

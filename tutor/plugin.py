@@ -28,6 +28,10 @@ _raised: list[
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Import the learner's modules before any test is read, so that every later import gets them."""
+    import torch
+
+    if not torch.cuda.is_available():  # as in tests/conftest.py, which pytest reads later
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     tree = Path(os.environ[TREE])
     install(tree, _note)
     try:
