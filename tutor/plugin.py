@@ -75,6 +75,10 @@ def pytest_runtest_makereport(
             error = error.exceptions[0]
         # An error that the engine caught is the cause of the assertion that fails afterwards.
         cause = _raised[0] if _raised and place_in(_tree(), error) is None else error
+        while cause.__cause__ is not None and place_in(
+            _tree(), cause.__cause__
+        ):  # as Triton's interpreter raises
+            cause = cause.__cause__
         place = place_in(_tree(), cause)
         if isinstance(cause, NotImplementedError):
             known |= {
