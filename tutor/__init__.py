@@ -1,4 +1,4 @@
-"""Exercises: files of a phase without the bodies that are its idea, judged by the phase's tests, served and measured.
+"""Exercises: files of a phase without the bodies that are its idea. The phase's tests judge what you write.
 
 ```text
 make learn PHASE=6     phase6_paged/scheduler.py …  copied, without some bodies
