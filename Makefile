@@ -13,7 +13,10 @@
 #   make cluster PHASE=8 two replicas behind one address, on Ray (ARGS="--replicas 4" adds options)
 #   make test-cluster    the tests of that
 #   make learn PHASE=6   copy a phase without the bodies that are its idea into learn/, to write them
-#   make check PHASE=6   what holds of the copy, by the phase's own tests
+#   make check PHASE=6   what holds of the copy, by the phase's own tests: file, line, expected and got
+#   make serve LEARN=6   serve the copy; its log names the line of the copy that raises
+#   make compare LEARN=6 measure the copy beside the phase itself, in one table
+#   make step LEARN=6    draw the copy's steps beside those of any phase, in a page to open
 #   make size            lines of each part, and the functions that a decode step crosses
 #   make lint            style, types, and the one-way imports within the server
 #   make plots           draw every figure of the site from benchmarks/results
@@ -25,6 +28,7 @@
 
 PYTHON ?= python3
 PHASE ?= 9
+LEARN ?=
 ARGS ?=
 MODEL ?=
 PIP_ARGS ?=
@@ -37,7 +41,7 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help gpu demo serve cluster learn check test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
+.PHONY: help gpu demo serve compare cluster learn check step test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
 
 # Prints the comment at the top of this file.
 help:
@@ -66,7 +70,11 @@ demo: .venv/base
 	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model '$(MODEL)')
 
 serve: .venv/base
-	$(BIN)/python -m infer serve '$(PHASE)' $(ARGS)
+	$(BIN)/python -m $(if $(LEARN),tutor serve '$(LEARN)',infer serve '$(PHASE)') $(ARGS)
+
+# ARGS are those of `infer compare`: without LEARN every phase is measured, or those that ARGS="--phases 5,9" names.
+compare: .venv/full
+	$(BIN)/python -m $(if $(LEARN),tutor compare '$(LEARN)',infer compare) $(ARGS)
 
 cluster: .venv/cluster
 	$(BIN)/python -m cluster --phase '$(PHASE)' $(ARGS)
@@ -104,6 +112,9 @@ learn: .venv/full
 # Exit code 1 says that something does not hold yet: the report said so, and make need not call it an error.
 check: .venv/full
 	@$(BIN)/python -m tutor check '$(PHASE)' || test $$? -eq 1
+
+step: .venv/full
+	@$(BIN)/python -m tutor step '$(LEARN)'
 
 bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching

@@ -22,7 +22,7 @@ from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.peers.registry import peer_target
 from benchmarks.report import report, summary
 from benchmarks.results import LOCAL, RESULTS, Run
-from benchmarks.servers import ForeignServer, Options, Setup, Target, phase_target
+from benchmarks.servers import ForeignServer, Options, Setup, Target, copy_target, phase_target
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
@@ -71,6 +71,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
         default=[],
         help="also measure: generate, vllm=FOLDER (the virtual environment that has it), or the URL of a server "
         "that runs; may be repeated",
+    )
+    add(
+        "--copy",
+        action="append",
+        default=[],
+        metavar="PHASE=FOLDER",
+        help="also measure a phase with the files of a folder in place of its own: 5=learn/phase5 (`make learn`)",
     )
     add("--model", default="dummy:llama-60m", help="every server's (dummy:llama-60m)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -175,9 +182,10 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         extra=parse_options(options.option),
     )
     targets = targets_of(setup, options.phases, options.variant)
+    targets += [copy_target(text, setup) for text in options.copy]
     targets += [peer_target(name, setup) for name in options.peer]
     if not targets:
-        raise ValueError("nothing to compare: name --phases, a --variant or a --peer")
+        raise ValueError("nothing to compare: name --phases, a --variant, a --copy or a --peer")
     checkpoint = open_checkpoint(options.model)
     repeats = options.repeats or (1 if options.quick else 3)
     return _measure(options, console, targets, PromptWriter(checkpoint.tokenizer()), options.model, repeats)

@@ -174,7 +174,14 @@ def run_once(
         progress.console.print(
             f"[red]{escape(target.label)}, {workload.name}: {run.status}[/red]: {escape(run.reason or '')}"
         )
+        progress.console.print("\n".join(first_error(info.log)), markup=False, highlight=False)
     return run
+
+
+def first_error(log: Sequence[str]) -> Sequence[str]:
+    """Return the first error in a server's log: its line, and the two lines below it that say where."""
+    at = next((i for i, line in enumerate(log) if " ERROR " in line), len(log))
+    return log[at : at + 3]
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -162,6 +163,24 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
     label = ", ".join((f"phase {number}", *(f"{k}={v}" if v else k for k, v in variant.items())))
     order = number + place * VARIANT_STEP
     return Target(label, order, module, options | variant, variant)
+
+
+def copy_target(text: str, setup: Setup) -> Target:
+    """Return how to start a phase with the files of a folder in place of its own (see `tutor.overlay`).
+
+    Args:
+        text: `5=learn/phase5`.
+        setup: the options that all servers have in common.
+
+    Raises:
+        StartupError: there is no such phase, or no such folder.
+    """
+    name, _, folder = text.partition("=")
+    phase = phase_target(name, setup)
+    if not (folder and Path(folder).is_dir()):
+        raise StartupError(f"--copy {text}: expected PHASE=FOLDER, such as 5=learn/phase5")
+    program = (sys.executable, "-m", "tutor.overlay", folder, find_phase_module(name))
+    return replace(phase, label=f"your {phase.label}", order=phase.order + 0.5, module=None, program=program)
 
 
 # ---------------------------------------------------------------------------------------------- processes

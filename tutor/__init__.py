@@ -1,11 +1,13 @@
-"""Exercises: a copy of a phase's package without the bodies of its main methods, judged by the phase's tests.
+"""Exercises: files of a phase without the bodies that are its idea. The phase's tests judge what you write.
 
 ```text
-make learn PHASE=6     phase6_paged/            copied, without the bodies of the main methods
-                         └─> learn/phase6/phase6_paged/
-make check PHASE=6     tests/phase6_paged/      run with the copy in place of the real package
-                         └─> tests that pass, tests that fail, methods not written yet, and a hint
+make learn PHASE=6     phase6_paged/scheduler.py …  copied, without some bodies
+                         └─> learn/phase6/phase6_paged/scheduler.py …
+make check PHASE=6     tests/phase6_paged/          run with the copies in place of these modules (`tutor.overlay`)
+make serve LEARN=6     python -m phase6_paged       served with the copies in place
+make compare LEARN=6   infer compare                with both beside each other
+make step LEARN=6      the stepper's page           with the copy as a further phase
 ```
 
-`learn.toml`, beside each phase's tests, lists the emptied methods, the tests of each idea, and the hints.
+`learn.toml`, beside each phase's tests, lists the bodies to remove, the tests of each idea, and the hints.
 """

@@ -1,56 +1,80 @@
-"""`python -m tutor learn 6` sets an exercise up, `python -m tutor check 6` judges it."""
+"""`python -m tutor learn 6` sets an exercise up, `check 6` judges it; `serve`, `compare` and `step` run it."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from common.errors import StartupError
 from tutor.emptying import set_up
-from tutor.exercise import ROOT, load_exercise
+from tutor.exercise import Exercise, load_exercise, shown
 from tutor.judging import judge, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 on success, 1 if a test of the copy fails, 2 if nothing was done."""
     parser = argparse.ArgumentParser(prog="python -m tutor", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="learn | check")
-    for name, command, what in (
-        ("learn", _learn, "copy a phase, its idea taken out"),
-        ("check", _check, "what holds of the copy, and what does not"),
-    ):
-        sub = commands.add_parser(name, help=what)
-        sub.add_argument("phase", help="number or name")
+    commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.__doc__, add_help=False)
+        sub.add_argument("exercise", help="number of a phase, or kernel")
         sub.set_defaults(command=command)
-    options = parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
     try:
-        code: int = options.command(options.phase)
+        code: int = options.command(load_exercise(options.exercise), more)
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return code
 
 
-def _learn(phase: str) -> int:
-    exercise = load_exercise(phase)
-    taken = set_up(exercise)
-    place = exercise.tree.relative_to(ROOT)
-    print(f"Phase {exercise.number}, {exercise.title.lower()}: {place} is yours. To be written:\n")
-    for path, methods in taken.items():
-        print(f"  {path}")
-        for method in methods:
-            print(f"      {method}")
-    print(f"\nmake check PHASE={exercise.number} says what holds. The real ones are in {exercise.package}/.")
+def learn(exercise: Exercise, _: Sequence[str]) -> int:
+    """Copy a phase's modules without the bodies that are its idea."""
+    set_up(exercise)
+    print(f"{shown(exercise.tree)} is yours. To be written:\n")
+    for file, names in exercise.empty.items():
+        print(f"  {file}")
+        for name in names:
+            print(f"      {name}")
+    print(
+        f"\nmake check PHASE={exercise.name} says what holds. The same files in the checkout have the bodies."
+    )
     return 0
 
 
-def _check(phase: str) -> int:
-    exercise = load_exercise(phase)
+def check(exercise: Exercise, _: Sequence[str]) -> int:
+    """Say which tests of the phase hold of the copy, and where the others fail."""
     judgement = judge(exercise)
     print(report(exercise, judgement))
     return 0 if judgement.all_hold else 1
 
+
+def serve(exercise: Exercise, more: Sequence[str]) -> int:
+    """Serve the copy. Further options are the server's."""
+    tree = exercise.written_tree()
+    command = [sys.executable, "-m", "tutor.overlay", str(tree), exercise.serves, *more]
+    os.execve(sys.executable, command, os.environ | dict(exercise.environment))
+
+
+def compare(exercise: Exercise, more: Sequence[str]) -> int:
+    """Measure the copy beside the project's own. Further options are those of `infer compare`."""
+    phase = exercise.serves
+    command = [sys.executable, "-m", "benchmarks", "compare", "--phases", phase]
+    command += ["--copy", f"{phase}={exercise.written_tree()}", *(more or ["--quick"])]
+    os.execve(sys.executable, command, os.environ | dict(exercise.environment))
+
+
+def step(exercise: Exercise, _: Sequence[str]) -> int:
+    """Draw the copy's steps beside those of the project's phases."""
+    from tutor.stepping import draw  # imports every phase, which the other commands do not need
+
+    print(f"open {shown(draw(exercise))} in a browser")
+    return 0
+
+
+COMMANDS = {"learn": learn, "check": check, "serve": serve, "compare": compare, "step": step}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,16 +1,16 @@
-"""Reads a phase's exercise from `learn.toml` beside its tests."""
+"""Reads an exercise from `learn.toml` beside its tests."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import StartupError
-from common.phases import find_phase
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -21,7 +21,7 @@ _SECTION = re.compile(r"# -{20,} (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Idea:
-    """A part of a phase's idea.
+    """A part of an exercise.
 
     Attributes:
         title: its name in the report.
@@ -51,59 +51,74 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """The exercise of one phase.
+    """One exercise.
 
     Attributes:
-        number: the phase's number.
-        package: the phase's module name.
+        name: the phase's number, or `kernel`.
         title: the phase's title.
-        empty: methods to be emptied: `module.Class.method`, or `module.Class` for all but `__init__`.
+        empty: the bodies to write: `function` or `Class.method`, by file.
         ideas: the parts that the report lists.
         hints: the hints. The report shows the first that fits.
+        serves: the phase that runs the learner's code.
+        environment: variables that the tests and the server need, so that the learner's code is what runs.
     """
 
-    number: int
-    package: str
+    name: str
     title: str
-    empty: tuple[str, ...]
+    empty: Mapping[str, tuple[str, ...]]
     ideas: tuple[Idea, ...]
     hints: tuple[Hint, ...]
+    serves: str
+    environment: Mapping[str, str]
 
     @property
     def tree(self) -> Path:
         """The folder of the learner's copy."""
-        return TREES / f"phase{self.number}"
+        return TREES / (f"phase{self.name}" if self.name.isdecimal() else self.name)
 
-    @property
-    def source(self) -> Path:
-        return ROOT / self.package
+    def written_tree(self) -> Path:
+        """Return the folder of the learner's copy. StartupError: there is none."""
+        if not self.tree.is_dir():
+            raise StartupError(f"there is no {shown(self.tree)}: make learn PHASE={self.name} sets it up")
+        return self.tree
 
 
-def load_exercise(phase: str) -> Exercise:
-    """Return the exercise of a phase, given by number or name.
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def exercise_names() -> list[str]:
+    """Return the names of all exercises, phases first."""
+    return sorted(_folders(), key=lambda name: (not name.isdecimal(), name.zfill(2)))
+
+
+def _folders() -> dict[str, Path]:
+    found = (path.parent for path in TESTS.glob("*/learn.toml"))
+    return {folder.name.removeprefix("phase").partition("_")[0]: folder for folder in found}
+
+
+def load_exercise(name: str) -> Exercise:
+    """Return the exercise of a phase, given by number, or the kernel's.
 
     Raises:
-        StartupError: there is no such phase, or it has no exercise.
+        StartupError: there is no such exercise.
     """
-    found = find_phase(phase).PHASE
-    folder = TESTS / found.slug
-    try:
-        entries = tomllib.loads((folder / "learn.toml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StartupError(
-            f"{found.slug} has no exercise here: {folder / 'learn.toml'} is missing; "
-            "exercises need a checkout of the repository"
-        ) from None
+    folder = _folders().get(name)
+    if folder is None:
+        known = ", ".join(exercise_names()) or "none: exercises need a checkout of the repository"
+        raise StartupError(f"no exercise {name!r}; there are {known}")
+    entries = tomllib.loads((folder / "learn.toml").read_text(encoding="utf-8"))
     return Exercise(
-        number=found.number,
-        package=found.slug,
-        title=found.title,
-        empty=tuple(entries["empty"]),
+        name=name,
+        title=entries["title"],
+        empty={file: tuple(names) for file, names in entries["empty"].items()},
         ideas=tuple(_idea(folder, each) for each in entries["idea"]),
         hints=tuple(
             Hint(frozenset(each["fails"]), frozenset(each.get("holds", ())), each["says"])
             for each in entries.get("hint", ())
         ),
+        serves=entries.get("serves", folder.name),
+        environment=entries.get("environment", {}),
     )
 
 
@@ -125,7 +140,7 @@ def find_tests(folder: Path, part: str) -> list[str]:
             f"{part!r} is neither a file of tests, nor one of its tests, nor one of its headings"
         )
     file, name, heading = match.groups()
-    path = folder / file
+    path = (folder / file).resolve()
     text = path.read_text(encoding="utf-8")
     sections = {i: found[1] for i, line in enumerate(text.splitlines(), 1) if (found := _SECTION.match(line))}
     tests = []

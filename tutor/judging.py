@@ -1,4 +1,4 @@
-"""Judges a learner's package: runs the phase's tests with it in place of the real one, and reports the results."""
+"""Judges a learner's files: runs an exercise's tests with them in place of the project's. Reports the results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from common.errors import StartupError
 from tutor import plugin
-from tutor.exercise import ROOT, Exercise, Idea, sentence
+from tutor.exercise import ROOT, Exercise, Idea, sentence, shown
 
 TEST_TIMEOUT_S = 30  # for each test: an endless loop fails one test only
-SHOWN = 4  # most tests of one idea in the report
+SHOWN = 3  # most tests of one idea in the report
 LINE = 110
 
 
@@ -27,13 +27,13 @@ class Judgement:
 
     Attributes:
         held: names of tests that passed.
-        failed: tests that failed, with the reason.
-        unwritten: tests that called a method that is not written yet, with that method's task.
-        broken: why the package cannot be imported; "" if it can.
+        failed: tests that failed. The lines say where, and what was got and expected.
+        unwritten: tests that called a function that is not written yet, with its task and its place.
+        broken: why the learner's files cannot be imported; "" if they can.
     """
 
     held: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, list[str]] = field(default_factory=dict)
     unwritten: dict[str, str] = field(default_factory=dict)
     broken: str = ""
 
@@ -48,32 +48,14 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
     Raises:
         StartupError: there is no tree, or the tests could not be run.
     """
-    tree = exercise.tree if tree is None else tree
-    if not (tree / exercise.package).is_dir():
-        raise StartupError(
-            f"there is no {exercise.package} in {tree}: make learn PHASE={exercise.number} sets it up"
-        )
+    tree = exercise.written_tree() if tree is None else tree
     tests = [test for idea in exercise.ideas for test in idea.tests]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--tb=no",
-            "-p",
-            "tutor.plugin",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += [f"--timeout={TEST_TIMEOUT_S}", *dict.fromkeys(tests)]
-        settings = {
-            plugin.TREE: str(tree.resolve()),
-            plugin.PACKAGE: exercise.package,
-            plugin.RESULTS: str(results),
-            "OMP_NUM_THREADS": "1",
-        }
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "tutor.plugin"]
+        command += ["-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", *dict.fromkeys(tests)]
+        settings = {plugin.TREE: str(tree.resolve()), plugin.RESULTS: str(results), "OMP_NUM_THREADS": "1"}
+        settings |= exercise.environment
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False
         )
@@ -82,11 +64,12 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
         return Judgement(broken=found[plugin.BROKEN])
     if set(tests) - found.keys():
         raise StartupError(f"the tests could not be run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    by_outcome = {
-        outcome: {name: each["why"] for name, each in found.items() if each["outcome"] == outcome}
-        for outcome in ("held", "failed", "unwritten")
-    }
-    return Judgement(set(by_outcome["held"]), by_outcome["failed"], by_outcome["unwritten"])
+    why: dict[str, dict[str, list[str]]] = {"held": {}, "failed": {}, "unwritten": {}}
+    for name, each in found.items():
+        why[each["outcome"]][name] = each["why"]
+    return Judgement(
+        set(why["held"]), why["failed"], {name: each[0] for name, each in why["unwritten"].items()}
+    )
 
 
 def report(exercise: Exercise, judgement: Judgement) -> str:
@@ -95,41 +78,50 @@ def report(exercise: Exercise, judgement: Judgement) -> str:
 
 
 def _lines(exercise: Exercise, judgement: Judgement) -> Iterator[str]:
-    yield f"Phase {exercise.number}, {exercise.title.lower()}"
+    yield f"{in_words(exercise)}"
     yield ""
     if judgement.broken:
-        yield f"Your {exercise.package} cannot be imported: {judgement.broken}"
+        yield f"It cannot be imported. {judgement.broken}"
         return
     width = max(len(idea.title) for idea in exercise.ideas) + 2
+    seen: set[str] = set()
     for idea in exercise.ideas:
-        yield from _of_idea(idea, judgement, width)
+        yield from _of_idea(idea, judgement, width, seen)
+    yield ""
     if judgement.all_hold:
-        yield ""
-        yield f"All of it holds: what you have written is phase {exercise.number}."
-    hint = hint_for(exercise, judgement)
-    if hint:
-        yield ""
+        yield f"All of it holds. Serve it: make serve LEARN={exercise.name}"
+    elif hint := hint_for(exercise, judgement):
         yield textwrap.fill(f"Hint: {hint}", LINE, subsequent_indent="  ")
 
 
-def _of_idea(idea: Idea, judgement: Judgement, width: int) -> Iterator[str]:
+def in_words(exercise: Exercise) -> str:
+    """Return an exercise's name and the folder of the learner's copy."""
+    name = f"Phase {exercise.name}" if exercise.name.isdecimal() else exercise.name.capitalize()
+    return f"{name}, {exercise.title}, as written in {shown(exercise.tree)}"
+
+
+def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> Iterator[str]:
+    """Yield the lines of one idea. A function that an earlier idea needs, too, is only named: it is in `seen`."""
     failed = [test for test in idea.tests if test in judgement.failed]
     owed = list(dict.fromkeys(judgement.unwritten[t] for t in idea.tests if t in judgement.unwritten))
     count = sum(test in judgement.held for test in idea.tests)
     if not failed and not owed:
-        yield f"  {idea.title:<{width}}holds ({count} tests)"
+        yield f"  {idea.title:<{width}}holds ({count} {'test' if count == 1 else 'tests'})"
         return
     state = f"{count} of {len(idea.tests)} tests hold" if count or failed else "not written yet"
-    yield f"  {idea.title:<{width}}{state}"
-    yield from _some("to be written", owed)
-    yield from _some("does not hold", [f"{sentence(test)} ({judgement.failed[test]})" for test in failed])
-
-
-def _some(what: str, lines: list[str]) -> Iterator[str]:
-    for line in lines[:SHOWN]:
-        yield _shortened(f"{what}: {line}", " " * 6)
-    if len(lines) > SHOWN:
-        yield f"      … and {len(lines) - SHOWN} more"
+    names = ", ".join(words.partition(":")[0] for words in owed if words in seen)
+    yield f"  {idea.title:<{width}}{state}" + (f", needs {names}" if names else "")
+    for words in owed:
+        if words not in seen:
+            yield textwrap.fill(
+                words, LINE, initial_indent="      to be written: ", subsequent_indent=" " * 10
+            )
+    seen.update(owed)
+    for test in failed[:SHOWN]:
+        yield f"      does not hold: {sentence(test)}"
+        yield from (f"          {line}" for line in judgement.failed[test])
+    if len(failed) > SHOWN:
+        yield f"      … and {len(failed) - SHOWN} more"
 
 
 def hint_for(exercise: Exercise, judgement: Judgement) -> str:
@@ -138,7 +130,3 @@ def hint_for(exercise: Exercise, judgement: Judgement) -> str:
         {test.rpartition("::")[2] for test in tests} for tests in (judgement.failed, judgement.held)
     )
     return next((hint.says for hint in exercise.hints if hint.fits(failed, held)), "")
-
-
-def _shortened(line: str, indent: str) -> str:
-    return indent + textwrap.shorten(line, LINE - len(indent), placeholder=" …")

@@ -1,33 +1,64 @@
-"""A pytest plugin: puts the learner's package in place of the real one, and writes the results for the tutor."""
+"""A pytest plugin: puts the learner's files in place of the project's, and writes the results for the tutor."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-import sys
+import textwrap
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TREE, PACKAGE, RESULTS = "TUTOR_TREE", "TUTOR_PACKAGE", "TUTOR_RESULTS"  # in the environment
+from tutor.overlay import in_words, install, place_in
+
+TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # in the environment
 BROKEN = ""  # key of the import error in the results: no test has this name
+VALUE = 300  # most characters of a value
 
 _results: dict[str, Any] = {}
+_compared: list[tuple[str, object, object]] = []  # what the running test's failed assertions compare
+_raised: list[
+    BaseException
+] = []  # errors that were raised in the tree, and that the engine caught, in this test
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Import the learner's package before any test is read, so that every later import gets it."""
-    sys.path.insert(0, os.environ[TREE])
+    """Import the learner's modules before any test is read, so that every later import gets them."""
+    import torch
+
+    if not torch.cuda.is_available():  # as in tests/conftest.py, which pytest reads later
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    tree = Path(os.environ[TREE])
+    install(tree, _note)
     try:
-        importlib.import_module(os.environ[PACKAGE])
+        for path in sorted(tree.rglob("*.py")):
+            importlib.import_module(".".join(path.relative_to(tree).with_suffix("").parts))
     except Exception as error:  # whatever a learner's module raises
-        _results[BROKEN] = f"{type(error).__name__}: {error}"
+        place = place_in(tree, error)
+        _results[BROKEN] = f"{place}: {in_words(error)}" if place else in_words(error)
         _write()
-        pytest.exit("the package cannot be imported", 3)
+        pytest.exit("a module cannot be imported", 3)
+
+
+def _note(error: BaseException) -> None:
+    """Note an error that the engine caught, unless a test's own model raised it on purpose."""
+    if place_in(Path(__file__).parents[1] / "tests", error) is None:
+        _raised.append(error)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _compared.clear()
+    _raised.clear()
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> None:
+    """Note both values of a comparison that fails. (Returns nothing: the assertion's own text stays.)"""
+    _compared.append((op, left, right))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,21 +67,55 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     # One result for all parameters of a test: "unwritten" if any is, else the first failure.
-    known = _results.setdefault(item.nodeid.partition("[")[0], {"outcome": "held", "why": ""})
+    known = _results.setdefault(item.nodeid.partition("[")[0], {"outcome": "held", "why": []})
     if report.failed and known["outcome"] != "unwritten":
         assert call.excinfo is not None
         error = call.excinfo.value
-        if isinstance(error, NotImplementedError):
-            known |= {"outcome": "unwritten", "why": str(error)}
+        while isinstance(error, BaseExceptionGroup):  # Hypothesis found several
+            error = error.exceptions[0]
+        # An error that the engine caught is the cause of the assertion that fails afterwards.
+        cause = _raised[0] if _raised and place_in(_tree(), error) is None else error
+        while cause.__cause__ is not None and place_in(
+            _tree(), cause.__cause__
+        ):  # as Triton's interpreter raises
+            cause = cause.__cause__
+        place = place_in(_tree(), cause)
+        if isinstance(cause, NotImplementedError):
+            known |= {
+                "outcome": "unwritten",
+                "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"],
+            }
         elif known["outcome"] == "held":
-            known |= {"outcome": "failed", "why": _first_line(error)}
+            known |= {"outcome": "failed", "why": list(_lines(item, error, cause))}
     return report
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or "an assertion does not hold"
-    kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-    return kind + text.splitlines()[0]
+def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Generator[str]:
+    """Yield where the error was raised, and the values: first in the learner's code, then in the test."""
+    if place := place_in(_tree(), cause):
+        yield f"{place}   {place.code}"
+        yield f"    {in_words(cause)}"
+    if test := place_in(item.path, error):
+        parameters = getattr(item, "callspec", None)
+        with_ = f"   with [{parameters.id}]" if parameters else ""
+        yield f"{test.file_and_line}   {test.code}{with_}"
+    if not isinstance(error, AssertionError):
+        if not place:
+            yield f"    {in_words(error)}"
+    elif _compared:
+        op, left, right = _compared[-1]
+        yield f"    got       {_shown(left)}"
+        yield f"    expected  {'' if op in ('==', 'is') else op + ' '}{_shown(right)}"
+    else:
+        yield from (f"    {line}" for line in str(error).splitlines()[:3] if line)
+
+
+def _shown(value: object) -> str:
+    return textwrap.shorten(repr(value), VALUE, placeholder=" …")
+
+
+def _tree() -> Path:
+    return Path(os.environ[TREE])
 
 
 def pytest_sessionfinish() -> None:

@@ -40,7 +40,7 @@ globalThis.stepTraces ??= {};
     const option = (value, words, chosen) => `<option value="${value}"${chosen ? " selected" : ""}>${words}</option>`;
     const phases = side => {
       const options = Object.entries(choices.phases).map(([phase, title]) =>
-        option(phase, `${phase}: ${title.toLowerCase()}`, Number(phase) === opened[side]));
+        option(phase, `${phase}: ${title.toLowerCase()}`, phase === String(opened[side])));
       return `<select name="${side}" aria-label="phase, ${side}">${options.join("")}</select>`;
     };
     const stories = Object.entries(choices.stories).map(([name, title]) => option(name, title, name === opened.story));
@@ -85,13 +85,14 @@ globalThis.stepTraces ??= {};
         input.setAttribute("aria-valuetext", output.textContent);
       }
       link.href = `#${new URLSearchParams(chosen)}`;
-      const numbers = [Number(chosen.left), Number(chosen.right)];
+      const keys = [chosen.left, chosen.right], numbers = keys.map(key => parseInt(key)); /* "5-yours": a learner's */
       for (const [name, from] of [["blocks", choices.blocks_from], ["chunk", choices.chunks_from]])
         /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).disabled = numbers.every(each => each < from);
-      const names = numbers.map(phase => {
+      const names = keys.map((key, side) => {
+        const phase = numbers[side];
         const blocks = phase >= choices.blocks_from ? [`b${chosen.blocks}`] : [];
         const chunk = phase >= choices.chunks_from ? [`c${chosen.chunk}`] : [];
-        return [`p${phase}`, `s${chosen.seats}`, ...blocks, ...chunk, chosen.story].join("-");
+        return [`p${key}`, `s${chosen.seats}`, ...blocks, ...chunk, chosen.story].join("-");
       });
       const wanted = names.join();
       element.dataset.wanted = wanted;

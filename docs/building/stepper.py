@@ -94,18 +94,22 @@ STORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A position of the sliders. `name` leaves out settings that the phase does not have."""
+    """A position of the sliders. `name` leaves out settings that the phase does not have.
+
+    `mark` follows the phase's number: "-yours" for a learner's copy (see `tutor.stepping`).
+    """
 
     phase: int
     seats: int
     blocks: int
     chunk: int
     story: str
+    mark: str = ""
 
     @property
     def name(self) -> str:
         """The name of the trace's file, by which `stepper.js` loads it."""
-        parts = [f"p{self.phase}", f"s{self.seats}"]
+        parts = [f"p{self.phase}{self.mark}", f"s{self.seats}"]
         if self.phase >= PHASES_WITH_BLOCKS:
             parts.append(f"b{self.blocks}")
         if self.phase >= PHASES_WITH_CHUNKS:
@@ -133,7 +137,10 @@ def trace(setting: Setting) -> dict[str, Any]:
     engine = simulate_engine(setting.phase, COST, acceptance=ACCEPTANCE, **setting.options())
     steps = StepTrace(engine)
     run(engine, STORIES[setting.story].arrivals(), Timelines())
-    return steps.as_json()
+    found = steps.as_json()
+    if setting.mark:
+        found["header"]["phase"][0] = f"{setting.phase}{setting.mark}"
+    return found
 
 
 def script(setting: Setting) -> str:
@@ -142,10 +149,11 @@ def script(setting: Setting) -> str:
 
 
 def stepper(
-    left: int,
-    right: int,
+    left: int | str,
+    right: int | str,
     story: str,
     *,
+    copies: Mapping[str, str] | None = None,
     seats: int = 4,
     blocks: int = 40,
     chunk: int = 16,
@@ -154,14 +162,16 @@ def stepper(
     """Return the stepper for a page, opened at these settings.
 
     Args:
+        copies: titles of further phases, such as {"5-yours": "Continuous batching"}.
         root: from the page to the site's root.
     """
+    phases = [find_phase(name).PHASE for name in phase_names()]
     choices = {
         "seats": SEATS,
         "blocks": BLOCKS,
         "chunks": CHUNKS,
         "stories": {name: each.title for name, each in STORIES.items()},
-        "phases": {find_phase(name).PHASE.number: find_phase(name).PHASE.title for name in phase_names()},
+        "phases": {str(phase.number): phase.title for phase in phases} | dict(copies or {}),
         "blocks_from": PHASES_WITH_BLOCKS,
         "chunks_from": PHASES_WITH_CHUNKS,
         "max_seq_len": MAX_SEQ_LEN,

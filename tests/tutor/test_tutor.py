@@ -1,86 +1,78 @@
-"""Exercises: what is taken out and what stays, that tests and hints exist, and how a judgement reads."""
+"""Exercises: which bodies are removed and what stays, that tests and hints exist, and how a judgement reads."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from common.phases import phase_names
+from common.phases import phase_names, phase_number
 from tests.docs.support import ROOT
 from tutor import __main__ as command_line
 from tutor import emptying
 from tutor.emptying import empty, set_up
-from tutor.exercise import Exercise, find_tests, load_exercise, sentence
+from tutor.exercise import Exercise, exercise_names, find_tests, load_exercise, sentence
 from tutor.judging import Judgement, hint_for, report
+from tutor.overlay import place_in
 
-PHASES = phase_names()
+NAMES = exercise_names()
 
 
 def judged_by(exercise: Exercise) -> list[str]:
     return [test for idea in exercise.ideas for test in idea.tests]
 
 
-def signatures(path: Path) -> dict[str, tuple[str, str | None]]:
-    """Every method's signature and docstring."""
-    return {
-        f"{owner.name}.{method.name}": (
-            ast.unparse(method.args),
-            ast.get_docstring(method),
-        )
-        for owner in ast.parse(path.read_text()).body
-        if isinstance(owner, ast.ClassDef)
-        for method in owner.body
-        if isinstance(method, ast.FunctionDef)
-    }
+def functions(path: Path) -> dict[str, ast.FunctionDef]:
+    """A module's functions and methods, by name."""
+    return dict(emptying._functions(ast.parse(path.read_text())))
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_every_phase_has_one_whose_tests_and_hints_exist(phase: str) -> None:
-    exercise = load_exercise(phase)
-    tests = judged_by(exercise)
+def test_every_chapter_and_phase_has_one() -> None:
+    assert ["1", "2", "3", *(str(phase_number(name)) for name in phase_names()), "kernel"] == NAMES
+    assert [load_exercise(str(phase_number(name))).serves for name in phase_names()] == phase_names()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_tests_and_hints_exist(name: str) -> None:
+    exercise = load_exercise(name)
     assert len(exercise.ideas) >= 3
-    assert all(idea.tests for idea in exercise.ideas)
-    names = Counter(test.rpartition("::")[2] for test in tests)
+    names = Counter(test.rpartition("::")[2] for test in judged_by(exercise))
     assert set(names.values()) == {1}, "a test of two ideas, or two of one name"
-    assert exercise.hints
     for hint in exercise.hints:
         assert hint.fails, hint.says
         assert hint.fails | hint.holds <= names.keys(), hint.says
-        assert hint.says.endswith(".")
-    assert all(Path(ROOT, test.partition("::")[0]).is_file() for test in tests)
+    assert exercise.serves in phase_names()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_signatures_and_docstrings_stay_and_the_rest_of_the_phase_does(phase: str, tmp_path: Path) -> None:
-    exercise = load_exercise(phase)
-    taken = set_up(exercise, tmp_path / "tree")
-    copies = sorted((tmp_path / "tree" / phase).rglob("*.py"))
-    assert [copy.name for copy in copies] == sorted(path.name for path in exercise.source.rglob("*.py"))
-    for copy in copies:
-        original = exercise.source / copy.name
-        emptied = taken.get(f"{phase}/{copy.name}", [])
-        assert (copy.read_text() == original.read_text()) == (emptied == [])
-        assert signatures(copy) == signatures(original)
-        for owner in ast.parse(copy.read_text()).body:
-            for method in owner.body if isinstance(owner, ast.ClassDef) else ():
-                if isinstance(method, ast.FunctionDef) and f"{owner.name}.{method.name}" in emptied:
-                    (*_, last) = method.body
-                    assert len(method.body) == 1 + (ast.get_docstring(method) is not None)
-                    assert isinstance(last, ast.Raise)
-                    words = ast.unparse(last)
-                    assert f"{owner.name}.{method.name}: " in words
-                    assert "look where it is called" not in words, "nothing says what it owes"
-    assert sum(map(len, taken.values())) >= 4
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures_and_docstrings_stay_and_so_do_all_other_bodies(name: str, tmp_path: Path) -> None:
+    exercise = load_exercise(name)
+    set_up(exercise, tmp_path / "tree")
+    files = [path.relative_to(tmp_path / "tree").as_posix() for path in (tmp_path / "tree").rglob("*.py")]
+    assert sorted(files) == sorted(exercise.empty)
+    for file, emptied in exercise.empty.items():
+        original, copied = functions(ROOT / file), functions(tmp_path / "tree" / file)
+        assert copied.keys() == original.keys()
+        for each, function in copied.items():
+            assert ast.unparse(function.args) == ast.unparse(original[each].args)
+            assert ast.get_docstring(function) == ast.get_docstring(original[each])
+            if each not in emptied:
+                assert ast.unparse(function) == ast.unparse(original[each])
+                continue
+            (*_, last) = function.body
+            assert len(function.body) == 1 + (ast.get_docstring(function) is not None)
+            assert isinstance(last, ast.Raise)
+            assert f"{each}: " in ast.unparse(last)
 
 
-def test_what_there_is_stays(
+def test_a_copy_is_never_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tutor.exercise.TREES", tmp_path)
-    monkeypatch.setattr("tutor.__main__.ROOT", tmp_path)
     assert command_line.main(["learn", "7"]) == 0
     said = capsys.readouterr().out
     assert "phase7 is yours" in said
@@ -91,11 +83,20 @@ def test_what_there_is_stays(
     assert command_line.main(["learn", "7"]) == 2
     assert "stays as it is" in capsys.readouterr().err
     assert mine.read_text() == "mine"
-    assert command_line.main(["check", "8"]) == 2
-    assert "make learn PHASE=8" in capsys.readouterr().err
-    assert command_line.main(["learn", "3"]) == 2
-    assert "no phase '3'" in capsys.readouterr().err
 
+
+@pytest.mark.parametrize("command", ["check", "serve", "compare", "step"])
+def test_without_a_copy_every_command_says_how_to_make_one(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tutor.exercise.TREES", tmp_path)
+    assert command_line.main([command, "8"]) == 2
+    assert "make learn PHASE=8" in capsys.readouterr().err
+    assert command_line.main([command, "12"]) == 2
+    assert "no exercise '12'; there are 1, 2, 3, 4" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- removing bodies
 
 SOURCE = '''class A:
     def __init__(self) -> None:
@@ -113,40 +114,42 @@ SOURCE = '''class A:
     def two(
         self,
     ) -> int:
+        """Two."""
         return 2
 
     # about three
-    def three(self) -> None:
-        """Nothing to do."""
+    def three(self) -> int:
+        """Three."""
+        return 3
 
 
-class B:
-    def four(self) -> int:
+if A:
+
+    def four() -> int:
         """Four."""
         return 4
 '''
 
 
-def test_bodies_are_taken_out_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emptying, "owed_words", lambda module, name: 'it "owes" ' + "much " * 30)
-    text, methods = empty(SOURCE, "some.module", ["A"])
-    assert methods == ["A.one", "A.two"]
+def test_bodies_are_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emptying, "owed_words", lambda module, name, doc: 'it "owes" ' + "much " * 30)
+    text = empty(SOURCE, "some.module", ["A.one", "A.two", "four"])
     assert "# how" not in text
     assert "And more of it." in text
-    assert "self.x = 1" in text
     assert "# about three" in text
-    assert "return 4" in text
     namespace: dict[str, type] = {}
     exec(text, namespace)
-    with pytest.raises(NotImplementedError, match=r'^A.two: it "owes" much much'):
-        namespace["A"]().two()
-    assert namespace["A"]().three() is None
+    made = namespace["A"]()
+    assert (made.x, made.three()) == (1, 3)
+    for call in (lambda: made.one, made.two, namespace["four"]):
+        with pytest.raises(NotImplementedError, match=r'it "owes" much much'):
+            call()
     assert max(map(len, text.splitlines())) < 116
 
 
-@pytest.mark.parametrize("name", ["A.five", "C", "A.three"])
-def test_what_has_no_body_cannot_be_taken_out(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no body to take out of {name}"):
+@pytest.mark.parametrize("name", ["A.five", "C", "A"])
+def test_a_function_that_does_not_exist_cannot_be_emptied(name: str) -> None:
+    with pytest.raises(ValueError, match=f"some.module has no {name}"):
         empty(SOURCE, "some.module", [name])
 
 
@@ -164,26 +167,83 @@ def test_an_entry_stands_for_tests(tmp_path: Path, part: str, monkeypatch: pytes
         find_tests(tmp_path, part)
 
 
+# ---------------------------------------------------------------------- the report
+
+
 def test_a_judgement_in_words() -> None:
     exercise = load_exercise("6")
     tests = judged_by(exercise)
     everything = report(exercise, Judgement(held=set(tests)))
     assert everything.count("holds (") == len(exercise.ideas)
-    assert everything.endswith("All of it holds: what you have written is phase 6.")
+    assert everything.endswith("All of it holds. Serve it: make serve LEARN=6")
 
     hint = exercise.hints[-1]
     (wrong,) = [test for test in tests if test.rpartition("::")[2] in hint.fails]
-    half = Judgement(held=set(tests) - {wrong}, failed={wrong: "assert 1 == 2"})
+    why = ["tests/x.py:7   assert one() == 2", "    got       1", "    expected  2"]
+    half = Judgement(held=set(tests) - {wrong}, failed={wrong: why})
     said = report(exercise, half)
-    assert f"does not hold: {sentence(wrong)} (assert" in said
+    assert f"does not hold: {sentence(wrong)}\n" in said
+    assert all(f"\n          {line}\n" in said for line in why)
     assert said.count("holds (") == len(exercise.ideas) - 1
     assert hint_for(exercise, half) == hint.says
     assert hint.says in " ".join(said.split())
 
-    nothing = report(exercise, Judgement(unwritten=dict.fromkeys(tests, "A.b: Does this.")))
-    assert nothing.count("not written yet") == nothing.count("A.b: Does this.") == len(exercise.ideas)
+    nothing = report(exercise, Judgement(unwritten=dict.fromkeys(tests, "A.b: Does this. (x.py:3)")))
+    assert nothing.count("not written yet") == len(exercise.ideas)
+    assert nothing.count("A.b: Does this. (x.py:3)") == 1
+    assert nothing.count("not written yet, needs A.b") == len(exercise.ideas) - 1
     assert "Hint" not in nothing
 
-    broken = report(exercise, Judgement(broken="SyntaxError: invalid syntax (scheduler.py, line 3)"))
-    assert "Your phase6_paged cannot be imported: SyntaxError" in broken
+    broken = report(exercise, Judgement(broken="scheduler.py:3: SyntaxError: invalid syntax"))
+    assert "It cannot be imported. scheduler.py:3: SyntaxError" in broken
     assert not Judgement(broken="it").all_hold
+
+
+# ---------------------------------------------------------------------- a learner's files
+
+PROGRAM = """
+import logging, phase5_continuous.scheduler as mine, phase5_continuous.runner as theirs
+logging.basicConfig()
+print(mine.VALUE, theirs.ContinuousRunner.__name__)
+try:
+    mine.fail()
+except ZeroDivisionError as error:
+    logging.getLogger("engine").exception("caught")
+    logging.getLogger("engine").warning("again: %r", error)
+"""
+
+
+def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path) -> None:
+    """A module that the tree lacks is the project's. Every way to log an error names file and line."""
+    (tmp_path / "phase5_continuous").mkdir()
+    (tmp_path / "phase5_continuous" / "scheduler.py").write_text(
+        "from common.scheduling import Scheduler as ContinuousScheduler\n"
+        "VALUE = 7\n\n\ndef fail():\n    return 1 / 0\n"
+    )
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "tutor.overlay", str(tmp_path), "program"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "7 ContinuousRunner\n", done.stderr
+    assert done.stderr.count("scheduler.py:6, in fail: ZeroDivisionError: division by zero\n") == 2
+    assert done.stderr.count("    return 1 / 0\n") == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def broken(:\n", "program.py:1: SyntaxError: "),
+        ("\nnothing\n", "program.py:2, in <module>: NameError"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_named(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(text)
+    command = [sys.executable, "-m", "tutor.overlay", str(tmp_path), "program"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_others_has_no_place(tmp_path: Path) -> None:
+    assert place_in(tmp_path, ValueError("never raised")) is None

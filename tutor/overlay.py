@@ -1,0 +1,129 @@
+"""Runs a module of the project with a learner's files in place of the project's own.
+
+`learn/phase5/phase5_continuous/scheduler.py` replaces the module `phase5_continuous.scheduler`. A module that the
+learner's folder does not have is the project's.
+
+```sh
+python -m tutor.overlay learn/phase5 phase5_continuous --port 8000
+```
+
+Nothing is imported from the project here, because a module that is imported already cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ErrorWatcher = Callable[[BaseException], None]
+
+
+class Place(NamedTuple):
+    """A line of a file, in which an error was raised."""
+
+    file: str
+    line: int
+    function: str  # "" for a syntax error
+    code: str
+
+    @property
+    def file_and_line(self) -> str:
+        path = os.path.relpath(self.file)
+        return f"{self.file if path.startswith('..') else path}:{self.line}"
+
+    def __str__(self) -> str:
+        return self.file_and_line + (f", in {self.function}" if self.function else "")
+
+
+class Overlay(MetaPathFinder):
+    """Finds modules below a learner's folder. It comes before Python's own finders."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the project's folder
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        *parents, _ = name.split(".")
+        found = PathFinder.find_spec(name, [str(self.tree.joinpath(*parents))], target)
+        return (
+            found if found is not None and found.has_location else None
+        )  # else a folder: the project's package
+
+
+def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
+    """Replace modules by those below `tree`, and say of each logged error where in the tree it was raised.
+
+    Args:
+        tree: the learner's folder.
+        watch: called with each logged error that was raised in the tree.
+    """
+    sys.meta_path.insert(0, Overlay(tree))
+    make = logging.getLogRecordFactory()
+
+    def pointing(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = make(*arguments, **named)
+        raised = record.exc_info[1] if record.exc_info else None
+        logged = record.args if isinstance(record.args, tuple) else ()
+        error = raised or next((each for each in logged if isinstance(each, BaseException)), None)
+        if error is not None and (place := place_in(tree, error)):
+            if watch is not None:
+                watch(error)
+            record.msg = f"{record.getMessage()}\n  {place}: {in_words(error)}\n    {place.code}"
+            record.args, record.exc_info = (), None
+        return record
+
+    logging.setLogRecordFactory(pointing)
+
+
+def place_in(folder: Path, error: BaseException) -> Place | None:
+    """Return the last place below a folder that an error, or its cause, passed through; None if there is none."""
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(folder):
+        return Place(error.filename, error.lineno or 0, "", (error.text or "").strip())
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_below(folder, each.filename)]
+    if frames:
+        last = frames[-1]
+        return Place(last.filename, last.lineno or 0, last.name, last.line or "")
+    return place_in(folder, error.__cause__) if error.__cause__ else None
+
+
+def _is_below(folder: Path, file: str) -> bool:
+    return Path(file).is_relative_to(folder)
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    message = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `tree module arguments …`. Returns 1 if a line of the tree raises."""
+    tree, module, *rest = arguments
+    install(Path(tree).resolve())
+    sys.argv = [module, *rest]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        place = place_in(Path(tree).resolve(), error)
+        if place is None:
+            raise
+        print(f"error: {place}: {in_words(error)}\n    {place.code}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
