@@ -148,9 +148,9 @@ test-lowest: .venv/release
 docs: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# `make docs-version`, then `mike serve --branch site`: the switch between versions needs a server. Nothing is pushed.
+# Nothing is pushed. To look at it: `.venv/bin/mike serve --branch site`. From disk, the switch between versions is empty.
 docs-version: plots .venv/release
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --branch site --update-aliases "$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("infer-phases"))')" latest
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
 	$(BIN)/mike set-default --branch site latest
 
 docs-serve: plots

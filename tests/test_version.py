@@ -25,6 +25,10 @@ def test_the_citation() -> None:
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+def test_the_site() -> None:
+    assert f"\ncopyright: infer {VERSION} #" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
 def test_the_installed_package_and_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert importlib.metadata.version("infer-phases") == VERSION
     with pytest.raises(SystemExit):
