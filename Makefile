@@ -150,7 +150,7 @@ docs: plots
 
 # Nothing is pushed. To look at it: `.venv/bin/mike serve --branch site`. From disk, the switch between versions is empty.
 docs-version: plots .venv/release
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
 	$(BIN)/mike set-default --branch site latest
 
 docs-serve: plots

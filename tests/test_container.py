@@ -18,11 +18,11 @@ TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
 
 def words(instruction: str) -> list[str]:
     """Return the words of an instruction in JSON form, from the last stage."""
-    return json.loads(re.findall(rf"\b{instruction} (\[.*\])$", TEXT.split("\nFROM ")[-1], re.MULTILINE)[-1])
+    return json.loads(re.findall(rf"^{instruction} (\[.*\])$", TEXT.split("\nFROM ")[-1], re.MULTILINE)[-1])
 
 
 def test_the_server_starts_with_its_words_and_is_healthy() -> None:
-    program, command, phase, *options = words("ENTRYPOINT") + words(r"\nCMD")
+    program, command, phase, *options = words("ENTRYPOINT") + words("CMD")
     assert (program, command) == ("infer", "serve")
     process = ServerProcess(f"phase{phase}_pipelined", *options)
     check = [sys.executable, *words("HEALTHCHECK .* CMD")[1:]]

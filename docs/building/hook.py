@@ -1,4 +1,4 @@
-"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, search order, versions."""
+"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, search, versions."""
 
 from __future__ import annotations
 
