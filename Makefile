@@ -133,7 +133,7 @@ format: .venv/full
 
 wheel: .venv/release
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --quiet
 
 test-wheel: wheel
 	$(BIN)/twine check --strict dist/*

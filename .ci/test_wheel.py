@@ -65,7 +65,8 @@ class Installed:
         socket, log = self.folder / f"{phase}.sock", self.folder / "log"
         serve = [self.bin / "infer", "serve", phase, "--uds", socket]
         curl = ["curl", "--silent", "--fail-with-body", "--no-buffer", "--unix-socket", socket]
-        curl += ["--retry", "9", "--retry-connrefused", "--json", REQUEST]
+        curl += ["--retry", "9", "--retry-connrefused"]
+        curl += ["--header", "Content-Type: application/json", "--data", REQUEST]
         with log.open("w") as output:
             server = subprocess.Popen(
                 serve, env=self.environment, cwd=self.folder, stdout=output, stderr=output
