@@ -20,7 +20,7 @@
 #   make test-lowest     the same suite with the lowest versions of packages that pyproject.toml allows
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/ (SITE_URL=https://… if it is published: link previews need it)
-#   make docs-version    build the site of this version into the local branch `site`, beside the versions there
+#   make docs-version    build the site of this version into the local branch `docs-site`, beside the versions there
 #   make docs-serve      build the site and serve it at http://127.0.0.1:8000
 #   make clean           remove what was built; `make distclean` the environments, too; measurements stay
 # PIP_ARGS goes to pip. On a machine without an NVIDIA GPU, take the CPU build of torch, about 1 GB installed instead of
@@ -148,10 +148,10 @@ test-lowest: .venv/release
 docs: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Nothing is pushed. To look at it: `.venv/bin/mike serve --branch site`. From disk, the switch between versions is empty.
+# Nothing is pushed. To look at it: `.venv/bin/mike serve --branch docs-site`. From disk, the switch between versions is empty.
 docs-version: plots .venv/release
-	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
-	$(BIN)/mike set-default --branch site latest
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch docs-site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
+	$(BIN)/mike set-default --branch docs-site latest
 
 docs-serve: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
