@@ -148,7 +148,7 @@ test-lowest: .venv/release
 docs: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Nothing is pushed. To look at it: `.venv/bin/mike serve --branch docs-site`. From disk, the switch between versions is empty.
+# Nothing is pushed. To look at it: `.venv/bin/mike serve --branch docs-site`. The switch between versions needs a server.
 docs-version: plots .venv/release
 	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch docs-site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
 	$(BIN)/mike set-default --branch docs-site latest
