@@ -34,7 +34,9 @@ def lowest(session: nox.Session) -> None:
 
     The lowest torch is left out, because an index may have its CPU build in one version only.
     """
-    session.install(*ARGUMENTS, "-c", "constraints.txt", "torch")
+    session.install(
+        *ARGUMENTS, "-c", "constraints.txt", "--no-deps", "torch"
+    )  # uv keeps an installed version
     uv = [
         "uv",
         "pip",
