@@ -34,18 +34,9 @@ def lowest(session: nox.Session) -> None:
 
     The lowest torch is left out, because an index may have its CPU build in one version only.
     """
-    session.install(
-        *ARGUMENTS, "-c", "constraints.txt", "--no-deps", "torch"
-    )  # uv keeps an installed version
-    uv = [
-        "uv",
-        "pip",
-        "install",
-        *ARGUMENTS,
-        "--override",
-        "constraints.txt",
-        "--python",
-        session.virtualenv.location,
-    ]
-    session.run_install(*uv, "--resolution", "lowest-direct", "-e", ".[dev,docs]", external=True)
+    torch = ["--no-deps", "torch"]  # uv keeps a version that is installed
+    session.install(*ARGUMENTS, "-c", "constraints.txt", *torch)
+    uv = ["uv", "pip", "install", *ARGUMENTS, "--python", session.virtualenv.location]
+    lowest = ["--resolution", "lowest-direct", "--override", "constraints.txt"]
+    session.run_install(*uv, *lowest, "-e", ".[dev,docs]", external=True)
     suite(session)

@@ -65,14 +65,13 @@ class Installed:
         socket, log = self.folder / f"{phase}.sock", self.folder / "log"
         serve = [self.bin / "infer", "serve", phase, "--uds", socket]
         curl = ["curl", "--silent", "--fail-with-body", "--no-buffer", "--unix-socket", socket]
-        curl += ["--retry", "9", "--retry-connrefused"]
         curl += ["--header", "Content-Type: application/json", "--data", REQUEST]
         with log.open("w") as output:
             server = subprocess.Popen(
                 serve, env=self.environment, cwd=self.folder, stdout=output, stderr=output
             )
         try:
-            while not socket.exists():
+            while "ready: " not in log.read_text():
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.1)
             answer = subprocess.run(
