@@ -19,8 +19,13 @@
 #   make step LEARN=6    draw the copy's steps beside those of any phase, in a page to open
 #   make size            lines of each part, and the functions that a decode step crosses
 #   make lint            style, types, and the one-way imports within the server
+#   make wheel           build the sdist and the wheel into dist/
+#   make test-wheel      install the wheel into an empty environment outside of the tree, and use it there
+#   make test-pythons    the ordinary test suite on Python 3.11, 3.12 and 3.13, those that are on the machine
+#   make test-lowest     the same suite with the lowest versions of packages that pyproject.toml allows
 #   make plots           draw every figure of the site from benchmarks/results
 #   make docs            build the site into site/ (SITE_URL=https://… if it is published: link previews need it)
+#   make docs-version    build the site of this version into the local branch `docs-site`, beside the versions there
 #   make docs-serve      build the site and serve it at http://127.0.0.1:8000
 #   make clean           remove what was built; `make distclean` the environments, too; measurements stay
 # PIP_ARGS goes to pip. On a machine without an NVIDIA GPU, take the CPU build of torch, about 1 GB installed instead of
@@ -41,7 +46,9 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help gpu demo serve compare cluster learn check step test test-slow test-browser test-clients test-checkpoints test-cluster lint size format bench plots docs docs-serve clean distclean
+.PHONY: help gpu demo serve compare cluster learn check step test test-slow test-browser test-clients test-checkpoints
+.PHONY: test-cluster lint size format bench plots wheel test-wheel test-pythons test-lowest docs docs-version docs-serve
+.PHONY: clean distclean
 
 # Prints the comment at the top of this file.
 help:
@@ -64,6 +71,10 @@ help:
 .venv/cluster: .venv/base
 	@echo "Installing Ray into .venv: about 300 MB more."
 	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[cluster]'
+	touch $@
+
+.venv/release: .venv/base
+	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[release]'
 	touch $@
 
 demo: .venv/base
@@ -142,17 +153,36 @@ format: .venv/full
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
+wheel: .venv/release
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+
+test-wheel: wheel
+	$(BIN)/twine check --strict dist/*
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python .ci/test_wheel.py dist/*.whl
+
+test-pythons: .venv/release
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/nox -s tests -- $(ARGS)
+
+test-lowest: .venv/release
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/nox -s lowest -- $(ARGS)
+
 docs: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Nothing is pushed. To look at it: `.venv/bin/mike serve --branch docs-site`. The switch between versions needs a server.
+docs-version: plots .venv/release
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --branch docs-site --update-aliases "$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
+	$(BIN)/mike set-default --branch docs-site latest
 
 docs-serve: plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # benchmarks/results/local stays: nobody can build a measurement again.
 clean:
-	rm -rf site build *.egg-info docs/assets/plots
+	rm -rf site build dist *.egg-info docs/assets/plots
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .schemathesis
 	find . -name .venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .clients
+	rm -rf .venv .clients .nox

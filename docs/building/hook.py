@@ -1,8 +1,15 @@
+<<<<<<< HEAD
 """Events of the site's build: the viewer, the stepper's traces, progress, the search, links to the glossary."""
+||||||| dc2a91e
+"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, order in the search."""
+=======
+"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, search, versions."""
+>>>>>>> release
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +29,12 @@ COURSE = "The course"  # the part of the navigation whose pages link words to th
 DEFINING = ("glossary.md", "metrics.md")
 RANKED_LAST = ("reference/", "ledger.md")
 LAST = 0.001  # a word in a title counts a thousand times, and the reference is full of titles
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Show the switch between versions if mike builds the site. A site of `make docs` has no other version."""
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -406,7 +406,7 @@ def test_hub_models_that_we_may_not_have(hub: StubHub, tmp_path: Path) -> None:
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     (line,) = open_in_a_process([REPO], UNREACHABLE, tmp_path / "cache")
     assert line.startswith(f"REFUSED {REPO} {NOT_HERE}: ")
-    assert "Connect" in line
+    assert "connect" in line.lower()
 
 
 def test_a_download_is_refused_in_one_line_whatever_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""The container's steps, where no container can be built: the words of its Dockerfile, run here."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.server.support import ServerProcess
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
+
+
+def words(instruction: str) -> list[str]:
+    """Return the words of an instruction in JSON form, from the last stage."""
+    return json.loads(re.findall(rf"^{instruction} (\[.*\])$", TEXT.split("\nFROM ")[-1], re.MULTILINE)[-1])
+
+
+def test_the_server_starts_with_its_words_and_is_healthy() -> None:
+    program, command, phase, *options = words("ENTRYPOINT") + words("CMD")
+    assert (program, command) == ("infer", "serve")
+    process = ServerProcess(f"phase{phase}_pipelined", *options)
+    check = [sys.executable, *words("HEALTHCHECK .* CMD")[1:]]
+    here = [word.replace(":8009/", f":{process.client.base_url.port}/") for word in check]
+    try:
+        assert here != check
+        assert subprocess.run(here, check=False).returncode == 0
+    finally:
+        process.close()
+    assert subprocess.run(here, capture_output=True, check=False).returncode != 0
+
+
+def test_it_does_not_run_as_root() -> None:
+    (user,) = re.findall(r"^USER (\S+)$", TEXT, re.MULTILINE)
+    made = next(shlex.split(line) for line in TEXT.splitlines() if line.startswith("RUN useradd"))
+    assert user in made
+    assert int(made[made.index("--uid") + 1]) > 0
+
+
+def test_the_builder_gets_every_file_of_the_wheel_and_no_other() -> None:
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert rules[0] == "*"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    def sent(name: str) -> bool:
+        parents = [name, *map(str, Path(name).parents)]
+        verdict = False
+        for rule in rules[1:]:
+            if any(fnmatch.fnmatchcase(each, rule.removeprefix("!")) for each in parents):
+                verdict = rule.startswith("!")
+        return verdict
+
+    found = {name for name in listed.splitlines() if sent(name)}
+    packages = {path.parent.name for path in ROOT.glob("*/py.typed")}
+    assert {name.split("/")[0] for name in found if "/" in name} == packages
+    assert {name for name in found if "/" not in name} == {
+        "CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "constraints.txt", "pyproject.toml",
+    }  # fmt: skip
+    assert not [name for name in found if name.startswith("benchmarks/results/")]
