@@ -12,8 +12,9 @@
 //
 // A row has the same bits in any batch. Tiles begin at multiples of 256, not where a window or a chunk begins. A hidden
 // column has the weight 0, which adds nothing. Scores and weighted values are PyTorch's products, whose order does not
-// depend on the batch where `is_batch_invariant` finds so. A tile's weights are added in sixteen running sums, column i
-// to number i % 16. So a token has the same result decoded, or prefilled alone, in a chunk or with others.
+// depend on the batch where `is_batch_invariant` finds so; few rows have loops of their own, with the bits of these
+// products. A tile's weights are added in sixteen running sums, column i to number i % 16. So a token has the same
+// result decoded, or prefilled alone, in a chunk or with others.
 //
 // Each thread takes the longest task that is left. A decoding sequence that is much longer than the others is cut into
 // several pieces: threads compute its tiles separately, and the last thread merges them in order.

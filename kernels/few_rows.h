@@ -21,8 +21,6 @@ namespace infer {
 
 #ifdef INFER_FEW_ROWS
 
-constexpr int64_t kSums = 20;  // of the 32 registers; the factors take others
-
 // Two neighbouring bfloat16 numbers in all lanes.
 inline __m512bh pair_in_all_lanes(const c10::BFloat16* from) {
   int32_t pair;

@@ -113,12 +113,16 @@ void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
 // ---------------------------------------------------------------------- few rows
 
 // Few rows are bound by memory. The library's product has a start and an end in every panel, in which nothing is read,
-// and it takes int8 weights only widened: written to the cache and read again. Written out (see few_rows.h), weights are
+// and it takes int8 weights only widened: written to the cache and read again. Written out (see few_rows.h), they are
 // widened on their way from memory.
 #ifdef INFER_FEW_ROWS
 
-constexpr int64_t kAhead = 4096;            // bytes of weights that are fetched ahead: a page, where hardware stops
-constexpr int64_t kMostAtOnce = kSums / 2;  // rows of one call: two registers of weights are loaded at a time
+constexpr int64_t kAhead = 4096;     // bytes of weights that are fetched ahead: a page, where hardware stops
+constexpr int64_t kMostAtOnce = 10;  // rows of one call: two registers of weights are loaded at a time
+
+// Registers for sums, of 32. Weights and x take others, and so do the tables by which int8 weights are widened.
+template <typename W>
+constexpr int64_t kSums = sizeof(W) == 1 ? 20 : 24;
 
 class Plain {
  public:
@@ -166,8 +170,8 @@ void multiply_halves(
 template <int64_t rows, typename W>
 void multiply_rows(
     const c10::BFloat16* x, int64_t stride, const W* panel, int64_t inputs, float* sums, int64_t begin, int64_t end) {
-  if (rows * 4 <= kSums && end - begin == 2)
-    multiply_halves<rows, rows * 4 <= kSums ? 2 : 1>(x, stride, panel, inputs, sums, begin, end);
+  if (rows * 4 <= kSums<W> && end - begin == 2)
+    multiply_halves<rows, rows * 4 <= kSums<W> ? 2 : 1>(x, stride, panel, inputs, sums, begin, end);
   else
     multiply_halves<rows, 1>(x, stride, panel, inputs, sums, begin, end);
 }
@@ -194,7 +198,7 @@ void multiply_few(
 // How many rows are few: where it takes less time to widen weights again than to have the library read them widened,
 // or, in bfloat16, where the library's start and end weigh.
 template <typename T, typename W>
-constexpr int64_t kFewRows = sizeof(T) > 2 ? 0 : sizeof(W) == 1 ? kTileRows : 6;
+constexpr int64_t kFewRows = sizeof(T) > 2 ? 0 : sizeof(W) == 1 ? kTileRows : 16;
 
 #else
 
