@@ -12,14 +12,13 @@
 //
 // A row has the same bits in any batch. Tiles begin at multiples of 256, not where a window or a chunk begins. A hidden
 // column has the weight 0, which adds nothing. Scores and weighted values are PyTorch's products, whose order does not
-// depend on the batch where `is_batch_invariant` finds so. A tile's weights are added in sixteen running sums, column i
-// to number i % 16. So a token has the same result decoded, or prefilled alone, in a chunk or with others.
+// depend on the batch where `is_batch_invariant` finds so; few rows have loops of their own, with the bits of these
+// products. A tile's weights are added in sixteen running sums, column i to number i % 16. So a token has the same
+// result decoded, or prefilled alone, in a chunk or with others.
 //
 // Each thread takes the longest task that is left. A decoding sequence that is much longer than the others is cut into
 // several pieces: threads compute its tiles separately, and the last thread merges them in order.
-#include "native.h"
-
-#include <ATen/native/CPUBlas.h>
+#include "few_rows.h"
 
 #include <algorithm>
 #include <atomic>
@@ -235,6 +234,87 @@ __attribute__((noinline)) void merge(const Part& so_far, const Part& tile, int64
   }
 }
 
+// ---------------------------------------------------------------------- few rows
+
+// One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
+// values copied. The loops below read them where they lie (see few_rows.h).
+#ifdef INFER_FEW_ROWS
+
+template <typename T>
+constexpr bool kHasLoops = kPair<T> == 2;
+
+// Columns of a sequence are apart in memory: all are fetched before the first is needed.
+void fetch_ahead(const c10::BFloat16* store, const int64_t* places, int64_t count, int64_t size) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(store + places[i] + d);
+}
+
+// scores [rows, count] = queries keys^T. The sixteen lanes are rows of queries, turned as in `multiply_keys`.
+void multiply_keys_in_place(
+    const c10::BFloat16* turned, const c10::BFloat16* keys, const int64_t* places, int64_t rows, int64_t count,
+    int64_t size, float* scores) {
+  constexpr int64_t kAtOnce = 8;  // columns, each a sum of its own: an addition waits for the one before
+  for (int64_t first = 0; first < count; first += kAtOnce) {
+    __m512 sums[kAtOnce] = {};
+    const c10::BFloat16* own[kAtOnce];
+    for (int64_t i = 0; i < kAtOnce; ++i) own[i] = keys + places[std::min(first + i, count - 1)];
+    for (int64_t d = 0; d < size; d += 2) {
+      const auto queries = reinterpret_cast<__m512bh>(_mm512_load_si512(turned + d * kFewRows));
+      for (int64_t i = 0; i < kAtOnce; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], pair_in_all_lanes(own[i] + d), queries);
+    }
+    alignas(64) float by_column[kAtOnce][kFewRows];
+    std::memcpy(by_column, sums, sizeof(sums));
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < kAtOnce; ++i) scores[row * kColumns + first + i] = by_column[i][row];
+  }
+}
+
+// sums [rows, size] = weights values, 32 features at a time. Two columns side by side make the pairs of a product:
+// unpacking leaves features 0 to 3 of each eight in one register, and 4 to 7 in another.
+template <int64_t rows>
+void add_values(
+    const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count, int64_t size,
+    float* sums) {
+  const __m512i first_features = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i last_features = _mm512_add_epi32(first_features, _mm512_set1_epi32(8));
+  for (int64_t d = 0; d < size; d += 32) {
+    __m512 lower[rows] = {}, upper[rows] = {};
+    for (int64_t i = 0; i < count; i += 2) {
+      const __m512i value = _mm512_loadu_si512(values + places[i] + d);
+      const __m512i next = i + 1 < count ? _mm512_loadu_si512(values + places[i + 1] + d) : __m512i{};
+      const auto low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(value, next));
+      const auto high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(value, next));
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto pair = pair_in_all_lanes(weights + row * kColumns + i);
+        lower[row] = _mm512_dpbf16_ps(lower[row], pair, low);
+        upper[row] = _mm512_dpbf16_ps(upper[row], pair, high);
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      float* to = sums + row * size + d;
+      _mm512_storeu_ps(to, _mm512_permutex2var_ps(lower[row], first_features, upper[row]));
+      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(lower[row], last_features, upper[row]));
+    }
+  }
+}
+
+// The same for 1 to 16 rows: eight, four, two and one at a time.
+template <int64_t rows = 8>
+void add_values_of(
+    int64_t left, const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count,
+    int64_t size, float* sums) {
+  for (; left >= rows; left -= rows, weights += rows * kColumns, sums += rows * size)
+    add_values<rows>(weights, values, places, count, size, sums);
+  if constexpr (rows > 1) add_values_of<rows / 2>(left, weights, values, places, count, size, sums);
+}
+
+#else
+
+template <typename T>
+constexpr bool kHasLoops = false;
+
+#endif
+
 // Some neighbouring tiles of columns.
 struct Range {
   int64_t first, last;  // the first column of the first tile; the column before which the last one ends
@@ -256,6 +336,7 @@ void compute_tiles(
   const int64_t size = columns.size, count = task.queries * task.group;
   // Filled up to a multiple of 16: a product is compiled for every size it meets, so sizes must come again.
   const int64_t rows = (count + kFewRows - 1) / kFewRows * kFewRows;
+  [[maybe_unused]] const bool few = rows == kFewRows && size % 32 == 0 && has_librarys_bits();
   for (int64_t row = 0; row < rows; ++row) {
     T* query = scratch.queries.data() + row * size;
     if (row < count)
@@ -269,6 +350,19 @@ void compute_tiles(
   for (int64_t first = range.first; first < range.last; first += kColumns) {
     const Part tile = next();
     const int64_t seen = std::min(kColumns, range.last - first), width = (seen + kWidth - 1) / kWidth * kWidth;
+    if constexpr (kHasLoops<T>) {
+      if (few) {
+        int64_t places[kColumns];
+        columns.locate(task.head, first, first + seen, places);
+        fetch_ahead(k_store, places, seen, size);
+        fetch_ahead(v_store, places, seen, size);
+        multiply_keys_in_place(scratch.turned.data(), k_store, places, count, seen, size, scratch.scores.data());
+        weigh(scratch, task, tile, first, width, scale, window);
+        add_values_of(count, scratch.weights.data(), v_store, places, seen, size, tile.sums);
+        finish(tile);
+        continue;
+      }
+    }
     gather(scratch, columns, k_store, v_store, task.head, first, first + seen, width);
     multiply_keys(scratch, rows, count, size, width);
     weigh(scratch, task, tile, first, width, scale, window);

@@ -8,8 +8,9 @@
 
 On a CPU, the other two pad, because bfloat16 products are compiled anew for every size. `gathered_attention`
 fills queries and gathered columns up to whole tiles of 64: a chunk of 65 queries is computed as 128. The C++ kernel
-fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. Padding columns are
-hidden from every query, and results of padding queries are dropped.
+fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. It computes up to 16
+rows in bfloat16 without padding, if the processor has the instructions. Padding columns are hidden from every
+query, and results of padding queries are dropped.
 
 `kernels.attention_layout` computes which columns a query sees, and their addresses.
 """

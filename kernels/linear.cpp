@@ -1,7 +1,5 @@
 // A linear layer on a CPU, on weights packed for it: see linear.py for what it is and for the shapes.
-#include "native.h"
-
-#include <ATen/native/CPUBlas.h>
+#include "few_rows.h"
 
 #include <algorithm>
 #include <utility>
@@ -60,8 +58,7 @@ void widen(const int8_t* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(float(from[i]));
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define INFER_FEW_ROWS  // instructions for what follows
+#ifdef INFER_FEW_ROWS
 
 // The lower and upper bytes of the bfloat16 numbers 0 to 127.
 struct BytesOfNumbers {
@@ -116,14 +113,16 @@ void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
 // ---------------------------------------------------------------------- few rows
 
 // Few rows are bound by memory. The library's product has a start and an end in every panel, in which nothing is read,
-// and it takes int8 weights only widened: written to the cache and read again. Written out, the sums stay in registers,
-// and weights are widened on their way from memory. Order and instruction are the library's, so the bits are, too.
-// Where they are not (see `has_librarys_bits`), the library computes few rows as it does many.
+// and it takes int8 weights only widened: written to the cache and read again. Written out (see few_rows.h), they are
+// widened on their way from memory.
 #ifdef INFER_FEW_ROWS
 
-constexpr int64_t kSums = 20;               // of the 32 registers; weights, x and tables take others
-constexpr int64_t kAhead = 4096;            // bytes of weights that are fetched ahead: a page, where hardware stops
-constexpr int64_t kMostAtOnce = kSums / 2;  // rows of one call: two registers of weights are loaded at a time
+constexpr int64_t kAhead = 4096;     // bytes of weights that are fetched ahead: a page, where hardware stops
+constexpr int64_t kMostAtOnce = 10;  // rows of one call: two registers of weights are loaded at a time
+
+// Registers for sums, of 32. Weights and x take others, and so do the tables by which int8 weights are widened.
+template <typename W>
+constexpr int64_t kSums = sizeof(W) == 1 ? 20 : 24;
 
 class Plain {
  public:
@@ -157,11 +156,9 @@ void multiply_halves(
       for (int64_t i = 0; i < at_once; ++i)
         load(panel + input * kPanel + (half + i) * kPanel, weights[2 * i], weights[2 * i + 1]);
       for (int64_t row = 0; row < rows; ++row) {
-        int32_t inputs_of_row;
-        std::memcpy(&inputs_of_row, x + row * stride + input, sizeof(inputs_of_row));
-        const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs_of_row));
+        const auto pair = pair_in_all_lanes(x + row * stride + input);
         for (int64_t i = 0; i < 2 * at_once; ++i)
-          held[row][i] = _mm512_dpbf16_ps(held[row][i], both, reinterpret_cast<__m512bh>(weights[i]));
+          held[row][i] = _mm512_dpbf16_ps(held[row][i], pair, reinterpret_cast<__m512bh>(weights[i]));
       }
     }
     for (int64_t row = 0; row < rows; ++row)
@@ -173,8 +170,8 @@ void multiply_halves(
 template <int64_t rows, typename W>
 void multiply_rows(
     const c10::BFloat16* x, int64_t stride, const W* panel, int64_t inputs, float* sums, int64_t begin, int64_t end) {
-  if (rows * 4 <= kSums && end - begin == 2)
-    multiply_halves<rows, rows * 4 <= kSums ? 2 : 1>(x, stride, panel, inputs, sums, begin, end);
+  if (rows * 4 <= kSums<W> && end - begin == 2)
+    multiply_halves<rows, rows * 4 <= kSums<W> ? 2 : 1>(x, stride, panel, inputs, sums, begin, end);
   else
     multiply_halves<rows, 1>(x, stride, panel, inputs, sums, begin, end);
 }
@@ -198,37 +195,15 @@ void multiply_few(
   }
 }
 
-// Returns whether `multiply_few` has the bits of the library's product, tried once, on sums of a thousand products. On
-// a processor with matrix tiles (AMX) the library uses those, and adds in an order of their own.
-bool has_librarys_bits() {
-  static const bool same = [] {
-    constexpr int64_t kInputs = 1024;
-    std::vector<c10::BFloat16> x(kTileRows * kInputs), panel(kInputs * kPanel);
-    uint32_t state = 1;
-    for (auto* values : {&x, &panel})
-      for (auto& value : *values)
-        value = from_float<c10::BFloat16>(float(int32_t(state = state * 1664525 + 1013904223)) * 0x1p-31f);
-    alignas(64) float theirs[kTileRows * kPanel], ours[kTileRows * kPanel];
-    at::native::cpublas::brgemm(
-        kTileRows, kPanel, kInputs, kInputs, kPanel, kPanel, false, x.data(), panel.data(), theirs, true);
-    at::native::cpublas::brgemm_release(true);
-    multiply_few(x.data(), kInputs, kTileRows, panel.data(), kInputs, ours);
-    return std::memcmp(ours, theirs, sizeof(ours)) == 0;
-  }();
-  return same;
-}
-
 // How many rows are few: where it takes less time to widen weights again than to have the library read them widened,
 // or, in bfloat16, where the library's start and end weigh.
 template <typename T, typename W>
-constexpr int64_t kFewRows = sizeof(T) > 2 ? 0 : sizeof(W) == 1 ? kTileRows : 6;
+constexpr int64_t kFewRows = sizeof(T) > 2 ? 0 : sizeof(W) == 1 ? kTileRows : 16;
 
 #else
 
 template <typename T, typename W>
 constexpr int64_t kFewRows = 0;
-
-bool has_librarys_bits() { return false; }
 
 #endif
 
