@@ -1,10 +1,4 @@
-<<<<<<< HEAD
-"""Events of the site's build: the viewer, the stepper's traces, progress, the search, links to the glossary."""
-||||||| dc2a91e
-"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, order in the search."""
-=======
-"""Events of the site's build: generated files (the viewer, the stepper's traces), progress, search, versions."""
->>>>>>> release
+"""Events of the site's build: the viewer, the stepper's traces, progress, the search, the glossary, versions."""
 
 from __future__ import annotations
 
