@@ -106,7 +106,7 @@ def main(wheel: Path) -> None:
         print(installed.infer("doctor"), end="")
         demo = installed.infer("demo", "--phases", "4")
         assert "tokens/s" in demo, demo
-        print(demo, end="")
+        print("the demo ran")
         installed.hide_the_compiler()
         for phase in phases:
             log = installed.stream(phase)
