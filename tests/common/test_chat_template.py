@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from jinja2 import TemplateError
+from packaging.version import Version
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -30,6 +32,7 @@ CONVERSATIONS: dict[str, list[dict[str, str]]] = {
     "twice the same": [QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": ""}],
     "out of turn": [QUESTION, QUESTION],
 }
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.24")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -43,6 +46,8 @@ def theirs(source: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("end", ["generation", "nothing", "continued"])
 def test_texts_are_those_of_transformers(name: str, conversation: str, end: str) -> None:
     messages, source = CONVERSATIONS[conversation], TEMPLATES[name]
+    if (name, conversation, end) == ("headers", "out of turn", "continued") and OLD_TRANSFORMERS:
+        pytest.skip("transformers before 5.24 renders this continued message otherwise")
     ends: dict[str, Any] = {
         "add_generation_prompt": end == "generation",
         "continue_final_message": end == "continued",
