@@ -44,9 +44,7 @@ ENTRIES = {
     "batch_size": Entry("a decode step by the number of sequences, beside a roofline", "batch_size.steps"),
     "cluster_cost": Entry("a burst to a plain server, and to clusters", "cluster.cost"),
     "cluster_routing": Entry("prefix routing against random routing", "cluster.routing"),
-    "constraints": Entry(
-        "what a grammar costs: masks, and the steps that wait for them", "constraints.costs"
-    ),
+    "constraints": Entry("what a grammar costs: masks, and steps with them", "constraints.costs"),
     "cpu_steps": Entry("what each native kernel brings", "cpu_steps.stages"),
     "decode_step": Entry("one pass, ours and those of other libraries", "decode_step.passes"),
     "gpu_attention": Entry("attention on a GPU, ours and torch's", "gpu_attention.kernels"),
