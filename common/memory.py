@@ -23,6 +23,7 @@ from common.config import EngineConfig
 from common.errors import StartupError
 from common.kv import KVShape
 from common.models.config import ModelConfig
+from kernels.paged_attention import SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +63,24 @@ def estimate_memory(
         weights: bytes that the weights will take; 0 if they are loaded already.
     """
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
-    # Attention gathers the keys and values of one layer at a time into one tensor. A quarter is added as a margin.
-    gathered = kv_cache // model.num_layers * 5 // 4
     per_token = _activation_bytes_per_token(model, dtype, device)
-    activations = config.max_pass_tokens() * per_token
     # Graphs share the scratch memory of the largest, and a buffer to which they copy the logits.
-    rows = max(config.captured_sizes(), default=0) if device.type == "cuda" else 0
-    graphs = rows * (per_token + 2 * model.vocab_size * dtype.itemsize)
+    graphs = 0
+    if device.type == "cuda":
+        # Partial results of a decoding sequence's splits, in float32 (kernels.paged_attention), in one layer.
+        assert config.max_seq_len is not None, "it is resolved"
+        splits = -(-config.max_seq_len // SPLIT_COLUMNS)
+        split_bytes = model.num_heads * splits * (model.head_dim + 2) * 4
+        attention = config.max_sampled_rows() * split_bytes
+        rows = max(config.captured_sizes(), default=0)
+        graphs = rows * (per_token + split_bytes + 2 * model.vocab_size * dtype.itemsize)
+    else:
+        # Without native kernels, the keys and values of one layer are gathered. A quarter is added as a margin.
+        attention = kv_cache // model.num_layers * 5 // 4
     return MemoryEstimate(
         weights=weights,
         kv_cache=kv_cache,
-        activations=activations + gathered + LIBRARY_BYTES,
+        activations=config.max_pass_tokens() * per_token + attention + LIBRARY_BYTES,
         sampling=config.max_sampled_rows() * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
         graphs=graphs,
     )

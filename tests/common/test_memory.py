@@ -59,7 +59,7 @@ def refusal(config: EngineConfig, *, weights: int) -> str:
 
 
 def test_the_parts_by_hand() -> None:
-    """Llama 3.2 3B: 28 layers, hidden 3072, MLP 8192, 8 heads of keys and values of 128, vocabulary 128256."""
+    """Llama 3.2 3B: 28 layers, hidden 3072, MLP 8192, 24 heads of 128, 8 of keys and values, vocabulary 128256."""
     kv_cache = 8 * 4096 * 2 * 28 * 8 * 128 * 2
     widest = 4 * 3072 + 3 * 8192
     beside = kv_cache // 28 * 5 // 4 + 128 * 2**20
@@ -72,7 +72,8 @@ def test_the_parts_by_hand() -> None:
     )
     assert on_cpu.total == sum((7, kv_cache, on_cpu.activations, on_cpu.sampling))
     on_gpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CUDA, weights=7)
-    assert on_gpu.activations == 8 * 4096 * widest * 2 + beside
+    splits = 8 * 24 * 8 * (128 + 2) * 4  # 4096 columns are 8 splits
+    assert on_gpu.activations == 8 * 4096 * widest * 2 + splits + 128 * 2**20
     wide = estimate_memory(EIGHT, LLAMA_3B, torch.float32, CPU, weights=7)
     assert (wide.kv_cache, wide.sampling) == (2 * kv_cache, on_cpu.sampling)
 
@@ -83,7 +84,8 @@ def test_graphs_count_where_they_are_captured() -> None:
     on_gpu, on_cpu = (
         estimate_memory(config, LLAMA_3B, torch.bfloat16, device, weights=0) for device in (CUDA, CPU)
     )
-    assert on_gpu.graphs == 24 * (4 * 3072 + 3 * 8192) * 2 + 2 * 24 * 128_256 * 2
+    splits = 24 * 24 * 8 * (128 + 2) * 4
+    assert on_gpu.graphs == 24 * (4 * 3072 + 3 * 8192) * 2 + splits + 2 * 24 * 128_256 * 2
     assert on_gpu.total - on_gpu.graphs == on_gpu.kv_cache + on_gpu.activations + on_gpu.sampling
     assert on_cpu.graphs == 0
     called = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096, captured_steps=False)
@@ -97,10 +99,9 @@ def test_queries_keys_and_values_may_be_wider_than_the_mlp() -> None:
     model = open_checkpoint("dummy:qwen3-0.6b").config
     few, many = (
         estimate_memory(EngineConfig(max_batch_size=1, max_seq_len=n), model, torch.bfloat16, CUDA, weights=0)
-        for n in (1000, 2000)
+        for n in (1025, 1536)  # both have three splits
     )
-    gathered = 1000 * 2 * 8 * 128 * 2 * 5 // 4
-    per_token = (many.activations - few.activations - gathered) / 1000
+    per_token = (many.activations - few.activations) / 511
     assert per_token == (4 * 1024 + 4 * (16 + 2 * 8) * 128) * 2
 
 
