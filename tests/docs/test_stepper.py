@@ -251,10 +251,12 @@ def test_it_can_be_read_everywhere(tab: Tab, page: str, site: Path, width: int, 
 
 @browser
 @pytest.mark.parametrize("phase", [None, *range(5, 10)])
-def test_a_phases_page_has_it_beside_the_phase_before_and_so_has_the_start_page(
+def test_a_phases_page_has_it_beside_the_phase_before_and_so_has_the_first_page(
     tab: Tab, site: Path, phase: int | None
 ) -> None:
-    name = "index" if phase is None else f"phases/{find_phase(phase).PHASE.slug.partition('_')[2]}"
+    name = (
+        "what-a-server-does" if phase is None else f"phases/{find_phase(phase).PHASE.slug.partition('_')[2]}"
+    )
     opened(tab, (site / f"{name}.html").as_uri(), width=PHONE)
     phase = phase or 5
     chosen = [tab.ask(f"document.querySelector('[name={side}]').value") for side in ("left", "right")]
