@@ -1,4 +1,4 @@
-"""What the GPU run's results say about each claim: held, not held, or nothing."""
+"""Judges each claim by the results of the GPU run: held, not held, or nothing known."""
 
 from __future__ import annotations
 

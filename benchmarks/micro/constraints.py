@@ -1,4 +1,4 @@
-"""What a grammar costs: compiling it, a mask for each token, and the decode step that waits for masks.
+"""Measures the cost of a grammar: compiling it, a mask for each token, and the decode step that waits for masks.
 
 ```text
 masks    one matcher, alone        compile ─> mask ─> advance ─> mask ─> …       time of each mask

@@ -1,4 +1,4 @@
-"""What is done to a layer's heads between projection and attention, in one Triton launch, against torch."""
+"""A layer's heads between projection and attention, in one Triton launch, against torch."""
 
 from __future__ import annotations
 
