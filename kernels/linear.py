@@ -18,9 +18,10 @@ product itself. With W packed once, a decode step reads each weight once, front 
 **A row has the same bits in any batch.** Every output is one sum over its inputs, in an order that depends only on
 the number of inputs. oneDNN's own products have that property for two or more rows, but not for one.
 
-**Each new number of rows costs time once.** The library compiles a small product for each number of rows from 1 to
-32, each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would
-cost more: a decode step's time grows with every row, in every step.
+**Each new number of rows costs time once.** The library compiles a small product for each number of rows up to 32,
+each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would cost
+more: a decode step's time grows with every row, in every step. Up to 16 rows of bfloat16 need no such product where
+the processor has the instructions that `few_rows.h` uses.
 
 **int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see `kernels.int8`). A
 core widens weights to the type of x, in its registers or its cache. That is exact: an int8 has at most eight

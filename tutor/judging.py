@@ -29,17 +29,19 @@ class Judgement:
         held: names of tests that passed.
         failed: tests that failed. The lines say where, and what was got and expected.
         unwritten: tests that called a function that is not written yet, with its task and its place.
+        skipped: tests that cannot run on this machine, with the reason.
         broken: why the learner's files cannot be imported; "" if they can.
     """
 
     held: set[str] = field(default_factory=set)
     failed: dict[str, list[str]] = field(default_factory=dict)
     unwritten: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     broken: str = ""
 
     @property
     def all_hold(self) -> bool:
-        return not (self.failed or self.unwritten or self.broken)
+        return bool(self.held) and not (self.failed or self.unwritten or self.broken)
 
 
 def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
@@ -64,12 +66,13 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
         return Judgement(broken=found[plugin.BROKEN])
     if set(tests) - found.keys():
         raise StartupError(f"the tests could not be run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    why: dict[str, dict[str, list[str]]] = {"held": {}, "failed": {}, "unwritten": {}}
+    why: dict[str, dict[str, list[str]]] = {"held": {}, "failed": {}, "unwritten": {}, "skipped": {}}
     for name, each in found.items():
         why[each["outcome"]][name] = each["why"]
-    return Judgement(
-        set(why["held"]), why["failed"], {name: each[0] for name, each in why["unwritten"].items()}
+    unwritten, skipped = (
+        {name: each[0] for name, each in why[kind].items()} for kind in ("unwritten", "skipped")
     )
+    return Judgement(set(why["held"]), why["failed"], unwritten, skipped)
 
 
 def report(exercise: Exercise, judgement: Judgement) -> str:
@@ -89,7 +92,9 @@ def _lines(exercise: Exercise, judgement: Judgement) -> Iterator[str]:
         yield from _of_idea(idea, judgement, width, seen)
     yield ""
     if judgement.all_hold:
-        yield f"All of it holds. Serve it: make serve LEARN={exercise.name}"
+        tested = all(judgement.held.intersection(idea.tests) for idea in exercise.ideas)
+        said = "All of it holds." if tested else "All that could be tested holds."
+        yield f"{said} Serve it: make serve LEARN={exercise.name}"
     elif hint := hint_for(exercise, judgement):
         yield textwrap.fill(f"Hint: {hint}", LINE, subsequent_indent="  ")
 
@@ -105,6 +110,11 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
     failed = [test for test in idea.tests if test in judgement.failed]
     owed = list(dict.fromkeys(judgement.unwritten[t] for t in idea.tests if t in judgement.unwritten))
     count = sum(test in judgement.held for test in idea.tests)
+    if not count and (
+        reasons := [judgement.skipped[test] for test in idea.tests if test in judgement.skipped]
+    ):
+        yield f"  {idea.title:<{width}}not tested: {reasons[0]}"
+        return
     if not failed and not owed:
         yield f"  {idea.title:<{width}}holds ({count} {'test' if count == 1 else 'tests'})"
         return

@@ -66,9 +66,13 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # One result for all parameters of a test: "unwritten" if any is, else the first failure.
-    known = _results.setdefault(item.nodeid.partition("[")[0], {"outcome": "held", "why": []})
-    if report.failed and known["outcome"] != "unwritten":
+    # One result for all parameters of a test: "unwritten" if any is, else the first failure; "held" if any ran.
+    known = _results.setdefault(item.nodeid.partition("[")[0], {"outcome": "skipped", "why": []})
+    if report.skipped and known["outcome"] == "skipped":
+        known["why"] = [str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)]
+    elif report.passed and report.when == "call" and known["outcome"] == "skipped":
+        known |= {"outcome": "held", "why": []}
+    elif report.failed and known["outcome"] != "unwritten":
         assert call.excinfo is not None
         error = call.excinfo.value
         while isinstance(error, BaseExceptionGroup):  # Hypothesis found several
@@ -85,7 +89,7 @@ def pytest_runtest_makereport(
                 "outcome": "unwritten",
                 "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"],
             }
-        elif known["outcome"] == "held":
+        elif known["outcome"] != "failed":
             known |= {"outcome": "failed", "why": list(_lines(item, error, cause))}
     return report
 

@@ -194,6 +194,10 @@ def test_a_judgement_in_words() -> None:
     assert nothing.count("not written yet, needs A.b") == len(exercise.ideas) - 1
     assert "Hint" not in nothing
 
+    skipped = Judgement(skipped=dict.fromkeys(tests, "Skipped: could not import 'triton'"))
+    assert report(exercise, skipped).count("not tested: Skipped: could not") == len(exercise.ideas)
+    assert not skipped.all_hold
+
     broken = report(exercise, Judgement(broken="scheduler.py:3: SyntaxError: invalid syntax"))
     assert "It cannot be imported. scheduler.py:3: SyntaxError" in broken
     assert not Judgement(broken="it").all_hold
