@@ -20,7 +20,7 @@ from common.server.errors import from_exception
 from common.server.intake import Lane
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import Part, PartsReader, TextPart
-from common.server.replies.shapes import AnswerHeader, Logprobs, Usage
+from common.server.replies.shapes import AnswerOrigin, Logprobs, Usage
 from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
 from common.worker import RequestStream
@@ -102,7 +102,7 @@ class Answer:
         created: seconds since 1970.
         fingerprint: stands for the software, the phase, the model and its number type.
         streams: the engine's requests for the choices, in order.
-        header: the fields that each JSON object of the answer begins with.
+        origin: fields that each JSON object of the answer repeats, after its `id` and `object`.
         text_only: whether nothing is shown beside the text of its choices.
     """
 
@@ -114,13 +114,12 @@ class Answer:
     choices: Sequence[Choice]
     shown: Shown = dataclasses.field(default_factory=Shown)
     streams: Sequence[RequestStream] = ()
-    header: AnswerHeader = dataclasses.field(init=False)
+    origin: AnswerOrigin = dataclasses.field(init=False)
     text_only: bool = dataclasses.field(init=False)
     _held_back: list[tuple[Choice, StepOutput]] = dataclasses.field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.header = {
-            "id": self.id,
+        self.origin = {
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,

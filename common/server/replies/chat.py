@@ -61,8 +61,9 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
     def chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         answer = self.answer
         chunk: ChatCompletionChunk = {
-            **answer.header,
+            "id": answer.id,
             "object": "chat.completion.chunk",
+            **answer.origin,
             "choices": choices,
         }
         if not self._sent_prompt:
@@ -76,8 +77,9 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ChatCompletion:
         answer = self.answer
         completion: ChatCompletion = {
-            **answer.header,
+            "id": answer.id,
             "object": "chat.completion",
+            **answer.origin,
             "choices": [
                 {
                     "index": choice.index,

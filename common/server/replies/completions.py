@@ -48,7 +48,8 @@ class NamedCompletionEvents(Chunks):
         return {**completion(self.answer, said), "finish_reason": engine_reason(said[0])}
 
     def _chunk(self, choices: list[ChunkChoice]) -> CompletionEvent:
-        return {**self.answer.header, "object": "text_completion", "choices": choices}
+        answer = self.answer
+        return {"id": answer.id, "object": "text_completion", **answer.origin, "choices": choices}
 
     def _token(self, choice: Choice, output: StepOutput) -> bytes:
         data = self._chunk([chunk_choice(self.answer, choice, output)])
@@ -80,7 +81,8 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
         yield chunk
 
     def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
-        return {**self.answer.header, "object": "text_completion", "choices": choices}
+        answer = self.answer
+        return {"id": answer.id, "object": "text_completion", **answer.origin, "choices": choices}
 
     def empty_choice(self, choice: Choice) -> ChunkChoice:
         return empty_choice(choice)
@@ -95,8 +97,9 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
     """Return the JSON answer."""
     return {
-        **answer.header,
+        "id": answer.id,
         "object": "text_completion",
+        **answer.origin,
         "choices": [
             {
                 "index": choice.index,

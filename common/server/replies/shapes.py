@@ -52,10 +52,9 @@ class ErrorEvent(ErrorResponse):
 # ---------------------------------------------------------------------- text
 
 
-class Header(TypedDict):
-    """Fields that every object of an answer begins with."""
+class Origin(TypedDict):
+    """Fields that say when and by which server an answer was made."""
 
-    id: str
     created: Annotated[int, Field(description="seconds since 1970")]
     model: str
     system_fingerprint: Annotated[
@@ -63,7 +62,13 @@ class Header(TypedDict):
     ]
 
 
-class AnswerHeader(Header, closed=True):
+class Header(Origin):
+    """Fields that every object of an answer has."""
+
+    id: str
+
+
+class AnswerOrigin(Origin, closed=True):
     """These fields alone, which each object of an answer repeats."""
 
 
