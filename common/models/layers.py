@@ -204,7 +204,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, view: KVView) -> Tensor:
         """x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden]."""
         heads = self.qkv_proj(x).view(-1, sum(self.sizes), self.head_dim)
-        if use_triton(heads):
+        if use_triton(heads):  # on a GPU launches cost time: one does norms, rotation and writes
             norms = None
             if self.qk_norm:
                 weights = self.q_norm.weight, self.k_norm.weight
