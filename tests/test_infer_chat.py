@@ -88,8 +88,8 @@ class Terminal:
     def interrupt_input(self) -> None:
         """Type Ctrl-C at the prompt, and expect what it says.
 
-        If the signal arrives after `input` has shown its prompt and before it waits, Python notices it with the next
-        key only. So a second one is typed if nothing comes.
+        If the signal arrives after `input` has shown its prompt and before it waits, Python notices it with the
+        next key only. So a second one is typed if nothing comes.
         """
         self.type("\x03")
         try:
