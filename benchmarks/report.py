@@ -61,6 +61,19 @@ def _where_shared(name: str) -> Callable[[Run], Value]:
     return lambda run: _server(name)(run) if run.server_metrics and run.server_metrics.cached_share else None
 
 
+def _guessed_share(run: Run) -> Value:
+    """Return the share of output tokens that a pass confirmed as guesses; None for a server that guesses none.
+
+    Every request has its first token from its prompt, and every row of a decode step gives one more. The tokens
+    beyond these are guesses.
+    """
+    if run.metrics is None or run.server_metrics is None or not run.metrics.output_tokens:
+        return None
+    guessed = run.metrics.output_tokens - run.metrics.requests - run.server_metrics.decode_tokens
+    share = guessed / run.metrics.output_tokens
+    return share if share > LEAST_GUESSED else None
+
+
 def _percentile(kind: str, name: str) -> Callable[[Run], Value]:
     def read(run: Run) -> Value:
         found: Percentiles | None = getattr(run.metrics, kind) if run.metrics else None
@@ -99,6 +112,7 @@ LINES: Sequence[Line] = (
     Line("engine steps", _server("steps"), _number),
     Line("mean batch", _server("mean_batch"), lambda v: f"{v:.2f}", "high"),
     Line("wasted work", _server("padded_share"), _share, "low"),
+    Line("guessed tokens", _guessed_share, _share),
     Line("KV used, mean tokens", _server("kv_used_mean"), _number),
     Line("KV reserved, mean tokens", _server("kv_reserved_mean"), _number, "low"),
     Line("preemptions", _server("preemptions"), _number),
@@ -106,6 +120,9 @@ LINES: Sequence[Line] = (
     Line("evictions", _where_shared("evictions"), _number),
 )
 
+LEAST_GUESSED = (
+    0.02  # a run without guesses counts a few tokens more or less, such as those of a cancelled request
+)
 ALIKE = 0.1  # values that differ by less, relative to the one compared with, count as equal
 SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
 
@@ -127,6 +144,19 @@ def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
     labels = {run.server.label: run.server.order for run in runs}
     ordered = sorted(labels, key=lambda label: (labels[label], label))
     return [[run for run in runs if run.server.label == label] for label in ordered]
+
+
+def repetition(runs: Sequence[Run]) -> str:
+    """Return a sentence about servers that guess tokens of random weights; "" if there is no such server."""
+    guessed = next(line for line in LINES if line.title == "guessed tokens")
+    if not runs[0].server.model.startswith("dummy:"):
+        return ""
+    columns = columns_of(runs)
+    shares = dict(zip((each[0].server.label for each in columns), medians_of(columns, guessed), strict=True))
+    said = [f"{label} guessed {share:.0%} of its tokens" for label, share in shares.items() if share]
+    if not said:
+        return ""
+    return f"Answers of random weights repeat themselves: {', '.join(said)}. Real text repeats itself less."
 
 
 def best_of(values: Sequence[Value], better: str) -> Value:
@@ -265,6 +295,8 @@ def _notes(runs: Sequence[Run], *first: str) -> Text:
     ]
     if shares:
         said.append(f"load generator: {max(shares):.0%} of a core at most")
+    if about_guesses := repetition(runs):
+        said.append(about_guesses)
     said += sorted({f"{run.server.label}: {note}" for run in runs for note in run.notes})
     said += [f"{run.server.label}, run {run.repeat} {run.status}: {run.reason}" for run in runs if run.reason]
     return Text("\n".join(said), style="dim")

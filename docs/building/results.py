@@ -22,6 +22,7 @@ from benchmarks.report import (
     columns_of,
     median_of,
     medians_of,
+    repetition,
 )
 from benchmarks.results import Run, is_complete
 from benchmarks.tables import MeasuredTable, load_tables, show
@@ -264,7 +265,7 @@ def setup_of(group: Together) -> str:
         *_software(run.environment),
         run.started_at[:10],
     ]
-    return ", ".join(fact for fact in facts if fact) + "."
+    return " ".join([", ".join(fact for fact in facts if fact) + ".", repetition(group.runs)]).rstrip()
 
 
 def _complete(repeats: Sequence[Run]) -> list[Run]:

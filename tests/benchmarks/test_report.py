@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from benchmarks.report import LINES, bases_of, best_of, columns_of, format_seconds, median_of, report, summary
+from benchmarks.report import (
+    LINES,
+    bases_of,
+    best_of,
+    columns_of,
+    format_seconds,
+    median_of,
+    repetition,
+    report,
+    summary,
+)
 from benchmarks.results import Run
 from tests.benchmarks.conftest import make_run
 
@@ -132,6 +142,20 @@ def test_the_best_values_of_the_summary_are_marked_without_colours() -> None:
     assert "* best" in text
 
 
+@pytest.mark.parametrize(
+    ("model", "decoded", "share"), [("dummy:a", 41, "50%"), ("dummy:a", 82, ""), ("trained", 41, "")]
+)
+def test_guesses_of_random_weights_are_named(model: str, decoded: int, share: str) -> None:
+    run = make_run("phase 10", 10)
+    assert run.metrics is not None
+    assert run.server_metrics is not None
+    run.server.model = model
+    run.metrics.output_tokens, run.metrics.requests = 82, 0
+    run.server_metrics.decode_tokens = decoded
+    assert (f"phase 10 guessed {share} of its tokens" in repetition([run])) == bool(share)
+    assert ("random weights" in printed([run])) == bool(share)
+
+
 def test_only_failures_is_still_a_table() -> None:
     run = make_run()
     run.status, run.reason, run.metrics = "failed", "it fell over", None
@@ -148,6 +172,7 @@ def test_every_line_reads_a_run() -> None:
         "engine steps",
         "mean batch",
         "wasted work",
+        "guessed tokens",
         "KV used, mean tokens",
         "KV reserved, mean tokens",
         "preemptions",
