@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from common.engine import Engine
 from common.generate import generate
@@ -41,6 +42,14 @@ def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
     return [(output.token_id, output.logprobs) for output in outputs]
 
 
+#: A few of them, with batches that have little in common.
+FEW_VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("phase4_static", {}),
+    ("phase7_chunked", {"prefill_chunk_size": 7}),
+    ("phase9_pipelined", {"prefill_chunk_size": 33, "block_size": 4, "num_blocks": 85}),
+    ("phase10_speculative", {"draft_rows": 64, "draft_length": 7}),
+]
+
 #: Llama in both types and with int8 weights, and Gemma where more is rounded; the others find what these find.
 QUICK = {
     ("zoo:llama-tiny", "float32", "none"),
@@ -48,19 +57,18 @@ QUICK = {
     ("zoo:llama-tiny", "bfloat16", "int8"),
     ("zoo:gemma3-tiny", "bfloat16", "none"),
 }
-CASES = [
-    pytest.param(
-        (name, dtype, weights),
-        id="-".join([name, dtype, *([weights] if weights != "none" else [])]),
-        marks=[pytest.mark.slow] * ((name, dtype, weights) not in QUICK),
-    )
-    for name in MODELS
-    for dtype in DTYPES
-    for weights in ("none", "int8")
-]
 
 
-@pytest.fixture(scope="module", params=CASES)
+def case(kind: tuple[str, str, str], *more: Any) -> ParameterSet:
+    """A model in a type, with weights, as a parameter; and others beside it."""
+    named = [*(word for word in kind if word != "none"), *map(str, more)]
+    return pytest.param(kind, *more, id="-".join(named), marks=[pytest.mark.slow] * (kind not in QUICK))
+
+
+KINDS = [(name, dtype, weights) for name in MODELS for dtype in DTYPES for weights in ("none", "int8")]
+
+
+@pytest.fixture(scope="module", params=map(case, KINDS))
 def model(request: pytest.FixtureRequest) -> CausalLM:
     name, dtype, weights = request.param
     loaded = load_model(
@@ -123,7 +131,12 @@ def serve(engine: Engine, requests: Any, shuffle: str = "") -> list[Any]:
     return [bits(found[str(number)]) for number in range(len(requests))]
 
 
-@pytest.mark.parametrize(("phase", "options"), VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "phase", "options"),
+    [case(kind, *each) for kind in KINDS for each in (VARIANTS if kind in QUICK else FEW_VARIANTS)],
+    indirect=["model"],
+    scope="module",
+)
 def test_a_sequence_has_the_same_bits_alone_and_under_load(
     phase: str, options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
 ) -> None:
@@ -133,6 +146,7 @@ def test_a_sequence_has_the_same_bits_alone_and_under_load(
         assert engine.telemetry.counters.preemptions > 0
 
 
+@pytest.mark.parametrize("model", map(case, sorted(QUICK)), indirect=True)
 def test_and_with_another_number_of_threads(model: CausalLM, requests: Any, alone: list[Any]) -> None:
     before = torch.get_num_threads()
     assert before == 1

@@ -72,14 +72,15 @@ def called_from_python(phase: str) -> tuple[str, ...]:
     return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
 
 
-def slow_but_on(*ordinary: str) -> list[ParameterSet]:
-    """Every phase as a parameter, slow but for those that the ordinary suite runs."""
-    return [pytest.param(phase, marks=() if phase in ordinary else pytest.mark.slow) for phase in PHASES]
+def phases(*ordinary: str, slow: Sequence[str] = ()) -> list[ParameterSet]:
+    """Return phases as parameters: those of the ordinary suite, and those that only the slow suite runs."""
+    slow_ones = [name for name in PHASES if name in slow and name not in ordinary]
+    return [*map(pytest.param, ordinary), *(pytest.param(name, marks=pytest.mark.slow) for name in slow_ones)]
 
 
-def on_phases(*ordinary: str) -> pytest.MarkDecorator:
-    """Mark a module whose tests run on more phases in the ordinary suite than on the first."""
-    return pytest.mark.parametrize("phase", slow_but_on(*ordinary), indirect=True, scope="session")
+def on_phases(*ordinary: str, slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Mark a test or a module that runs on other phases than most tests of the API."""
+    return pytest.mark.parametrize("phase", phases(*ordinary, slow=slow), indirect=True, scope="session")
 
 
 def rendered(messages: list[Any], **options: Any) -> list[int]:
