@@ -21,12 +21,6 @@ def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """Asynchronous tests run in asyncio's event loop."""
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def shared_server(phase: str) -> Iterator[ServerProcess]:
     with ServerProcess(phase, "--max-seq-len", "1024") as process:
