@@ -18,15 +18,7 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from common import grammar_trial
-from common.calls import (
-    MAX_CALLS,
-    Call,
-    Function,
-    ToolUse,
-    behind_thought,
-    told_in_messages,
-    written,
-)
+from common.calls import MAX_CALLS, Call, Function, ToolUse, behind_thought, told_in_messages, written
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
