@@ -40,7 +40,7 @@ TESTS = {
     # By a model with windows, in chunks.
     "SERVED": (
         "tests/identity/test_bits.py::test_a_sequence_has_the_same_bits_alone_and_under_load"
-        "[zoo:gemma3-tiny-float32-phase7_chunked-{'prefill_chunk_size': 7}]"
+        "[zoo:gemma3-tiny-bfloat16-phase7_chunked-{'prefill_chunk_size': 7}]"
     ),
 }
 #: What is replaced in one source, and who must notice, by name.
