@@ -150,7 +150,7 @@ def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_required_calls_follow_many_random_schemas(drawn: st.DataObject) -> None:
     check_schemas(drawn)
