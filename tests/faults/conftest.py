@@ -11,7 +11,7 @@ import pytest
 from common.server.backlogs import Backlogs
 from common.server.connections import ConnectionLimits
 from tests.faults.neighbours import Neighbours
-from tests.server.support import LocalServer, phases, with_option
+from tests.server.support import LocalServer, slow_but_on, with_option
 
 QUEUE, BATCH = 6, 4
 MAX_SEQ_LEN = 1024
@@ -21,7 +21,7 @@ MAX_SEQ_LEN = 1024
 SLOW = ("phase4_static", "phase8_prefix", "phase10_speculative")
 
 
-@pytest.fixture(scope="session", params=phases("phase5_continuous", "phase9_pipelined", slow=SLOW))
+@pytest.fixture(scope="session", params=slow_but_on("phase5_continuous", "phase9_pipelined", of=SLOW))
 def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

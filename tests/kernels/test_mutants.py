@@ -59,13 +59,14 @@ arguments = ["-p", "no:cacheprovider", "-n", "0", "-x", "-q", "-rf", "--tb=no"]
 sys.exit(max(pytest.main([*arguments, test]) for test in tests))
 """
 
-# Compiles what it has not compiled before: a mutant differs from the rest in one source.
+# Compiles what it has not compiled before: a mutant differs from the rest in one source or header.
 COMPILER = """#!{python}
 import hashlib, os, pathlib, shutil, subprocess, sys
 arguments = sys.argv[1:]
 if "-c" in arguments:
     source, target = (pathlib.Path(arguments[arguments.index(flag) + 1]) for flag in ("-c", "-o"))
-    kept = pathlib.Path({kept!r}) / hashlib.sha256(source.read_bytes()).hexdigest()
+    seen = [source, *sorted(source.parent.glob("*.h"))]
+    kept = pathlib.Path({kept!r}) / hashlib.sha256(b"".join(map(pathlib.Path.read_bytes, seen))).hexdigest()
     if not kept.exists():
         done = subprocess.run([{compiler!r}, *arguments])
         if done.returncode:

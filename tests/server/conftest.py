@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.browser import tab
-from tests.server.support import BATCH, PHASES, QUEUE, ServerProcess, called_from_python, phases
+from tests.server.support import BATCH, PHASES, QUEUE, ServerProcess, called_from_python, slow_but_on
 
 __all__ = ["tab"]
 
 
-@pytest.fixture(scope="session", params=phases(PHASES[0], slow=PHASES[-1:]))
+@pytest.fixture(scope="session", params=slow_but_on(PHASES[0], of=PHASES[-1:]))
 def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -72,15 +72,15 @@ def called_from_python(phase: str) -> tuple[str, ...]:
     return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
 
 
-def phases(*ordinary: str, slow: Sequence[str] = ()) -> list[ParameterSet]:
-    """Return phases as parameters: those of the ordinary suite, and those that only the slow suite runs."""
-    slow_ones = [name for name in PHASES if name in slow and name not in ordinary]
-    return [*map(pytest.param, ordinary), *(pytest.param(name, marks=pytest.mark.slow) for name in slow_ones)]
+def slow_but_on(*ordinary: str, of: Sequence[str] = PHASES) -> list[ParameterSet]:
+    """Return phases as parameters: those of the ordinary suite, and others, which only the slow suite runs."""
+    chosen = [name for name in PHASES if name in (*ordinary, *of)]
+    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in chosen]
 
 
-def on_phases(*ordinary: str, slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+def on_phases(*phases: str) -> pytest.MarkDecorator:
     """Mark a test or a module that runs on other phases than most tests of the API."""
-    return pytest.mark.parametrize("phase", phases(*ordinary, slow=slow), indirect=True, scope="session")
+    return pytest.mark.parametrize("phase", slow_but_on(*phases, of=()), indirect=True, scope="session")
 
 
 def rendered(messages: list[Any], **options: Any) -> list[int]:
