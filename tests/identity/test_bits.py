@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -70,9 +71,8 @@ def case(kind: tuple[str, str, str], *more: Any) -> ParameterSet:
 KINDS = [(name, dtype, weights) for name in MODELS for dtype in DTYPES for weights in ("none", "int8")]
 
 
-@pytest.fixture(scope="module", params=map(case, KINDS))
-def model(request: pytest.FixtureRequest) -> CausalLM:
-    name, dtype, weights = request.param
+@functools.cache
+def load(name: str, dtype: str, weights: str) -> CausalLM:
     loaded = load_model(
         open_checkpoint(name), device=torch.device("cpu"), dtype=DTYPES[dtype], max_positions=1024
     )
@@ -80,13 +80,11 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
         loaded.quantize()
     loaded.pack()
     loaded.measure_batch_invariance()
-    if not loaded.batch_invariant:
-        pytest.skip(f"{dtype} is not batch invariant here: test_token_identity.py holds logits to a bound")
     return loaded
 
 
-@pytest.fixture(scope="module")
-def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
+@functools.cache
+def requests_of(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
     draw = random.Random(5)
     lengths = [1, 2, 31, 63, 64, 65, 130, 255, 256, 257, 300, 12, 90, 5]
     return [
@@ -104,9 +102,28 @@ def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(model: CausalLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
-    return [bits(list(generate(model, Request("solo", *request)))) for request in requests]
+@functools.cache
+def answers_of(model: CausalLM) -> list[Any]:
+    return [bits(list(generate(model, Request("solo", *request)))) for request in requests_of(model)]
+
+
+@pytest.fixture(params=map(case, KINDS))
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    loaded = load(*request.param)
+    if not loaded.batch_invariant:
+        dtype = request.param[1]
+        pytest.skip(f"{dtype} is not batch invariant here: test_token_identity.py holds logits to a bound")
+    return loaded
+
+
+@pytest.fixture
+def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
+    return requests_of(model)
+
+
+@pytest.fixture
+def alone(model: CausalLM) -> list[Any]:
+    return answers_of(model)
 
 
 def engine_of(model: CausalLM, phase: str, options: dict[str, Any]) -> Engine:
@@ -141,7 +158,6 @@ def serve(engine: Engine, requests: Any, shuffle: str = "") -> list[Any]:
         for each in (VARIANTS if kind in IN_EVERY_VARIANT else FEW_VARIANTS)
     ],
     indirect=["model"],
-    scope="module",
 )
 def test_a_sequence_has_the_same_bits_alone_and_under_load(
     phase: str, options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
