@@ -107,7 +107,7 @@ def answers_of(model: CausalLM) -> list[Any]:
     return [bits(list(generate(model, Request("solo", *request)))) for request in requests_of(model)]
 
 
-@pytest.fixture(params=map(case, KINDS))
+@pytest.fixture(params=[case(kind) for kind in KINDS])
 def model(request: pytest.FixtureRequest) -> CausalLM:
     loaded = load(*request.param)
     if not loaded.batch_invariant:
@@ -168,7 +168,7 @@ def test_a_sequence_has_the_same_bits_alone_and_under_load(
         assert engine.telemetry.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("model", map(case, sorted(QUICK)), indirect=True)
+@pytest.mark.parametrize("model", [case(kind) for kind in sorted(QUICK)], indirect=True)
 def test_and_with_another_number_of_threads(model: CausalLM, requests: Any, alone: list[Any]) -> None:
     before = torch.get_num_threads()
     assert before == 1
