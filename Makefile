@@ -97,7 +97,7 @@ test: .venv/full
 # The second line is for machines without a compiler: what the ordinary suite asks of models, of the torch references.
 test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
-	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity tests/common/test_models.py
+	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
 
 # Needs chromium on the machine.
 test-browser: .venv/full plots

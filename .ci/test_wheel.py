@@ -108,7 +108,7 @@ def main(wheel: Path) -> None:
         assert "tokens/s" in demo, demo
         print("the demo ran")
         installed.hide_the_compiler()
-        for phase in phases:
+        for phase in (phases[0], phases[-1]):  # the kernels are chosen before a phase is
             log = installed.stream(phase)
             assert SLOWER in log, log
             print(f"phase {phase}: a stream, no compiler")

@@ -90,6 +90,12 @@ def own_prompt(request: pytest.FixtureRequest) -> OwnPrompt:
     return lambda tokens: [draw.randrange(50, 750) for _ in range(tokens)]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Asynchronous tests run in asyncio's event loop."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def llama() -> CausalLM:
     """A small Llama with random weights under which every token of the prompt matters."""

@@ -137,11 +137,7 @@ FORMS = [
 #: begin or end with any number of the others. Where a computer is too fast for a budget of time, its rows grow too
 #: long.
 AMBIGUOUS = "\n".join(
-    [
-        "start: s*",
-        "s: " + " | ".join(f"r{i}" for i in range(8)),
-        *(f"r{i}: s* /[a-z ]/ s*" for i in range(8)),
-    ]
+    ["start: s*", "s: " + " | ".join(f"r{i}" for i in range(8)), *(f"r{i}: s* /[a-z ]/ s*" for i in range(8))]
 )
 
 

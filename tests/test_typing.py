@@ -48,26 +48,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env/bin/python"
 
 
-def complaints(program: str, python: Path, folder: Path) -> str:
-    """Check a program of a user, in a folder of its own. Returns the output of mypy."""
-    (folder / "client.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file=",
-        "--python-executable",
-        python,
-        "client.py",
-    ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
-
-
 def test_a_client_program_has_types(python: Path, tmp_path: Path) -> None:
-    assert complaints(CLIENT, python, tmp_path) == "Success: no issues found in 1 source file\n"
-    wrong = complaints(CLIENT.replace("text: str", "text: int"), python, tmp_path)
-    assert 'variable has type "int"' in wrong
+    """Only the wrong line is complained about. Torch's own types are not needed, and take long to read."""
+    (tmp_path / "client.py").write_text(CLIENT + "number: int = answers[0].text\n")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "client.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert 'expression has type "str", variable has type "int"' in said
+    assert "Found 1 error in 1 file" in said, said
 
 
 def test_every_package_says_that_it_has_types(python: Path) -> None:

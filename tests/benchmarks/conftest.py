@@ -10,15 +10,7 @@ import benchmarks.environment
 from benchmarks.client import Endpoint
 from benchmarks.loadgen import LoadPlan
 from benchmarks.metrics import summarize, summarize_server
-from benchmarks.results import (
-    Calibration,
-    Generator,
-    Lineup,
-    RequestRecord,
-    Run,
-    ServerInfo,
-    WorkloadInfo,
-)
+from benchmarks.results import Calibration, Generator, Lineup, RequestRecord, Run, ServerInfo, WorkloadInfo
 from benchmarks.workloads import PlannedRequest, PromptWriter
 from common.models.registry import ZOO
 from common.text import Tokenizer

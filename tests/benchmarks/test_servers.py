@@ -121,10 +121,7 @@ def test_a_server_gets_the_variables_of_its_target() -> None:
 
 def test_a_server_that_does_not_start_says_why() -> None:
     server = RunningServer(fake_target(exit_at_once=3))
-    with (
-        pytest.raises(StartupError, match=r"fake ended \(exit 3\)(.|\n)*frobnicate"),
-        server,
-    ):
+    with pytest.raises(StartupError, match=r"fake ended \(exit 3\)(.|\n)*frobnicate"), server:
         pass
     assert server.exit_code == 3
 

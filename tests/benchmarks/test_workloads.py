@@ -8,14 +8,7 @@ import statistics
 
 import pytest
 
-from benchmarks.workloads import (
-    WORKLOADS,
-    Lengths,
-    PromptWriter,
-    build,
-    identical_requests,
-    send_times,
-)
+from benchmarks.workloads import WORKLOADS, Lengths, PromptWriter, build, identical_requests, send_times
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -39,6 +39,15 @@ PHASES = (5, 6, 7, 8, 9, 10)
 ON_TWO_PHASES = pytest.mark.parametrize("phase", [5, 10], indirect=True, scope="session")
 
 
+def on_phases(first: int, *others: int) -> pytest.MarkDecorator:
+    """Mark the tests of a library that is installed with the project: they run in the ordinary suite on the first
+    phase, in the slow suite on the last, and on the phases between them with the other clients."""
+    *between, last = others
+    numbers = [first, *(pytest.param(number, marks=pytest.mark.clients) for number in between)]
+    numbers.append(pytest.param(last, marks=pytest.mark.slow))
+    return pytest.mark.parametrize("phase", numbers, indirect=True, scope="session")
+
+
 class NotInstalledError(Exception):
     """A client is not to be had here; the message says why in one line."""
 

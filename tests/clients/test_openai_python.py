@@ -15,20 +15,12 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from common.phases import find_phase, phase_names
-from tests.clients.support import MAX_TOKENS, PROMPT, USAGE, Library, assert_same, completed
+from common.phases import phase_names, phase_number
+from tests.clients.support import MAX_TOKENS, PROMPT, USAGE, Library, assert_same, completed, on_phases
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, rendered
 
 TOOL = Library("openai")
-pytestmark = pytest.mark.parametrize(
-    "phase",
-    [
-        pytest.param(number, marks=pytest.mark.slow if later else ())
-        for later, number in enumerate(find_phase(name).PHASE.number for name in phase_names())
-    ],
-    indirect=True,
-    scope="session",
-)
+pytestmark = on_phases(*map(phase_number, phase_names()))
 
 
 @dataclass

@@ -11,16 +11,11 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.clients.support import MAX_TOKENS, Library, assert_same, chatted
+from tests.clients.support import MAX_TOKENS, Library, assert_same, chatted, on_phases
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess
 
 TOOL = Library("openai")
-pytestmark = pytest.mark.parametrize(
-    "phase",
-    [pytest.param(number, marks=pytest.mark.slow if number > 5 else ()) for number in (5, 8, 9, 10)],
-    indirect=True,
-    scope="session",
-)
+pytestmark = on_phases(5, 8, 9, 10)
 USAGE = ("input_tokens", "output_tokens", "total_tokens")
 
 

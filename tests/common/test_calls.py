@@ -18,15 +18,7 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from common import grammar_trial
-from common.calls import (
-    MAX_CALLS,
-    Call,
-    Function,
-    ToolUse,
-    behind_thought,
-    told_in_messages,
-    written,
-)
+from common.calls import MAX_CALLS, Call, Function, ToolUse, behind_thought, told_in_messages, written
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
@@ -158,7 +150,7 @@ def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_required_calls_follow_many_random_schemas(drawn: st.DataObject) -> None:
     check_schemas(drawn)

@@ -132,11 +132,7 @@ TOKENS = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": Non
 @pytest.mark.parametrize(
     ("config", "own_file", "text"),
     [
-        (
-            TOKENS | {"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"},
-            None,
-            "<s>|</s>|",
-        ),
+        (TOKENS | {"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"}, None, "<s>|</s>|"),
         ({"chat_template": NAMED}, None, "chat"),
         ({"chat_template": NAMED[:1]}, None, None),
         (TOKENS | {"chat_template": "config's"}, "{{ bos_token }}", "<s>"),

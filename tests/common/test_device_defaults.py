@@ -12,15 +12,7 @@ import torch
 
 import common.device_defaults
 from common.config import GPU_SEATS
-from common.device_defaults import (
-    CHUNKS,
-    GPU_SHARE,
-    log_sizes,
-    measured_chunk,
-    pass_s,
-    saturating,
-    sized_for,
-)
+from common.device_defaults import CHUNKS, GPU_SHARE, log_sizes, measured_chunk, pass_s, saturating, sized_for
 from common.memory import estimate_memory
 from common.models.registry import open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names

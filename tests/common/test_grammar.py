@@ -47,10 +47,7 @@ TOKENS = [token_id for token_id in range(EOS + 1 + len(PIECES)) if token_id != E
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5),
-    data=st.data(),
-)
+@given(texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
 def test_choices_against_what_their_bytes_begin_with(texts: list[str], data: st.DataObject) -> None:
     """A token may come if what it makes is the beginning of a choice; EOS, if it is one."""
     matcher = COMPILER.new_matcher(Grammar.choice(texts))

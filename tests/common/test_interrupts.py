@@ -115,12 +115,7 @@ def assert_as_new(llm: LLM) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 @pytest.mark.parametrize(("phase", "owner", "name", "when"), CASES)
 def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
-    phase: str,
-    owner: str,
-    name: str,
-    when: str,
-    error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
+    phase: str, owner: str, name: str, when: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = ready(phase, RememberingModel(), monkeypatch)
     engine: Any = llm.engine

@@ -17,13 +17,7 @@ import common.build
 import common.memory
 from common.config import EngineConfig
 from common.errors import StartupError
-from common.memory import (
-    MemoryEstimate,
-    check_memory,
-    control_group_room,
-    estimate_memory,
-    free_memory,
-)
+from common.memory import MemoryEstimate, check_memory, control_group_room, estimate_memory, free_memory
 from common.models.registry import open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
 from tests.engine_helpers import CPU, byte_tokenizer, tiny_model
@@ -65,10 +59,7 @@ def test_the_parts_by_hand() -> None:
     beside = kv_cache // 28 * 5 // 4 + 128 * 2**20
     on_cpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=7)
     assert on_cpu == MemoryEstimate(
-        weights=7,
-        kv_cache=kv_cache,
-        activations=8 * 4096 * widest * 4 + beside,
-        sampling=8 * 128_256 * 72,
+        weights=7, kv_cache=kv_cache, activations=8 * 4096 * widest * 4 + beside, sampling=8 * 128_256 * 72
     )
     assert on_cpu.total == sum((7, kv_cache, on_cpu.activations, on_cpu.sampling))
     on_gpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CUDA, weights=7)

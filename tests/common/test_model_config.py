@@ -168,13 +168,7 @@ def test_both_styles_are_one_config(architecture: str) -> None:
     assert parse_config(as_transformers_4(new)) == parse_config(old)
 
 
-REQUIRED = {
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-}
+REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"}
 # transformers fills these with fixed numbers of its own: 32 KV heads, an EOS of 2, a type found in the weights.
 DEFAULTS_NOBODY_MEANS = {"num_key_value_heads", "eos_token_id", "torch_dtype", "dtype"}
 

@@ -388,9 +388,6 @@ def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pyt
     assert len({layout for layout, _ in seen}) == 1
 
 
-# ---------------------------------------------------------------------- memory that is not ours
-
-
 # ---------------------------------------------------------------------- capture
 
 

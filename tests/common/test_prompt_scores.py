@@ -56,10 +56,16 @@ def assert_scores(outputs: list[StepOutput], request: Request, model: str, top: 
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["llama", *(pytest.param(model, marks=pytest.mark.slow) for model in ("qwen3", "gemma3"))],
+    ("phase", "model"),
+    [
+        *((phase, "llama") for phase in phase_names()),
+        *(
+            pytest.param(phase, model, marks=pytest.mark.slow)
+            for phase in (phase_names()[0], phase_names()[-1])
+            for model in ("qwen3", "gemma3")
+        ),
+    ],
 )
-@pytest.mark.parametrize("phase", phase_names())
 def test_the_same_as_transformers_beside_others(phase: str, model: str) -> None:
     """Short prompts and long ones, some of which ask; who does not ask gets what it would have got."""
     engine = engine_of(phase, model, **({"prefill_chunk_size": 48} if int(phase[5]) >= 7 else {}))

@@ -35,11 +35,6 @@ from tests.engine_helpers import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=["static", "continuous"])
 def phase(request: pytest.FixtureRequest) -> str:
     name: str = request.param

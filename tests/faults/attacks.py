@@ -15,14 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import httpx
 import psutil
 
 from common.server import logs
 from tests.cluster.conftest import running
 from tests.faults.attackers import ATTACKS, Attackers
-from tests.faults.ordinary import HealthWatch, OrdinaryClients, Service
+from tests.faults.ordinary import OrdinaryClients, Service
 from tests.faults.raw_http import Target
-from tests.server.support import PHASES, ServerProcess
+from tests.server.support import PHASES, ServerProcess, asking_for_health
 
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
@@ -34,8 +35,6 @@ MAY_BE_CUT = {"one_byte_chunks", "unread_bytes"}
 ANSWERS_EACH, ATTACKED_S = 2, 5.0
 #: Bytes that a server may hold after a second attack and did not after the first: the allocator keeps what it took.
 SLACK_BYTES = 128 * 2**20
-#: Seconds after which freed memory has gone back to the system.
-RETURNED_AFTER_S = logs.PULSE_EVERY_S + 1
 
 
 def target_of(server: ServerProcess) -> Target:
@@ -91,11 +90,14 @@ def role_of(command: Sequence[str]) -> str:
 # ---------------------------------------------------------------------- a test's question
 
 
-def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[str]) -> None:
+def assert_ordinary_clients_are_served(
+    server: ServerProcess, names: Sequence[str], *, pulse_s: float = logs.PULSE_EVERY_S
+) -> None:
     """Attack a server twice, each time until every ordinary client has its right answers.
 
     All the while `/health` is 200, and the attacks are answered or refused. Afterwards the server is idle, serves
-    the next request, and is no larger than after the first time.
+    the next request, and is no larger than after the first time. It returns freed memory to the system every
+    `pulse_s` seconds.
     """
     target = target_of(server)
     clients = OrdinaryClients(target)
@@ -104,18 +106,17 @@ def assert_ordinary_clients_are_served(server: ServerProcess, names: Sequence[st
     for _ in range(2):
         attackers = Attackers(target, names)
         try:
-            with HealthWatch(target) as health:
+            with asking_for_health(server.url) as health:
                 service = asyncio.run(clients.ask_until_each_has(ANSWERS_EACH, at_least_s=ATTACKED_S))
         finally:
             outcomes = attackers.stop()
         assert service.mistakes == []
-        assert health.seconds
-        assert health.statuses == set()
+        assert {each.status_code for each in health} == {200}
         for name, counted in outcomes.items():
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)
         server.begin_test()  # when all requests have ended
-        returned_by = time.monotonic() + RETURNED_AFTER_S
+        returned_by = time.monotonic() + pulse_s + 1
         while (held := memory_bytes(server)) > most and time.monotonic() < returned_by:
             time.sleep(0.5)
         assert most == 0 or held <= most, f"{held} bytes after the second attack, {most} at most"
@@ -136,7 +137,7 @@ def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None
     for moment in ("alone", "beside", "alone again"):
         attackers = Attackers(target, names, seconds + 60) if moment == "beside" else None
         memory, before, counted = [memory_bytes(server)], processor_s(), server.counters()
-        with HealthWatch(target) as health:
+        with asking_for_health(server.url) as health:
             service = asyncio.run(watching_memory(server, memory, clients, seconds))
         rates.append(service.tokens / seconds)
         print_moment(moment, rates, service, health, memory)
@@ -155,8 +156,8 @@ def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None
                 print(f"  {name}: {said or 'nothing was answered'}")
     server.begin_test()
     print_memory(server, "idle")
-    time.sleep(RETURNED_AFTER_S)
-    print_memory(server, f"{RETURNED_AFTER_S:.0f} s later")
+    time.sleep(logs.PULSE_EVERY_S + 1)
+    print_memory(server, "after the next pulse")
 
 
 def print_memory(server: ServerProcess, moment: str) -> None:
@@ -181,15 +182,17 @@ async def watching_memory(
 
 
 def print_moment(
-    moment: str, rates: list[float], service: Service, health: HealthWatch, memory: list[int]
+    moment: str, rates: list[float], service: Service, health: list[httpx.Response], memory: list[int]
 ) -> None:
-    waits = sorted(health.seconds)  # a server that is held up may have answered once
+    # A server that is held up may have answered once.
+    waits = sorted(each.elapsed.total_seconds() for each in health)
+    failed = {each.status_code for each in health} - {200}
     middle, p99, most = (waits[round(share * (len(waits) - 1))] for share in (0.5, 0.99, 1.0))
     print(
         f"{moment}: {rates[-1]:.0f} tokens/s (x {rates[-1] / rates[0]:.2f}), {sum(service.answers)} answers, "
         f"{service.refused} x 503, {len(service.mistakes)} mistakes; "
         f"/health p50 {middle * 1e3:.0f}, p99 {p99 * 1e3:.0f}, max {most * 1e3:.0f} ms"
-        f"{f', not 200: {sorted(health.statuses)}' if health.statuses else ''}; "
+        f"{f', not 200: {sorted(failed)}' if failed else ''}; "
         f"memory {memory[0] / 2**20:.0f} MiB, at most {max(memory) / 2**20:.0f}",
         flush=True,
     )
@@ -198,13 +201,15 @@ def print_moment(
 
 
 @contextlib.contextmanager
-def serving(phase: str, options: Sequence[str] = (), replicas: int = 0) -> Iterator[ServerProcess]:
-    """One server, or a cluster of so many replicas."""
+def serving(
+    phase: str, options: Sequence[str] = (), *, replicas: int = 0, module: str | None = None
+) -> Iterator[ServerProcess]:
+    """Serve by one server, of a module that takes the phase's name first, or by a cluster of so many replicas."""
     if replicas:
         with running(phase, "--replicas", str(replicas), *options, **ACCESS) as cluster:
             yield cluster
     else:
-        server = ServerProcess(phase, *options, **ACCESS)
+        server = ServerProcess(phase, *options, module=module, **ACCESS)
         try:
             yield server
         finally:
@@ -222,7 +227,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", metavar="OPTIONS", help="of the server, after --")
     arguments = parser.parse_args()
     (phase,) = (name for name in PHASES if name.startswith(f"phase{arguments.phase}_"))
-    with serving(phase, arguments.options, arguments.cluster) as server:
+    with serving(phase, arguments.options, replicas=arguments.cluster) as server:
         measure(server, arguments.attacks, arguments.seconds)
 
 

@@ -17,7 +17,11 @@ QUEUE, BATCH = 6, 4
 MAX_SEQ_LEN = 1024
 
 
-@pytest.fixture(scope="session", params=slow_but_on("phase5_continuous", "phase9_pipelined"))
+#: With the idea of phase 8 come those of phases 6 and 7: blocks, and prompts in chunks.
+SLOW = ("phase4_static", "phase8_prefix", "phase10_speculative")
+
+
+@pytest.fixture(scope="session", params=slow_but_on("phase5_continuous", "phase9_pipelined", of=SLOW))
 def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ from tests.server.support import HANG_S
 
 CLIENTS = 20
 TOKENS = 64
-HEALTH_EVERY_S = 0.02
 
 
 @dataclass
@@ -118,39 +115,3 @@ def text_of(answer: Answer) -> bytes:
             if name == b"token":
                 text += orjson.loads(data)["token"].encode()
     return text + b" | " + name
-
-
-class HealthWatch:
-    """Asks for `/health` all the while, from a thread of its own.
-
-    Attributes:
-        seconds: that each answer took.
-        statuses: that were not 200.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.seconds: list[float] = []
-        self.statuses: set[int] = set()
-        self._target = target
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> HealthWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._target.port, timeout=HANG_S)
-        while not self._over.wait(HEALTH_EVERY_S):
-            began = time.perf_counter()
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            response.read()
-            self.seconds.append(time.perf_counter() - began)
-            if response.status != 200:
-                self.statuses.add(response.status)
-        connection.close()

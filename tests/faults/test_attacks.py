@@ -16,28 +16,26 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.faults import returning_server
 from tests.faults.attackers import ATTACKS
 from tests.faults.attacks import assert_ordinary_clients_are_served, serving
-from tests.server.support import ServerProcess
+from tests.faults.returning_server import PULSE_EVERY_S
+from tests.server.support import ServerProcess, on_phases
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), on_phases("phase9_pipelined")]
 
 
 @pytest.fixture(scope="module")
 def attacked(phase: str) -> Iterator[ServerProcess]:
-    with serving(phase) as server:
+    with serving(phase, module=returning_server.__name__) as server:
         yield server
         assert "Traceback" not in server.log_text
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("phase", ["phase9_pipelined"], indirect=True, scope="session")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_ordinary_clients_are_served_beside_an_attack(attacked: ServerProcess, name: str) -> None:
-    assert_ordinary_clients_are_served(attacked, [name])
+    assert_ordinary_clients_are_served(attacked, [name], pulse_s=PULSE_EVERY_S)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("phase", ["phase5_continuous", "phase9_pipelined"], indirect=True, scope="session")
 def test_ordinary_clients_are_served_beside_all_attacks(attacked: ServerProcess) -> None:
-    assert_ordinary_clients_are_served(attacked, list(ATTACKS))
+    assert_ordinary_clients_are_served(attacked, list(ATTACKS), pulse_s=PULSE_EVERY_S)

@@ -45,10 +45,12 @@ from tests.server.support import (
     assert_error,
     eventually,
     in_background,
+    on_phases,
     post,
 )
 
 FULL_DISK = Path("/dev/full")
+ON_ONE = on_phases("phase9_pipelined")  # these faults do not reach the engine
 
 
 @pytest.fixture
@@ -84,6 +86,7 @@ def test_the_end_comes_while_answers_are_streamed(mortal: LocalServer) -> None:
 
 
 @pytest.mark.slow
+@ON_ONE
 def test_killed_and_started_again(phase: str) -> None:
     """Its port is free at once, although connections of the one that was killed are not over yet."""
     first = ServerProcess(phase)
@@ -105,6 +108,7 @@ def test_killed_and_started_again(phase: str) -> None:
 
 
 @pytest.mark.slow
+@ON_ONE
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="there is no /dev/full")
 def test_a_full_disk_for_the_log(phase: str) -> None:
     """Requests are served without a log, and the end is an ordinary one."""
@@ -132,6 +136,7 @@ def answers(client: httpx.Client) -> bool:
 
 
 @pytest.mark.slow
+@ON_ONE
 def test_a_clock_that_jumps(
     server: LocalServer, neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +150,7 @@ def test_a_clock_that_jumps(
 
 
 @pytest.mark.slow
+@ON_ONE
 def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbours) -> None:
     loop = server.http._loop
     assert loop is not None
@@ -153,6 +159,7 @@ def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbou
 
 
 @pytest.mark.slow
+@ON_ONE
 def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours) -> None:
     count = 1000
     if allow_open_files(2 * count) < 2 * count:  # both ends are here

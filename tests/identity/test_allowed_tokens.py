@@ -30,9 +30,7 @@ def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant) ->
     text = tuple(subject.tokenizer.encode("Once upon a time there was a brave"))
     arrivals = [
         Arrival(
-            i // 2,
-            (*prompt_of(subject, 11 * i, seed=i), *text),
-            SamplingParams(max_new_tokens=24, **kind),
+            i // 2, (*prompt_of(subject, 11 * i, seed=i), *text), SamplingParams(max_new_tokens=24, **kind)
         )
         for i, kind in enumerate(kinds)
     ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from common.engine import Engine
 from common.generate import generate
@@ -41,6 +43,14 @@ def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
     return [(output.token_id, output.logprobs) for output in outputs]
 
 
+#: A few of them, whose batches have little in common.
+FEW_VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("phase4_static", {}),
+    ("phase7_chunked", {"prefill_chunk_size": 7}),
+    ("phase9_pipelined", {"prefill_chunk_size": 33, "block_size": 4, "num_blocks": 85}),
+    ("phase10_speculative", {"draft_rows": 64, "draft_length": 7}),
+]
+
 #: Llama in both types and with int8 weights, and Gemma where more is rounded; the others find what these find.
 QUICK = {
     ("zoo:llama-tiny", "float32", "none"),
@@ -48,21 +58,21 @@ QUICK = {
     ("zoo:llama-tiny", "bfloat16", "int8"),
     ("zoo:gemma3-tiny", "bfloat16", "none"),
 }
-CASES = [
-    pytest.param(
-        (name, dtype, weights),
-        id="-".join([name, dtype, *([weights] if weights != "none" else [])]),
-        marks=[pytest.mark.slow] * ((name, dtype, weights) not in QUICK),
-    )
-    for name in MODELS
-    for dtype in DTYPES
-    for weights in ("none", "int8")
-]
+#: With windows and without.
+IN_EVERY_VARIANT = {("zoo:llama-tiny", "bfloat16", "none"), ("zoo:gemma3-tiny", "bfloat16", "none")}
 
 
-@pytest.fixture(scope="module", params=CASES)
-def model(request: pytest.FixtureRequest) -> CausalLM:
-    name, dtype, weights = request.param
+def case(kind: tuple[str, str, str], *more: Any) -> ParameterSet:
+    """A model in a type, with weights, as a parameter; and others beside it."""
+    named = [*(word for word in kind if word != "none"), *map(str, more)]
+    return pytest.param(kind, *more, id="-".join(named), marks=[pytest.mark.slow] * (kind not in QUICK))
+
+
+KINDS = [(name, dtype, weights) for name in MODELS for dtype in DTYPES for weights in ("none", "int8")]
+
+
+@functools.cache
+def load(name: str, dtype: str, weights: str) -> CausalLM:
     loaded = load_model(
         open_checkpoint(name), device=torch.device("cpu"), dtype=DTYPES[dtype], max_positions=1024
     )
@@ -70,13 +80,11 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
         loaded.quantize()
     loaded.pack()
     loaded.measure_batch_invariance()
-    if not loaded.batch_invariant:
-        pytest.skip(f"{dtype} is not batch invariant here: test_token_identity.py holds logits to a bound")
     return loaded
 
 
-@pytest.fixture(scope="module")
-def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
+@functools.cache
+def requests_of(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
     draw = random.Random(5)
     lengths = [1, 2, 31, 63, 64, 65, 130, 255, 256, 257, 300, 12, 90, 5]
     return [
@@ -94,9 +102,28 @@ def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(model: CausalLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
-    return [bits(list(generate(model, Request("solo", *request)))) for request in requests]
+@functools.cache
+def answers_of(model: CausalLM) -> list[Any]:
+    return [bits(list(generate(model, Request("solo", *request)))) for request in requests_of(model)]
+
+
+@pytest.fixture(params=[case(kind) for kind in KINDS])
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    loaded = load(*request.param)
+    if not loaded.batch_invariant:
+        dtype = request.param[1]
+        pytest.skip(f"{dtype} is not batch invariant here: test_token_identity.py holds logits to a bound")
+    return loaded
+
+
+@pytest.fixture
+def requests(model: CausalLM) -> list[tuple[list[int], SamplingParams]]:
+    return requests_of(model)
+
+
+@pytest.fixture
+def alone(model: CausalLM) -> list[Any]:
+    return answers_of(model)
 
 
 def engine_of(model: CausalLM, phase: str, options: dict[str, Any]) -> Engine:
@@ -123,7 +150,15 @@ def serve(engine: Engine, requests: Any, shuffle: str = "") -> list[Any]:
     return [bits(found[str(number)]) for number in range(len(requests))]
 
 
-@pytest.mark.parametrize(("phase", "options"), VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "phase", "options"),
+    [
+        case(kind, *each)
+        for kind in KINDS
+        for each in (VARIANTS if kind in IN_EVERY_VARIANT else FEW_VARIANTS)
+    ],
+    indirect=["model"],
+)
 def test_a_sequence_has_the_same_bits_alone_and_under_load(
     phase: str, options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
 ) -> None:
@@ -133,6 +168,7 @@ def test_a_sequence_has_the_same_bits_alone_and_under_load(
         assert engine.telemetry.counters.preemptions > 0
 
 
+@pytest.mark.parametrize("model", [case(kind) for kind in sorted(QUICK)], indirect=True)
 def test_and_with_another_number_of_threads(model: CausalLM, requests: Any, alone: list[Any]) -> None:
     before = torch.get_num_threads()
     assert before == 1

@@ -26,16 +26,20 @@ def arrivals_of(subject: Subject, *, most: int, seed: int) -> list[Arrival]:
     return [Arrival(i // 3, prompt_of(subject, 5 + i % 23, seed=i), each) for i, each in enumerate(params)]
 
 
-@pytest.mark.parametrize("most", [32, pytest.param(MAX_NEW_TOKENS, marks=pytest.mark.slow)])
 @pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"])
-def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant, most: int) -> None:
-    check(
-        subject,
-        variant,
-        arrivals_of(subject, most=most, seed=1),
-        max_batch_size=8,
-        max_waiting_requests=len(FORMS) * 3,
-    )
+def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant) -> None:
+    assert_the_same(subject, variant, most=32)
+
+
+@pytest.mark.slow
+@pairs(["zoo:llama-tiny"])
+def test_and_when_answers_are_long(subject: Subject, variant: Variant) -> None:
+    assert_the_same(subject, variant, most=MAX_NEW_TOKENS)
+
+
+def assert_the_same(subject: Subject, variant: Variant, most: int) -> None:
+    arrivals = arrivals_of(subject, most=most, seed=1)
+    check(subject, variant, arrivals, max_batch_size=8, max_waiting_requests=len(FORMS) * 3)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from common.request import SamplingParams
 from tests.engine_helpers import Variant
 from tests.identity.support import (
     LOGIT_BOUND,
+    MODELS,
+    PLAIN,
     Arrival,
     Subject,
     check,
@@ -42,7 +44,7 @@ def test_mixed_lengths_in_one_batch(subject: Subject, variant: Variant) -> None:
     check(subject, variant, arrivals, max_batch_size=8)
 
 
-@pairs()
+@pairs([name for name in MODELS if not name.startswith("random:")])
 def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -> None:
     texts = ["Once upon a time", "The fox", "user: Tell me a story about a cat.", "Where is the"]
     arrivals = [
@@ -74,27 +76,24 @@ def test_random_traffic(subject: Subject, variant: Variant, data: st.DataObject)
 
 
 @pairs()
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(
-    subject: Subject, variant: Variant, temperature: float
-) -> None:
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(subject: Subject, variant: Variant) -> None:
     params = [
         SamplingParams(
-            temperature=temperature,
+            temperature=0.7 if seed < 4 else 1.3,
             seed=seed,
             max_new_tokens=16,
             ignore_eos=True,
             top_k=50 if seed % 2 else None,
             top_p=0.9 if seed % 3 else 1.0,
         )
-        for seed in range(6)
+        for seed in range(8)
     ]
     arrivals = [Arrival(i % 3, prompt_of(subject, 10 + 9 * i, seed=i), p) for i, p in enumerate(params)]
     check(subject, variant, arrivals, max_batch_size=4)
     assert len({tuple(subject.alone(each.prompt, each.params).tokens) for each in arrivals}) == len(arrivals)
 
 
-@pairs()
+@pairs(["random:llama"], PLAIN)
 def test_the_bound_is_not_generous(subject: Subject, variant: Variant) -> None:
     """How far batching really moves the logits, where it does: printed with -s, and far inside the bound."""
     if subject.model.batch_invariant:

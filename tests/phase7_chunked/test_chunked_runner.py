@@ -33,12 +33,7 @@ def test_a_prompt_of_2048_among_six_who_decode(
     model = RememberingModel()
     model.max_positions = 4096
     engine = variant.build(
-        model,
-        max_seq_len=2304,
-        max_batch_size=8,
-        prefill_chunk_size=512,
-        mixed_batches=mixed,
-        **backend,
+        model, max_seq_len=2304, max_batch_size=8, prefill_chunk_size=512, mixed_batches=mixed, **backend
     )
     decoders = [add(engine, [(11 * i + j) % 250 for j in range(4 + i)], greedy(40)) for i in range(6)]
     outputs = [o for _ in range(8) for o in engine.step()]
@@ -123,11 +118,7 @@ def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own(variant: Var
     """Decode goes along with the first of them; the step is still one."""
     model = RememberingModel()
     engine = variant.build(
-        model,
-        prefill_chunk_size=8,
-        prefill_token_budget=None,
-        max_prefill_pass_tokens=16,
-        max_batch_size=5,
+        model, prefill_chunk_size=8, prefill_token_budget=None, max_prefill_pass_tokens=16, max_batch_size=5
     )
     first = add(engine, [1] * 5, greedy(6))
     outputs = engine.step()

@@ -47,8 +47,7 @@ def test_a_prompt_advances_a_chunk_a_step_and_then_decodes(variant: Variant) -> 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "ends"),
-    [(1, [1]), (3, [3]), (4, [4]), (5, [4, 5]), (8, [4, 8]), (13, [4, 8, 12, 13])],
+    ("prompt", "ends"), [(1, [1]), (3, [3]), (4, [4]), (5, [4, 5]), (8, [4, 8]), (13, [4, 8, 12, 13])]
 )
 def test_chunks_at_their_boundaries(variant: Variant, prompt: int, ends: list[int]) -> None:
     bench = bench_of(variant)

@@ -18,8 +18,7 @@ SYSTEM = list(range(100, 124))  # six blocks of 4
 
 def engine_of(num_blocks: int = 100, **options: Any) -> Engine:
     return build(
-        "phase8_prefix",
-        **{"block_size": 4, "num_blocks": num_blocks, "prefill_chunk_size": 8} | options,
+        "phase8_prefix", **{"block_size": 4, "num_blocks": num_blocks, "prefill_chunk_size": 8} | options
     )
 
 

@@ -1,4 +1,8 @@
-"""Every test of the API runs against every registered phase, on one of them in the ordinary suite."""
+"""Tests of the API run against the first phase, and in the slow suite against the last.
+
+The routes know one engine, whatever its phase. An engine of the last phase has the ideas of all others, and gives
+several tokens of a request in one step. Tests that depend on a phase name more of them (`on_phases`).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,9 @@ from tests.server.support import BATCH, PHASES, QUEUE, ServerProcess, called_fro
 __all__ = ["tab"]
 
 
-@pytest.fixture(scope="session", params=slow_but_on(PHASES[0]))
+@pytest.fixture(scope="session", params=slow_but_on(PHASES[0], of=PHASES[-1:]))
 def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Asynchronous tests run in asyncio's event loop."""
-    return "asyncio"
 
 
 @pytest.fixture(scope="session")

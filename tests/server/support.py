@@ -72,14 +72,15 @@ def called_from_python(phase: str) -> tuple[str, ...]:
     return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
 
 
-def slow_but_on(*ordinary: str) -> list[ParameterSet]:
-    """Every phase as a parameter, slow but for those that the ordinary suite runs."""
-    return [pytest.param(phase, marks=() if phase in ordinary else pytest.mark.slow) for phase in PHASES]
+def slow_but_on(*ordinary: str, of: Sequence[str] = PHASES) -> list[ParameterSet]:
+    """Return phases as parameters: those of the ordinary suite, and others, which only the slow suite runs."""
+    chosen = [name for name in PHASES if name in (*ordinary, *of)]
+    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in chosen]
 
 
-def on_phases(*ordinary: str) -> pytest.MarkDecorator:
-    """Mark a module whose tests run on more phases in the ordinary suite than on the first."""
-    return pytest.mark.parametrize("phase", slow_but_on(*ordinary), indirect=True, scope="session")
+def on_phases(*phases: str) -> pytest.MarkDecorator:
+    """Mark a test or a module that runs on other phases than most tests of the API."""
+    return pytest.mark.parametrize("phase", slow_but_on(*phases, of=()), indirect=True, scope="session")
 
 
 def rendered(messages: list[Any], **options: Any) -> list[int]:

@@ -68,10 +68,9 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("served", "examples"), [(PHASES[0], 3), (PHASES[-1], 30)])
-def test_fuzzing_finds_nothing(served: str, examples: int, tmp_path: Path) -> None:
-    """Answers are short, however many tokens the fuzzer asks for. Static batches answer slowly."""
-    with ServerProcess(served, "--max-seq-len", "192", "--max-waiting-requests", "64") as server:
+def test_fuzzing_finds_nothing(tmp_path: Path) -> None:
+    """Answers are short, however many tokens the fuzzer asks for."""
+    with ServerProcess(PHASES[-1], "--max-seq-len", "192", "--max-waiting-requests", "64") as server:
         command = [
             sys.executable,
             "-m",
@@ -80,7 +79,7 @@ def test_fuzzing_finds_nothing(served: str, examples: int, tmp_path: Path) -> No
             f"{server.url}/openapi.json",
             "--no-color",
         ]
-        command += ["--checks", ",".join(CHECKS), "--max-examples", str(examples), "--seed", "1"]
+        command += ["--checks", ",".join(CHECKS), "--max-examples", "30", "--seed", "1"]
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
         )

@@ -14,15 +14,7 @@ from benchmarks.workloads import WORKLOADS, planned_requests
 from common.engine import Engine
 from common.phases import phase_names, phase_number
 from common.telemetry import StepRecord
-from simulator import (
-    Arrival,
-    LinearCost,
-    Timelines,
-    Unlike,
-    arrivals_of,
-    run,
-    simulate_engine,
-)
+from simulator import Arrival, LinearCost, Timelines, Unlike, arrivals_of, run, simulate_engine
 from simulator.observers import Summary
 from tests.engine_helpers import assert_all_free
 

@@ -11,13 +11,7 @@ from torch import Tensor
 import benchmarks.__main__ as command_line
 import common.models.layers
 from benchmarks.micro import batch_invariance
-from benchmarks.micro.batch_invariance import (
-    COLUMNS,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    count_changes,
-    draw_orders,
-)
+from benchmarks.micro.batch_invariance import COLUMNS, NEW_TOKENS, PROMPT_TOKENS, count_changes, draw_orders
 from benchmarks.micro.engines import build_engine
 from common.models.registry import open_checkpoint
 from kernels import native

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.micro.cpu_steps import STAGES, measure, only
 from benchmarks.micro.passes import PROMPT, Passes
 from common.models.layers import CausalLM
 from kernels import native
+from tests.engine_helpers import Operators
 from tests.helpers import load, zoo
 
 pytestmark = pytest.mark.skipif(
     not native.is_loaded() or not native.has_products(torch.float32), reason="no native kernels here"
 )
-
-
-class NativeCalls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "infer":
-            self.names[func._schema.name.removeprefix("infer::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def model(*, packed: bool) -> CausalLM:
@@ -45,9 +29,10 @@ def test_a_stage_has_the_kernels_of_those_before_and_its_own() -> None:
     for _, modules in STAGES:
         chosen += modules
         passes = Passes(model(packed="linear" in chosen), [2])
-        with only(chosen), NativeCalls() as calls:
+        with only(chosen), Operators() as operators:
             logits.append(passes.plain(*passes.decode(2))())
-        seen.append(set(calls.names))
+        called = {name.partition("::") for name, _ in operators.calls}
+        seen.append({name for owner, _, name in called if owner == "infer"})
     assert seen == [
         set(),
         {"linear", "gated_linear"},

@@ -1,8 +1,10 @@
-"""Which of a server's tests do not hold for a cluster, and why."""
+"""Which of a server's tests do not hold for a cluster, and why; and which need not be repeated."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.server.support import PHASES
 
 OTHERWISE = {
     "test_health_version_and_telemetry": "steps are under `replicas` in /telemetry, each engine's own",
@@ -10,12 +12,29 @@ OTHERWISE = {
     "test_a_wrong_key": "this cluster wants no key; `tests/cluster/test_cluster.py` has one that does",
     "test_refusals_are_400": "reads the log, which replicas write to Ray's files",
 }
+#: Tables of values that a replica refuses and the front does not read: it forwards one refusal as it does them all.
+TABLES = {
+    "test_chat.py::test_refusals",
+    "test_constrained.py::test_refusals_name_the_field_and_come_before_the_stream",
+    "test_errors.py::test_another_model",
+    "test_errors.py::test_unknown_fields",
+    "test_errors.py::test_values_out_of_range",
+    "test_responses.py::test_refusals",
+}
+_begun: set[str] = set()  # tables with a case that has run
 
 
 @pytest.fixture(autouse=True)
 def holds_for_a_cluster(request: pytest.FixtureRequest) -> None:
     if reason := OTHERWISE.get(request.function.__name__):
         pytest.skip(reason)
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("phase") in PHASES[1:]:
+        pytest.skip("this cluster is of one phase")
+    table = request.node.nodeid.partition("[")[0].rpartition("/")[2]
+    if table in TABLES & _begun:
+        pytest.skip("the front has forwarded a refusal of this table")
+    _begun.add(table)
 
 
 @pytest.fixture
