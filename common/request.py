@@ -167,7 +167,7 @@ class Request:
     drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
     draft_tokens: int = field(default=0, init=False)  # guesses that were computed so far
     accepted_tokens: int = field(default=0, init=False)  # guesses among them that came true
-    run_tokens: int = field(default=0, init=False)  # of them: guesses of the latest step with any
+    run_tokens: int = field(default=0, init=False)  # guesses of the latest run that came true
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     scheduled_s: float | None = field(default=None, init=False)  # its first chunk was planned, engine's clock
     _generator: torch.Generator = field(init=False)
