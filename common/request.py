@@ -327,7 +327,7 @@ class Request:
         self.run_tokens = 0
 
     def verify(self, token_id: int) -> bool:
-        """Compare a sampled token with the guess of it. If they differ, the later guesses are dropped, too."""
+        """Return whether a sampled token equals the guess of it. If they differ, drop the later guesses, too."""
         if self.drafts.pop(0) == token_id:
             self.accepted_tokens += 1
             self.run_tokens += 1
