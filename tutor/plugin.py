@@ -10,9 +10,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
-import torch
 
 from tutor.overlay import in_words, install, place_in
 
@@ -31,6 +29,9 @@ _raised: list[
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Import the learner's modules before any test is read, so that every later import gets them."""
+    import hypothesis  # both here, because `tutor.judging` imports this module in a process that needs neither
+    import torch
+
     if not torch.cuda.is_available():  # as in tests/conftest.py, which pytest reads later
         os.environ.setdefault("TRITON_INTERPRET", "1")
     pytest.register_assert_rewrite("tests")  # so that helpers that fail show their values, too
@@ -83,6 +84,8 @@ def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
 
 def _furthest(actual: object, expected: object) -> tuple[object, object]:
     """Return the two numbers that differ most, or the shapes if they differ."""
+    import torch
+
     if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return actual, expected
     if actual.shape != expected.shape:
