@@ -17,6 +17,7 @@ from tutor.overlay import in_words, install, place_in
 TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # in the environment
 BROKEN = ""  # key of the import error in the results: no test has this name
 VALUE = 300  # most characters of a value
+SHORT_TIMEOUT_S = 3  # for each test, once the learner's code has not returned in time
 TESTS = Path(__file__).parents[1] / "tests"
 
 _results: dict[str, Any] = {}
@@ -129,6 +130,9 @@ def pytest_runtest_makereport(
         ):  # as Triton's interpreter raises
             cause = cause.__cause__
         place = place_in(_tree(), cause)
+        if place and isinstance(cause, pytest.fail.Exception):  # by pytest-timeout
+            for each in item.session.items:
+                each.add_marker(pytest.mark.timeout(SHORT_TIMEOUT_S))
         if isinstance(cause, NotImplementedError):
             known |= {
                 "outcome": "unwritten",

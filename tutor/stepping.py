@@ -45,7 +45,8 @@ def draw(exercise: Exercise) -> Path:
     except subprocess.TimeoutExpired as error:
         said = error.stderr.decode() if error.stderr else ""  # the line, if one call did not return
         raise StartupError(
-            f"the stepper's requests were not done after {TIMEOUT_S} s\n{said}".rstrip()
+            f"the stepper's requests were not done after {TIMEOUT_S} s: perhaps one is never admitted, or never "
+            f"ends\n{said}".rstrip()
         ) from None
     if done.returncode:
         raise StartupError(done.stderr.strip().removeprefix("error: "))
