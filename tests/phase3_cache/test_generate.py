@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -54,6 +54,7 @@ def test_memory_is_freed_at_the_end_and_when_the_reader_stops(
     answer = generate(llama, Request("r", PROMPT, greedy(3)))
     for _ in range(tokens):
         next(answer)
+    assert isinstance(answer, Generator)
     answer.close()
     assert freed == [0]
 
