@@ -43,11 +43,9 @@ def draw(exercise: Exercise) -> Path:
             [*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        said = error.stderr.decode() if error.stderr else ""  # the line, if one call did not return
-        raise StartupError(
-            f"the stepper's requests were not done after {TIMEOUT_S} s: perhaps one is never admitted, or never "
-            f"ends\n{said}".rstrip()
-        ) from None
+        # The line, if one call did not return.
+        said = (error.stderr or b"").decode().strip() or "perhaps one is never admitted, or never ends"
+        raise StartupError(f"the stepper's requests were not done after {TIMEOUT_S} s: {said}") from None
     if done.returncode:
         raise StartupError(done.stderr.strip().removeprefix("error: "))
     write(folder, settings())
