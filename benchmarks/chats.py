@@ -15,7 +15,7 @@ TEXTS = Path(__file__).parent / "texts"
 #: Draws chats: from a generator, the number of chats, and the user's messages in each. Returns them by chat.
 DrawChats = Callable[[random.Random, int, int], list[list[str]]]
 
-SHORT = 0.25  # share of the messages that bring no document, among those of `long_documents`
+SHORT = 0.25  # share of the messages of `long_documents` that hold no document
 
 
 def read(name: str) -> str:
@@ -23,19 +23,20 @@ def read(name: str) -> str:
 
 
 def questions(draw: random.Random, chats: int, turns: int) -> list[list[str]]:
-    """A question opens each chat. Its later messages ask more about the answer."""
+    """Return chats that begin with a question. Their later messages ask more about the answer."""
     first, more = read("questions.txt").splitlines(), read("followups.txt").splitlines()
     return [[question, *draw.sample(more, turns - 1)] for question in draw.sample(first, chats)]
 
 
 def code_edits(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
-    """Each message holds some code, and says what to change in it."""
+    """Return chats of one message, which holds some code and asks for a change in it."""
     pairs = list(product(read("edits.txt").splitlines(), read("code.txt").split("---\n")))
     return [[f"{edit}\n\n```python\n{code}```"] for edit, code in draw.sample(pairs, chats)]
 
 
 def long_documents(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
-    """Three of four messages hold most of a document, its parts in an order of their own, and ask for a summary."""
+    """Return chats of one message. Three of four messages hold most of a document, its parts shuffled, and ask for
+    a summary. The others are short questions."""
     title, *parts = read("handbook.md").split("\n## ")
     short = round(SHORT * chats)
     messages = [question for [question] in questions(draw, short, 1)]
@@ -48,7 +49,8 @@ def long_documents(draw: random.Random, chats: int, _turns: int) -> list[list[st
 
 
 def shared_document(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
-    """Every message begins with the same document, and asks for something else that stands in it."""
+    """Return chats of one message. All messages begin with the same document, and each asks for other sentences of
+    it."""
     document = read("handbook.md")
     titles = [part.partition("\n")[0] for part in document.split("\n## ")[1:]]
     asked = [

@@ -57,7 +57,7 @@ def _server(name: str) -> Callable[[Run], Value]:
 
 
 def _where_shared(name: str) -> Callable[[Run], Value]:
-    """Read a metric of the prefix cache, if anything was found in it: most servers have no such cache."""
+    """Return a function that reads a metric of the prefix cache from a run; None if the run had no prefix hit."""
     return lambda run: _server(name)(run) if run.server_metrics and run.server_metrics.cached_share else None
 
 

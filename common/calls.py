@@ -200,7 +200,7 @@ class ToolUse:
 
 
 def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: bool) -> Grammar:
-    """Return the grammar of a thought, and JSON that follows a schema behind it.
+    """Return the grammar of a thought, followed by JSON that matches a schema.
 
     Args:
         schema: a JSON Schema.
@@ -355,7 +355,7 @@ class _Writer:
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
 
-#: What a schema may say for its arguments to be written as keywords. The last ones only describe.
+#: The keys of schemas whose arguments can be written as keywords. The last keys are descriptions only.
 _PLAIN_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     | {"title", "description", "$schema"}

@@ -21,7 +21,7 @@ HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 #: The token of Llama 3 before a call.
 PYTHON_TAG = "<|python_tag|>"
 
-#: Texts by which a template is known to ask for a syntax, the most certain first. All of them must occur.
+#: Each syntax with texts that a template which asks for it contains, all of them. The most certain entry is first.
 _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("hermes", (HERMES_MARKERS[0], "arguments")),
     ("llama3_json", (PYTHON_TAG,)),

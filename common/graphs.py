@@ -106,10 +106,10 @@ class Graphs:
         Args:
             key: names the function: a graph of one function replaces others with the same key.
             function: row i of each result depends on row i of the inputs alone.
-            inputs: on the host, as many rows each.
+            inputs: on the host, all with the same number of rows.
 
         Returns:
-            The function's results. Those of a graph are valid until the next run of the same key.
+            The function's results. Results of a graph are valid until the next run of the same key.
         """
         rows = len(inputs[0])
         size = self.size_for(key, rows)

@@ -206,7 +206,7 @@ class KVPool(ABC):
         return KVView(self, AttentionLayout.of_decode(addresses, tables, self.block_size, heads_kv))
 
     def advance(self, spans: Iterable[Span]) -> None:
-        """Set the lengths of the spans' sequences."""
+        """Set each sequence's number of columns that hold a token to the `length` of its span."""
         for span in spans:
             self._lengths[span.slot] = span.length
 

@@ -167,7 +167,7 @@ class Request:
     drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
     draft_tokens: int = field(default=0, init=False)  # guesses that were computed so far
     accepted_tokens: int = field(default=0, init=False)  # guesses among them that came true
-    run_tokens: int = field(default=0, init=False)  # of them: guesses of the latest step with any
+    run_tokens: int = field(default=0, init=False)  # guesses of the latest run that came true
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     scheduled_s: float | None = field(default=None, init=False)  # its first chunk was planned, engine's clock
     _generator: torch.Generator = field(init=False)
@@ -327,7 +327,7 @@ class Request:
         self.run_tokens = 0
 
     def verify(self, token_id: int) -> bool:
-        """Compare a sampled token with the guess of it. If they differ, the later guesses are dropped, too."""
+        """Return whether a sampled token equals the guess of it. If they differ, drop the later guesses, too."""
         if self.drafts.pop(0) == token_id:
             self.accepted_tokens += 1
             self.run_tokens += 1

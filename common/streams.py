@@ -341,10 +341,10 @@ class _Launched(Pending):
 
 
 class CudaStream(Stream):
-    """A GPU's stream: one CUDA stream for all passes, one for copies to the host, and one for looks (`aside`).
+    """A GPU's stream: one CUDA stream for all passes, one for copies to the host, and one for `aside`.
 
-    The stream for copies waits for the newest pass before long. A look must not queue there: it concerns work that
-    has ended.
+    The stream for copies usually waits for the newest pass. A function that `aside` runs touches finished work
+    only, so it must not queue behind that copy.
 
     Kernels are launched from Python, some hundred a pass, or as one graph for work that is submitted `by_row`. All
     graphs with the same key write their results to the same tensors. So work that reads them must be submitted

@@ -66,7 +66,7 @@ def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
     return prices
 
 
-# ---------------------------------------------------------------------- what a run says
+# ---------------------------------------------------------------------- the measurements in a run
 
 
 def step_times(run: Replay) -> tuple[Floats, Floats]:
@@ -89,9 +89,10 @@ def step_times(run: Replay) -> tuple[Floats, Floats]:
 
 
 def pauses(run: Replay) -> tuple[Floats, Floats]:
-    """Return a one and the delivered tokens of each step [steps, 2], and the pause until the next step.
+    """Return for each step the pair (1, delivered tokens) [steps, 2], and the pause until the next step in seconds
+    [steps].
 
-    Steps in flight have no pauses: they are part of a step's time.
+    In phase 9 steps overlap, so there are no pauses: that time is part of a step.
     """
     pairs = [] if mode_of(run.run) == PIPELINED else itertools.pairwise(run.steps)
     found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]

@@ -88,6 +88,7 @@ class Server:
 
     @property
     def at_the_door(self) -> int:
+        """Return the number of requests that were sent here and are not in the engine's queue yet."""
         return len(self._door)
 
     @property

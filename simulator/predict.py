@@ -71,7 +71,7 @@ def simulate_run(run: Run, cost: Cost) -> Metrics:
 
 
 def figures(metrics: Metrics | None) -> tuple[float, float]:
-    """Return output tokens a second, and TTFT p99."""
+    """Return output tokens a second, and TTFT p99 in seconds."""
     assert metrics is not None
     assert metrics.ttft_s is not None
     return metrics.output_tokens_per_s, metrics.ttft_s.p99

@@ -27,8 +27,8 @@ class Group:
 
     Attributes:
         machine: the name of the processor or GPU.
-        model: its name.
-        revision: of the code that was measured.
+        model: the name of the model.
+        revision: the commit of the code that was measured.
         kernels: "native", "torch", or "triton".
         mode: how steps follow each other.
     """

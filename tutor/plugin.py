@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import textwrap
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from tutor.overlay import in_words, install, place_in
 TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # in the environment
 BROKEN = ""  # key of the import error in the results: no test has this name
 VALUE = 300  # most characters of a value
+SHORT_TIMEOUT_S = 3  # for each test, once the learner's code has not returned in time
+TESTS = Path(__file__).parents[1] / "tests"
 
 _results: dict[str, Any] = {}
 _compared: list[tuple[str, object, object]] = []  # what the running test's failed assertions compare
@@ -28,10 +30,17 @@ _raised: list[
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Import the learner's modules before any test is read, so that every later import gets them."""
+    import hypothesis  # both here, because `tutor.judging` imports this module in a process that needs neither
     import torch
 
     if not torch.cuda.is_available():  # as in tests/conftest.py, which pytest reads later
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    pytest.register_assert_rewrite("tests")  # so that helpers that fail show their values, too
+    torch.testing.assert_close = _noting(torch.testing.assert_close)
+    # A failing example is not made smaller: that takes longer than a test may run.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("tutor", phases=phases, derandomize=True, database=None)
+    hypothesis.settings.load_profile("tutor")
     tree = Path(os.environ[TREE])
     install(tree, _note)
     try:
@@ -46,8 +55,45 @@ def pytest_load_initial_conftests() -> None:
 
 def _note(error: BaseException) -> None:
     """Note an error that the engine caught, unless a test's own model raised it on purpose."""
-    if place_in(Path(__file__).parents[1] / "tests", error) is None:
+    if place_in(TESTS, error) is None:
         _raised.append(error)
+
+
+class Furthest:
+    """The number of a tensor that differs most from the other tensor's."""
+
+    def __init__(self, number: float, index: tuple[int, ...]) -> None:
+        self.number = number
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"{self.number:.7g} at {list(self.index)}, where the difference is largest"
+
+
+def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
+    """Return `torch.testing.assert_close`, which notes both values of a comparison that fails."""
+
+    def compare(actual: object, expected: object, *arguments: Any, **named: Any) -> None:
+        try:
+            assert_close(actual, expected, *arguments, **named)
+        except AssertionError:
+            _compared.append(("==", *_furthest(actual, expected)))
+            raise
+
+    return compare
+
+
+def _furthest(actual: object, expected: object) -> tuple[object, object]:
+    """Return the two numbers that differ most, or the shapes if they differ."""
+    import torch
+
+    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        return actual, expected
+    if actual.shape != expected.shape:
+        return actual.shape, expected.shape
+    difference = (actual.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
+    index = tuple(int(each) for each in torch.unravel_index(difference.argmax(), difference.shape))
+    return Furthest(actual[index].item(), index), float(f"{expected[index].item():.7g}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,6 +130,9 @@ def pytest_runtest_makereport(
         ):  # as Triton's interpreter raises
             cause = cause.__cause__
         place = place_in(_tree(), cause)
+        if place and isinstance(cause, pytest.fail.Exception):  # by pytest-timeout
+            for each in item.session.items:
+                each.add_marker(pytest.mark.timeout(SHORT_TIMEOUT_S))
         if isinstance(cause, NotImplementedError):
             known |= {
                 "outcome": "unwritten",
@@ -103,6 +152,9 @@ def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Gen
         parameters = getattr(item, "callspec", None)
         with_ = f"   with [{parameters.id}]" if parameters else ""
         yield f"{test.file_and_line}   {test.code}{with_}"
+    helper = place_in(TESTS, error) if isinstance(error, AssertionError) else None
+    if helper and helper.file != str(item.path):
+        yield f"{helper.file_and_line}   {helper.code}"
     if not isinstance(error, AssertionError):
         if not place:
             yield f"    {in_words(error)}"

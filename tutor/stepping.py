@@ -18,7 +18,7 @@ from docs.building.stepper import Setting, script, settings, stepper
 from tutor.exercise import ROOT, Exercise
 
 YOURS = "-yours"
-TIMEOUT_S = 120  # a scheduler that never finishes its requests is stopped
+TIMEOUT_S = 60  # a scheduler that never finishes its requests is stopped
 HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Your phase, step by step</title><link rel="stylesheet" href="assets/viewer.css">
@@ -42,8 +42,10 @@ def draw(exercise: Exercise) -> Path:
         done = subprocess.run(
             [*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-    except subprocess.TimeoutExpired:
-        raise StartupError(f"the requests of the stepper were not done after {TIMEOUT_S} s") from None
+    except subprocess.TimeoutExpired as error:
+        # The line, if one call did not return.
+        said = (error.stderr or b"").decode().strip() or "perhaps one is never admitted, or never ends"
+        raise StartupError(f"the stepper's requests were not done after {TIMEOUT_S} s: {said}") from None
     if done.returncode:
         raise StartupError(done.stderr.strip().removeprefix("error: "))
     write(folder, settings())

@@ -1,7 +1,7 @@
 """Continuous batching of `transformers`, on random weights of the same shape as ours.
 
-Its times are those that it notes for each token. Counted are the tokens after every sequence has begun and before
-the first one ends, as in `gpu_steps`.
+The library notes a time for each token. The rate counts the tokens after every sequence has begun and before the
+first one ends, as in `gpu_steps`.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def throughput(
 
     Args:
         phases: numbers or names
-        fewest: tokens of a prompt, and of an answer
-        most: likewise
+        fewest: the smallest number of tokens of a prompt, and of an answer
+        most: the largest number of tokens of a prompt, and of an answer
         seats: sequences computed together
         seconds: a phase is stopped then, and its row says so
     """

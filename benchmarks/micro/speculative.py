@@ -48,7 +48,13 @@ PEOPLE = {
 
 
 class Workload(NamedTuple):
-    """Messages to answer, and how."""
+    """The messages that clients send, and the sampling parameters of the answers.
+
+    Attributes:
+        messages: draws a number of messages from a random generator.
+        temperature: 0 is greedy.
+        grammar: every answer must match it; None: answers are free.
+    """
 
     messages: Callable[[random.Random, int], list[str]]
     temperature: float = 0.0
@@ -88,7 +94,14 @@ _engine: Engine
 
 
 class Found(NamedTuple):
-    """One run: seconds a token, all tokens, and counts of guesses."""
+    """The result of one run.
+
+    Attributes:
+        token_s: seconds of one generated token, on average.
+        tokens: the generated tokens of each request.
+        passes: number of forward passes.
+        drafted, accepted: number of guesses that were computed, and of guesses among them that came true.
+    """
 
     token_s: float
     tokens: tuple[tuple[int, ...], ...]

@@ -1,1 +1,1 @@
-"""The architectures on the flat forward pass, and how their checkpoints are found and read."""
+"""The architectures on the flat forward pass, listed in `registry`, and how checkpoints are found and read."""

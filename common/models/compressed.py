@@ -1,6 +1,6 @@
-"""Reads the `compressed-tensors` format of quantized checkpoints, as far as their weights are what we compute with.
+"""Reads quantized checkpoints in the `compressed-tensors` format whose weights our int8 kernels can compute with.
 
-That is 8 bits, symmetric, one factor for each output. There are two ways to store it:
+These are weights of 8 bits, symmetric, with one factor for each output. The format has two ways to store them:
 
 ```text
 int-quantized     weight         int8  [N, K]                      weight_scale [N, 1]
@@ -22,7 +22,7 @@ from common.errors import StartupError
 
 FORMATS = ("int-quantized", "pack-quantized")
 
-#: Entries of a group's `weights`, and the values with which we can compute.
+#: Entries of a group's `weights`, and the values that our kernels can compute with.
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (8,),
     "type": ("int", None),
@@ -50,7 +50,8 @@ class Scheme:
     """How a checkpoint's weights are quantized.
 
     Attributes:
-        quantizes_activations: whether it asks for quantized activations as well. We leave them as they are.
+        quantizes_activations: whether the checkpoint asks for quantized activations as well. We do not quantize
+            them.
     """
 
     quantizes_activations: bool

@@ -28,7 +28,7 @@ from torch import Tensor
 from common.errors import StartupError
 from common.models.loader import read_fully
 
-#: The types that can be read. Those in `PLAIN` are not quantized.
+#: The types that can be read. The types in `PLAIN` are not quantized.
 PLAIN = ("F32", "F16", "BF16")
 READABLE = (*PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 

@@ -170,7 +170,10 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", torch.empty(max_positions, head_dim // 2), persistent=False)
 
     def fill(self) -> None:
-        """Compute the table, on the CPU so that every device rotates by the same angles."""
+        """Compute `cos` and `sin`: row p has the angles p × `rope_frequencies`.
+
+        The CPU computes them, so that every device rotates by the same angles.
+        """
         positions = torch.arange(self.cos.shape[0], device="cpu").float()
         angles = torch.outer(positions, rope_frequencies(self.config, self.head_dim))
         self.cos.copy_(angles.cos())
@@ -202,7 +205,10 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config, dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, view: KVView) -> Tensor:
-        """x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden]."""
+        """Project to heads, norm (if `qk_norm`) and rotate queries and keys, attend, and project back.
+
+        x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden].
+        """
         heads = self.qkv_proj(x).view(-1, sum(self.sizes), self.head_dim)
         if use_triton(heads):  # on a GPU launches cost time: one does norms, rotation and writes
             norms = None
@@ -241,7 +247,7 @@ class GatedMLP(nn.Module):
 class CausalLM(nn.Module, ABC):
     """A decoder-only language model on the flat pass."""
 
-    #: The class of a layer. It is constructed with (config, layer, index, dtype) and called as in `states`.
+    #: The class of a layer. It is constructed with (config, layer, index, dtype). `states` says how it is called.
     layer_type: type[nn.Module]
     #: For checkpoints that hold more than this model: prefixes of tensor names -> the prefixes here.
     renamed_prefixes: ClassVar[Mapping[str, str]] = {}
@@ -307,7 +313,11 @@ class CausalLM(nn.Module, ABC):
 
     @torch.inference_mode()
     def states(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run one pass up to the head. Returns states [S, hidden].
+        """Run one pass up to the head: embedding, layers, last norm. Returns states of `logit_rows`: [S, hidden].
+
+        `layer(hidden, residual, cos, sin, view)` returns the next hidden and residual, [T, hidden] each. Their sum
+        is the layer's result: the addition is left to the next norm (`RMSNorm.add_and_norm`). The first residual
+        is 0. Layer i rotates by the table `rotary[rotary_of_layer[i]]`.
 
         No branch here depends on a tensor's values, so a pass can be captured whole.
         """

@@ -2,6 +2,9 @@
 
 A name is a folder, a GGUF file, a model that `infer fetch` knows, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub
 id.
+
+To add an architecture, write a subclass of `CausalLM`, or of a model that is already here, in a file of its own
+(`mistral.py` and `qwen2.py` are the shortest), and enter it in `ARCHITECTURES`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,12 @@ def arithmetic(phase: int, results: Path = RESULTS) -> str:
 
 
 def checked(headline: str, predicted: float, measured: float) -> str:
-    """Return prediction and measurement for a sentence.
+    """Compare a prediction with a measurement. Returns both as text, such as `×3.02; measured: ×2.81`.
+
+    Args:
+        headline: the quantity's name, for the error message.
+        predicted: the ratio that the page's arithmetic gives.
+        measured: the ratio in the results.
 
     Raises:
         WrongPredictionError: they differ by more than `FACTOR`.

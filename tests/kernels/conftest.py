@@ -6,6 +6,7 @@ is decorated, so `tests/conftest.py` sets `TRITON_INTERPRET` before anything imp
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 
@@ -27,8 +28,11 @@ def require_triton(device: str) -> None:
 
 @pytest.fixture(scope="session")
 def native_kernels() -> None:
+    """The native kernels, which tests/conftest.py loads unless they are switched off."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
+    if os.environ.get("INFER_NATIVE_KERNELS", "true").lower() in ("false", "0"):
+        pytest.skip("INFER_NATIVE_KERNELS switches the native kernels off")
     assert native.load_native_kernels()
 
 

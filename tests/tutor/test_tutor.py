@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from tutor import emptying
 from tutor.emptying import empty, set_up
 from tutor.exercise import Exercise, exercise_names, find_tests, load_exercise, sentence
 from tutor.judging import Judgement, hint_for, report
-from tutor.overlay import place_in
+from tutor.overlay import SLOW_S, CallWatch, place_in
 
 NAMES = exercise_names()
 
@@ -247,6 +249,38 @@ def test_a_file_that_cannot_be_run_is_named(text: str, says: str, tmp_path: Path
     assert done.returncode == 1
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_call_that_does_not_return_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def wait(begun, done):\n    begun.set() or done.wait()\n")
+    namespace: dict[str, Callable[..., None]] = {}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    watch = CallWatch(tmp_path)
+    begun, done = threading.Event(), threading.Event()
+
+    def call() -> threading.Thread:
+        begun.clear()
+        done.clear()
+        thread = threading.Thread(target=namespace["wait"], args=(begun, done))
+        thread.start()
+        begun.wait()
+        return thread
+
+    def stop(thread: threading.Thread) -> None:
+        done.set()
+        thread.join()
+
+    stuck = call()
+    assert watch.look(0.0) == watch.look(SLOW_S - 1) == []
+    (place,) = watch.look(SLOW_S)
+    assert (place.file, place.function, place.code) == (str(path), "wait", "begun.set() or done.wait()")
+    assert watch.look(SLOW_S + 1) == []
+    stop(stuck)
+    assert watch.look(SLOW_S + 2) == []
+    later = call()
+    assert watch.look(SLOW_S + 3) == watch.look(SLOW_S + 4) == []
+    stop(later)
 
 
 def test_an_error_of_others_has_no_place(tmp_path: Path) -> None:
