@@ -154,7 +154,8 @@ def criterion(*asked: tuple[str, str, str, str, str], results: Path = RESULTS) -
     Args:
         asked: for each figure the arguments of `ratios`, then a bound that every model must keep, such as `≥ 1.25`.
     """
-    kept, shown = [], []
+    kept: list[bool] = []
+    shown: list[str] = []
     for workload, before, after, line, bound in asked:
         sign, number = bound.split()
         values = [value for _, value in model_ratios(workload, before, after, line, results)]
