@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
 
 MODULES = (
-    *("arithmetic", "capacity", "charts", "code", "gaps", "ledger", "options", "overrides", "peers"),
-    *("pictures", "results", "simulation", "spellings", "stepper", "stories", "three", "worked"),
+    *("arithmetic", "capacity", "charts", "code", "filters", "gaps", "ledger", "options", "overrides"),
+    *("peers", "pictures", "results", "simulation", "spellings", "stepper", "stories", "three", "worked"),
 )
 
 

@@ -24,7 +24,7 @@ class PagedScheduler(ContinuousScheduler):
     config: Config
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
-        """Reserve memory for each decoding request's next token. If it runs out, preempt the last in line.
+        """Reserve each decoding request's column of this step. If memory runs out, preempt the last in line.
 
         The first in line reserves first and so always goes on.
         """

@@ -103,6 +103,20 @@ def arithmetic(phase: int, results: Path = RESULTS) -> str:
     return f"*Does this add up?* {sentence} Predicted {headline}: {verdict}. {bound}\n"
 
 
+def second_pass(results: Path = RESULTS) -> str:
+    """Return a sentence with the price of a second pass in a step of phase 7; "" if nothing was measured."""
+    found = _servers(results, "chunked_prefill", "phase 6", "phase 7")
+    if found is None:
+        return ""
+    _, server, prices = found
+    step = prices.decode_ms(server.batch, server.columns) + prices.prompt_ms(CHUNK)
+    return (
+        f"By the {PASS_PRICES}, it costs {prices.base:.0f} ms, most of it for reading the weights again. A step "
+        f"of one pass, with a chunk of {CHUNK} tokens and {server.batch:.0f} sequences that decode, takes "
+        f"{step:.0f} ms."
+    )
+
+
 def checked(headline: str, predicted: float, measured: float) -> str:
     """Compare a prediction with a measurement. Returns both as text, such as `×3.02; measured: ×2.81`.
 
@@ -249,12 +263,18 @@ def _compared(
     line: Callable[[Server, Server, Prices], Found],
 ) -> Found:
     """Call a line with the two servers of the newest comparison and the prices of its machine."""
+    found = _servers(results, workload, before, after)
+    return None if found is None else line(*found)
+
+
+def _servers(results: Path, workload: str, before: str, after: str) -> tuple[Server, Server, Prices] | None:
+    """Return the two servers of the newest comparison and the prices of its machine; None without them."""
     group = newest_groups(workload, before, after, results).get(MODEL)
     prices = None if group is None else prices_on(group.first.environment.get("cpu"), results)
     if group is None or prices is None:
         return None
     servers = {runs[0].server.label: Server(runs) for runs in columns_of(group.runs)}
-    return line(servers[before], servers[after], prices)
+    return servers[before], servers[after], prices
 
 
 def prices_on(machine: object, results: Path = RESULTS) -> Prices | None:

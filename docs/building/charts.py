@@ -16,6 +16,7 @@ from docs.building.results import RESULTS
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 128, 26, 40
 TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
+WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 KINDS = ("decode", "prefill", "idle", "sample")  # CSS classes of curves: a colour and a shape of marks each
 
 
@@ -94,6 +95,29 @@ def measured_cell(name: str, column: str, row: str | float, results: Path = RESU
         return "(not measured yet)"
     place = table.columns.index(column)
     return next(show(cells[place]) for cells in table.rows if cells[0] == row)
+
+
+def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
+    """Return how much a column of a measured table grows for each unit of the first column, for a sentence."""
+    table = newest(name, results)
+    if table is None:
+        return "(not measured yet)"
+    place = table.columns.index(column)
+    (low, *_), (high, *_) = table.rows[0], table.rows[-1]
+    grown = _number(table.rows[-1][place]) - _number(table.rows[0][place])
+    return show(grown / (_number(high) - _number(low)))
+
+
+def rows_at_crossing(results: Path = RESULTS) -> str:
+    """Return the rows at which the measured machine reads a weight in the time that it multiplies with it."""
+    table = newest("batch_size", results)
+    if table is None:
+        return "(not measured yet)"
+    giga_bytes, giga_operations = (
+        float(table.setup[key].split()[0].replace(",", "")) for key in ("reads", "multiplies")
+    )
+    weight_bytes = WEIGHT_BYTES[table.setup["model"].rpartition(" in ")[2]]
+    return f"{giga_operations / giga_bytes * weight_bytes / 2:.0f}"
 
 
 def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, linear: bool = False) -> str:

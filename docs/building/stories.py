@@ -148,6 +148,25 @@ def ratios(workload: str, before: str, after: str, line: str, results: Path = RE
     return ", ".join(f"×{value:.2f} (`{model}`)" for model, value in found) or "(not measured yet)"
 
 
+def criterion(*asked: tuple[str, str, str, str, str], results: Path = RESULTS) -> str:
+    """Return the last two cells of a measured criterion: whether it is met, and the ratios beside their bounds.
+
+    Args:
+        asked: for each figure the arguments of `ratios`, then a bound that every model must keep, such as `≥ 1.25`.
+    """
+    kept: list[bool] = []
+    shown: list[str] = []
+    for workload, before, after, line, bound in asked:
+        sign, number = bound.split()
+        values = [value for _, value in model_ratios(workload, before, after, line, results)]
+        kept += [value >= float(number) if sign == "≥" else value <= float(number) for value in values]
+        shown.append(
+            f"`{workload}`: {line} {ratios(workload, before, after, line, results)} (asked: {bound})"
+        )
+    status = ("met" if all(kept) else "**missed**") if kept else "not measured"
+    return f"{status} | {'<br>'.join(shown)}"
+
+
 def model_ratios(
     workload: str, before: str, after: str, line: str, results: Path = RESULTS
 ) -> Iterator[tuple[str, float]]:

@@ -28,6 +28,8 @@ FORMS = {
     "in flight": "in flight",
     "zombie": "zombies?",
     "drafter": "drafters?",
+    "EOS": "EOS",
+    "kernel": "kernels?",
 }
 METRICS = ("TTFT", "ITL")  # defined on the page about metrics, the others in the glossary
 

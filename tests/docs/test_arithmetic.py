@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from docs.building.arithmetic import (
     arithmetic,
     checked,
     prices_on,
+    second_pass,
 )
 from tests.docs.test_results import PHASES, a_run
 
@@ -85,7 +87,12 @@ def test_too_little_and_too_much_are_wrong(measured: float) -> None:
 
 def test_without_results_there_is_no_line(tmp_path: Path) -> None:
     results.groups.cache_clear()
-    assert arithmetic(5, tmp_path) == arithmetic(9, tmp_path) == ""
+    assert arithmetic(5, tmp_path) == arithmetic(9, tmp_path) == second_pass(tmp_path) == ""
+
+
+def test_a_second_pass_costs_less_than_a_step_with_a_chunk() -> None:
+    price, step = (int(found) for found in re.findall(r"(\d+) ms", second_pass(RESULTS)))
+    assert 0 < price < step
 
 
 def test_prices_are_those_of_the_machine_and_of_the_fit_with_most_runs(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_a_criterion_names_the_file_of_its_tests(phase: str) -> None:
 
 @pytest.mark.parametrize("phase", phase_names())
 def test_a_measured_criterion_is_met_or_missed_as_the_page_says(phase: str) -> None:
-    page = PHASE_PAGES[phase]
-    rows = re.findall(r"^\| .+ \| (.+) \| (.+\(asked: .+) \|$", section(page, "Done when"), re.MULTILINE)
-    assert rows
+    done_when = section(PHASE_PAGES[phase], "Done when")
+    rows = re.findall(r"^\| .+ \| (.+) \| (.+\(asked: .+) \|$", done_when, re.MULTILINE)
+    assert rows or "{{ criterion(" in done_when  # such a row is computed when the site is built
     for status, shown in rows:
         met = []
         asked = re.findall(

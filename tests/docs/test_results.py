@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import Lineup, Metrics, Percentiles, Run
+from benchmarks.tables import MeasuredTable
 from docs.building import charts, ledger, peers, results, stories
 
 COMPARED = "continuous_batching", "phase 4", "phase 5"
@@ -146,6 +147,19 @@ def test_verdicts_and_ratios_take_three_complete_runs_of_each_server(tmp_path: P
     assert not any(verdicts(section(tmp_path)).values())
 
 
+def test_a_criterion_is_met_if_every_model_keeps_every_bound(tmp_path: Path) -> None:
+    throughput = (*COMPARED, "output tokens / s")  # of 400 and 500
+    results.groups.cache_clear()
+    assert stories.criterion((*throughput, "≥ 1.25"), results=tmp_path).startswith("not measured | ")
+    save(tmp_path)
+    met = stories.criterion((*throughput, "≥ 1.25"), results=tmp_path)
+    assert met == ("met | `continuous_batching`: output tokens / s ×1.25 (`dummy:llama-60m`) (asked: ≥ 1.25)")
+    assert stories.criterion((*throughput, "≥ 1.26"), results=tmp_path).startswith("**missed** | ")
+    two = stories.criterion((*throughput, "≥ 1.25"), (*COMPARED, "TTFT p99", "≤ 0.4"), results=tmp_path)
+    assert two.startswith("**missed** | ")
+    assert two.count("<br>") == 1
+
+
 def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
     """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
 
@@ -229,6 +243,18 @@ def test_a_chart_keeps_its_marks_within_its_frame() -> None:
     marks = re.findall(r'c?x="([\d.]+)" c?y="([\d.]+)"', shapes)
     assert len(marks) == 4
     assert all(0 <= float(x) <= charts.WIDTH and 0 <= float(y) <= charts.HEIGHT for x, y in marks)
+
+
+def test_sentences_beside_a_chart_have_the_tables_slope_and_crossing(tmp_path: Path) -> None:
+    MeasuredTable(
+        name="batch_size",
+        title="steps",
+        setup={"model": "dummy:llama-60m in bfloat16", "reads": "20 GB/s", "multiplies": "1,000 GFLOP/s"},
+        columns=["rows", "ms"],
+        rows=[[1, 10.0], [4, 11.0], [9, 14.0]],
+    ).save(tmp_path)
+    assert charts.rows_at_crossing(tmp_path) == "50"
+    assert charts.measured_slope("batch_size", "ms", tmp_path) == "0.5"
 
 
 def test_linear_axes_begin_at_0_and_have_equal_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from common.models.loader import checkpoint_tensors
 from common.models.registry import parse_config
 from common.request import Request, SamplingParams
 from common.sampling import sample
-from docs.building import by_hand, capacity, gaps, spellings, worked
+from docs.building import by_hand, capacity, filters, gaps, spellings, worked
 from tests.docs.support import ROOT
 
 SHAPE: dict[str, Any] = {
@@ -124,6 +125,19 @@ def test_the_grammar_forces_what_the_page_says() -> None:
 @pytest.mark.parametrize(("text", "ways"), [("a", 1), ("an", 2), ("", 1)])
 def test_spellings_are_counted(text: str, ways: int) -> None:
     assert spellings.spellings(text) == ways
+
+
+# ---------------------------------------------------------------------- filters
+
+
+def test_pieces_of_the_interval_are_as_the_page_says() -> None:
+    numbers = [place / 200 for place in range(200)]
+    plain, cold, three = (filters.drawn(params, numbers) for params in filters.DRAWN.values())
+    for tokens in (plain, cold, three):
+        assert len(list(itertools.groupby(tokens))) == len(set(tokens)), "a token has one piece"
+    [(first, _), *others] = Counter(plain).most_common(3)
+    assert cold.count(first) > plain.count(first), "a lower temperature makes a long piece longer"
+    assert set(three) == {first, *(token for token, _ in others)}, "top-k keeps the longest pieces"
 
 
 # ---------------------------------------------------------------------- capacity
