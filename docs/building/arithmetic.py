@@ -240,12 +240,12 @@ def _pipelined(results: Path) -> Found:
         return None
     row = dict(zip(table.columns, next(row for row in table.rows if row[:2] == [TINY, 1]), strict=True))
     depth_0, depth_2 = _number(row["depth 0, played, ms"]), _number(row["depth 2, played, ms"])
+    same_machine = table.environment.get("cpu") == group.first.environment.get("cpu")
+    machine = "" if same_machine else ", on another machine"
     sentence = (
         f"Without a server, a step of the tiny model with one sequence takes {depth_0:.2f} ms one at a time "
-        "and "
-        f"{depth_2:.2f} ms with two in flight (in the picture above, on another machine). If the "
-        "server "
-        "costs both alike, its tokens a second grow as much."
+        f"and {depth_2:.2f} ms with two in flight (in the picture above{machine}). If the server makes both "
+        "longer by the same share, its tokens a second grow as much."
     )
     servers = {runs[0].server.label: Server(runs) for runs in columns_of(group.runs)}
     measured = _measured(servers[before], servers[after], "output tokens / s")
