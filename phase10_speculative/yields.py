@@ -14,83 +14,65 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+
+from common.scheduling import RowCost
 
 LONGEST_MATCH = 8  # longer matches count as this long
 START = (0.95, *[0.5] * LONGEST_MATCH)  # rates by length of match; 0: a grammar forces the guess
-PRIOR = 3.0  # observations that a rate starts with
-KEPT = 0.95  # weight of older observations at each new one
+PACE = 0.1  # weight of a new observation
 LEAST_GAIN = 1.05  # tokens a second with guesses by those without: less may be an error of the estimate
 
 
-class RowCost(NamedTuple):
-    """The time of a step beside its rows, in times of a row. The defaults are a small model's on two cores."""
-
-    weights: float = 20.0
-    host: float = 2.0
-
-
 class Rates:
-    """How often guesses came true, by the length of the match that they go on from.
+    """How often guesses came true, by the length of the match that they go on from: running means.
 
     Args:
-        prior: rates to start from; None: one half, and nearly 1 for tokens that a grammar forces.
+        everyone: the rates of all requests, to start from and to keep up to date.
     """
 
-    def __init__(self, prior: Rates | None = None) -> None:
-        self._prior = prior
-        self._right = [0.0] * (LONGEST_MATCH + 1)
-        self._seen = [0.0] * (LONGEST_MATCH + 1)
-        self._rates: list[float] = list(START) if prior is None else prior._rates.copy()
+    def __init__(self, everyone: Rates | None = None) -> None:
+        self._everyone = everyone
+        self._rates: list[float] = [*START] if everyone is None else everyone._rates.copy()
 
     def observe(self, matched: int, right: bool) -> None:
         """Count a guess that came true, or did not. `matched`: its match's length; 0: a grammar forced it."""
         i = min(matched, LONGEST_MATCH)
-        start = START[i]
-        if self._prior is not None:
-            self._prior.observe(i, right)
-            start = self._prior._rates[i]
-        self._right[i] = KEPT * self._right[i] + right
-        self._seen[i] = KEPT * self._seen[i] + 1
-        self._rates[i] = (self._right[i] + PRIOR * start) / (self._seen[i] + PRIOR)
+        self._rates[i] += PACE * (right - self._rates[i])
+        if self._everyone is not None:
+            self._everyone.observe(i, right)
 
-    def probabilities(self, matched: int, pending: int, count: int) -> list[float]:
-        """Return for guesses after a match how likely each is to come true together with all before it.
-
-        Args:
-            matched: length of the match; 0: a grammar forces the guesses.
-            pending: how many first guesses are left out, since their tokens are in flight.
-            count: number of guesses, with the left out ones.
-        """
-        last = matched + count if matched else 0
-        rates = [self._rates[min(i, LONGEST_MATCH, last)] for i in range(matched, matched + count)]
-        return list(itertools.accumulate(rates, operator.mul))[pending:]
+    def probabilities(self, matched: int, count: int) -> list[float]:
+        """Return how likely each of `count` guesses after a match is to come true together with all before it."""
+        last = LONGEST_MATCH if matched else 0
+        rates = [self._rates[min(matched + i, last)] for i in range(count)]
+        return list(itertools.accumulate(rates, operator.mul))
 
 
 def worthwhile(
-    cost: RowCost, tokens: int, rows: int, most_rows: int, guesses: Iterable[Sequence[float]], *, pays: bool
+    guesses: Sequence[Sequence[float]], tokens: int, rows: int, most_rows: int, cost: RowCost | None
 ) -> list[int]:
     """Return how many guesses of each sequence to compute.
 
     Args:
-        cost: of a row.
-        tokens: sequences that get a token in this step.
+        guesses: for each sequence, how likely each of its guesses is to come true, in descending order.
+        tokens: sequences that get a token in this step, with or without guesses.
         rows: rows of the step without guesses.
         most_rows: rows of the step with guesses, at most.
-        guesses: for each sequence, how likely each of its guesses is to come true, in descending order.
-        pays: compute only guesses that raise the tokens a second.
+        cost: compute only guesses that raise the tokens a second; None: compute as many as there may be rows.
     """
-    likeliest = sorted(
-        ((p, i) for i, probabilities in enumerate(guesses) for p in probabilities), key=lambda each: -each[0]
-    )
-    counts: dict[int, int] = {}
+    likeliest = sorted(((p, i) for i, each in enumerate(guesses) for p in each), key=lambda each: -each[0])
+    counts: Counter[int] = Counter()
+    if cost is None:
+        counts.update(i for _, i in likeliest[: max(0, most_rows - rows)])
+        return [counts[i] for i in range(len(guesses))]
     gained, time = float(tokens), cost.weights + cost.host + rows
     for p, i in likeliest[: max(0, most_rows - rows)]:
-        if pays and p * time <= gained:
+        if p * time <= gained:
             break
-        counts[i] = counts.get(i, 0) + 1
+        counts[i] += 1
         gained, time = gained + p, time + 1
-    if pays and gained * (cost.weights + rows) <= LEAST_GAIN * tokens * time:
-        return []
-    return [counts.get(i, 0) for i in range(max(counts, default=-1) + 1)]
+    if gained * (cost.weights + rows) <= LEAST_GAIN * tokens * time:
+        counts.clear()
+    return [counts[i] for i in range(len(guesses))]
