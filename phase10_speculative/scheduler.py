@@ -125,21 +125,17 @@ class SpeculativeScheduler(PipelinedScheduler):
         return dataclasses.replace(plan, decode=tuple(decode), verifies=bool(decode[-1].drafts))
 
     def _guess(self, request: Request) -> Guesser | None:
-        """Return a request's guesser with its guesses; None if there are none."""
-        limit = min(self.config.draft_length, request.max_total_tokens - request.num_tokens - 1)
-        if limit <= 0:
-            return None
+        """Guess a request's next tokens. Returns its guesser; None if guessing failed."""
+        missing = request.max_total_tokens - request.num_tokens - 1  # beside the token that is certain
         try:
-            guesser = self._guessers.get(request)
-            if guesser is None:
-                guesser = Guesser(request, self.new_drafter(request), Rates(self._rates))
-                self._guessers[request] = guesser
-            guesser.guess(limit)
+            if request not in self._guessers:
+                self._guessers[request] = Guesser(request, self.new_drafter(request), Rates(self._rates))
+            self._guessers[request].guess(min(self.config.draft_length, missing))
         except Exception as error:  # a drafter's failure must not cost a request its answer
             self.failed_drafters += 1
             logger.warning("no guesses for request %s: %r", request.request_id, error)
             return None
-        return guesser if guesser.likely else None
+        return self._guessers[request]
 
     def _fitting(self, pool: SchedulerPool, request: Request, count: int) -> int:
         """Return how many of `count` guesses get columns: those in the request's last block, if memory is so short
