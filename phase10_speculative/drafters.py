@@ -8,22 +8,22 @@ text      … the quick brown fox … … … the quick        the latest place 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
 LONGEST = 4  # how many last tokens are looked up, at most
+NEAR = 64  # how far behind the end of the latest match a text is searched first: usually a few words were changed
 MOST_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it begins anew
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of one request."""
 
+    matched: int  # how many of the last tokens the latest guesses go on from: the more, the likelier they come true
+
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Return up to `limit` guesses of the tokens that follow `token_ids`, the request's tokens so far."""
-
-    @property
-    def matched(self) -> int:
-        """How many of the last tokens the latest guesses go on from: the more, the likelier they come true."""
 
 
 class Dictionary:
@@ -68,7 +68,7 @@ class NgramDrafter:
     def __init__(
         self, prompt: Sequence[int], prediction: Sequence[int] = (), shared: Dictionary | None = None
     ) -> None:
-        self.matched = self._seen = self._at = 0
+        self.matched, self._seen, self._at, self._broken_at = 0, 0, 0, -NEAR
         self._own, self._shared = Dictionary(), shared
         self._source = self._own.text
         self.propose(prompt, 0)
@@ -82,22 +82,26 @@ class NgramDrafter:
         for end in range(self._seen + 1, len(token_ids) + 1):
             self._follow(token_ids[max(0, end - LONGEST) : end])
         self._seen = len(token_ids)
-        if not self.matched:
-            return []
-        guesses = self._source[self._at : self._at + limit]
-        period = len(self._source) - self._at
-        while len(guesses) < limit and self._source is self._own.text:  # it repeats itself up to its end
-            guesses.append(guesses[-period])
-        return guesses
+        run = self._source[self._at : self._at + limit] if self.matched else []
+        return list(itertools.islice(itertools.cycle(run), limit))  # a text that repeats itself is repeated
 
     def _follow(self, last: Sequence[int]) -> None:
         """Read the last of the latest tokens `last`. The match goes on with that token, or is found anew."""
         if self.matched and self._at < len(self._source) and self._source[self._at] == last[-1]:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:
+            if self.matched > 1:  # a match of one token is often chance
+                self._broken_at = self._at
             self.matched = 0
         if self.matched < LONGEST:
             for each in (self._own, self._shared):
                 if each is not None and (found := each.find(last, self.matched)):
                     self._source, (self._at, self.matched) = each.text, found
+                    self._at = self._behind_break(last[-self.matched :]) or self._at
         self._own.append(last[-1])
+
+    def _behind_break(self, run: Sequence[int]) -> int | None:
+        """Return the first place behind a run of tokens, if it is near the end of the latest match; else None."""
+        n, text, run = len(run), self._source, list(run)
+        places = range(max(n, self._broken_at + 1), min(self._broken_at + NEAR, len(text)) + 1)
+        return next((at for at in places if text[at - n : at] == run), None)

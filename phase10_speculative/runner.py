@@ -19,13 +19,10 @@ from common.runner import Launched, PassShare
 from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import MAX_IN_FLIGHT
-from phase10_speculative.config import Config
 
 
 class SpeculativeRunner(PipelinedRunner):
     """Phase 9's runner. A step with guesses is in flight alone: it is committed before the next is planned."""
-
-    config: Config
 
     def decode_share(self, request: Request) -> PassShare:
         """Return the share of the latest token and of the guesses behind it. Columns of guesses count once they

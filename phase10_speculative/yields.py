@@ -14,65 +14,83 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Sequence
 
+from common.request import Request
 from common.scheduling import RowCost
+from phase10_speculative.drafters import Drafter
 
+FORCED = 0  # the "match" of tokens that a grammar forces
 LONGEST_MATCH = 8  # longer matches count as this long
-START = (0.95, *[0.5] * LONGEST_MATCH)  # rates by length of match; 0: a grammar forces the guess
-PACE = 0.1  # weight of a new observation
+START = (0.95, *[0.5] * LONGEST_MATCH)  # how often guesses come true, by the length of their match, at first
+PACE = 0.1  # weight of a new guess
 LEAST_GAIN = 1.05  # tokens a second with guesses by those without: less may be an error of the estimate
 
 
-class Rates:
-    """How often guesses came true, by the length of the match that they go on from: running means.
+class Guesser:
+    """Guesses one request's tokens, and says how likely each guess is to come true.
+
+    Guesses are compared with the tokens that come, computed or not. A running mean says how many come true, by the
+    length of the match that they go on from.
 
     Args:
-        everyone: the rates of all requests, to start from and to keep up to date.
+        request: whose tokens are guessed.
+        drafter: proposes the guesses.
+        rates: the running means of all requests, to start from and to keep up to date.
+
+    Attributes:
+        guesses: of the tokens after those that are known, and so also of those in flight.
     """
 
-    def __init__(self, everyone: Rates | None = None) -> None:
-        self._everyone = everyone
-        self._rates: list[float] = [*START] if everyone is None else everyone._rates.copy()
+    def __init__(self, request: Request, drafter: Drafter, rates: list[float]) -> None:
+        self.guesses: list[int] = []
+        self._request, self._drafter = request, drafter
+        self._rates, self._everyone = rates.copy(), rates
+        self._matches: list[int] = []  # the length of the match that each guess goes on from
+        self._known = 0
 
-    def observe(self, matched: int, right: bool) -> None:
-        """Count a guess that came true, or did not. `matched`: its match's length; 0: a grammar forced it."""
-        i = min(matched, LONGEST_MATCH)
-        self._rates[i] += PACE * (right - self._rates[i])
-        if self._everyone is not None:
-            self._everyone.observe(i, right)
+    def guess(self, limit: int) -> list[float]:
+        """Compare earlier guesses with the tokens that came, and guess up to `limit` tokens behind those in flight.
 
-    def probabilities(self, matched: int, count: int) -> list[float]:
-        """Return how likely each of `count` guesses after a match is to come true together with all before it."""
-        last = LONGEST_MATCH if matched else 0
-        rates = [self._rates[min(matched + i, last)] for i in range(count)]
-        return list(itertools.accumulate(rates, operator.mul))
+        Returns:
+            How likely each of these guesses is to come true, together with all guesses before it.
+        """
+        known, pending = self._request.token_ids, self._request.pending_tokens
+        for length, guess, token_id in zip(self._matches, self.guesses, known[self._known :], strict=False):
+            for rates in (self._rates, self._everyone):
+                rates[length] += PACE * ((guess == token_id) - rates[length])
+            if guess != token_id:
+                break
+        self._known, self.guesses, forced = len(known), [], False
+        self.guesses = self._drafter.propose(known, limit + pending)
+        if (matcher := self._request.matcher) is not None:
+            self.guesses, forced = matcher.revise(self.guesses, limit + pending)
+        lengths = itertools.count(self._drafter.matched)
+        self._matches = [FORCED if forced else min(next(lengths), LONGEST_MATCH) for _ in self.guesses]
+        rates = (self._rates[each] for each in self._matches)
+        return list(itertools.accumulate(rates, operator.mul))[pending:]
 
 
 def worthwhile(
-    guesses: Sequence[Sequence[float]], tokens: int, rows: int, most_rows: int, cost: RowCost | None
+    guesses: Sequence[Sequence[float]], rows: int, spare_rows: int, cost: RowCost | None
 ) -> list[int]:
     """Return how many guesses of each sequence to compute.
 
     Args:
-        guesses: for each sequence, how likely each of its guesses is to come true, in descending order.
-        tokens: sequences that get a token in this step, with or without guesses.
+        guesses: for each sequence that gets a token, how likely each of its guesses is to come true: less and less.
         rows: rows of the step without guesses.
-        most_rows: rows of the step with guesses, at most.
-        cost: compute only guesses that raise the tokens a second; None: compute as many as there may be rows.
+        spare_rows: how many guesses to compute at most.
+        cost: compute only guesses that raise the tokens a second; None: compute as many as there are spare rows.
     """
     likeliest = sorted(((p, i) for i, each in enumerate(guesses) for p in each), key=lambda each: -each[0])
-    counts: Counter[int] = Counter()
-    if cost is None:
-        counts.update(i for _, i in likeliest[: max(0, most_rows - rows)])
-        return [counts[i] for i in range(len(guesses))]
-    gained, time = float(tokens), cost.weights + cost.host + rows
-    for p, i in likeliest[: max(0, most_rows - rows)]:
-        if p * time <= gained:
+    del likeliest[max(0, spare_rows) :]
+    counts, (weights, host) = [0] * len(guesses), cost or RowCost()
+    gained, time = float(len(guesses)), weights + host + rows
+    for p, i in likeliest:
+        if cost and p * time <= gained:
             break
         counts[i] += 1
         gained, time = gained + p, time + 1
-    if gained * (cost.weights + rows) <= LEAST_GAIN * tokens * time:
-        counts.clear()
-    return [counts[i] for i in range(len(guesses))]
+    if cost and gained * (weights + rows) <= LEAST_GAIN * len(guesses) * time:
+        return [0] * len(guesses)
+    return counts

@@ -51,6 +51,21 @@ def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
     assert drafter.propose([*prompt, 10, 99, 12, 13], 3) == [14, 15, 16]
 
 
+@pytest.mark.parametrize(
+    ("answer", "guess"),
+    [
+        ([1, 2, 3, 90, 5], [6, 7]),
+        ([1, 2, 3, 90, 91, 4], [5, 6]),
+        ([1, 2, 3, 6], [7, 8]),
+    ],
+    ids=["other", "more", "fewer"],
+)
+def test_behind_a_change_it_goes_on_soon_after_it(answer: list[int], guess: list[int]) -> None:
+    """And not where one of the tokens came last."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, *range(100, 200), 4, 70, 5, 71, 6, 72, 0]
+    assert NgramDrafter(prompt).propose([*prompt, *answer], 2) == guess
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
     """Only where no longer match goes on: that one keeps its place."""
