@@ -97,12 +97,15 @@ def capture(runner: Runner, graphs: Graphs) -> None:
 
 
 def measure(runner: Runner, stream: Stream) -> RowCost | None:
-    """Time steps that verify guesses, of one row and of many. Returns None if the KV memory is too small for that.
+    """Time steps that verify guesses, of one row and of many. Returns None if sequences cannot be so long.
 
     Args:
         runner: a phase's that verifies guesses, with nothing in flight.
         stream: the runner's stream.
     """
+    longest = runner.config.max_seq_len
+    if longest is not None and longest <= ROWS:
+        return None
     stream.time_work(True)
     best: dict[int, tuple[float, float]] = {}  # seconds of a step, and how many of them are the host's
     for rows in (1, ROWS):

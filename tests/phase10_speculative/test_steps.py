@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,7 @@ def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_wou
     [
         ({}, True, True),
         ({"num_blocks": 1, "max_seq_len": 2}, True, False),
+        ({"max_seq_len": 32}, True, False),
         ({"draft_rows": 9}, False, False),
         ({"draft_length": 0}, False, False),
         ({"captured_steps": False}, True, False),
@@ -105,9 +107,9 @@ def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_wou
     ids=str,
 )
 def test_the_cost_of_a_row_is_measured_if_guesses_must_pay(
-    options: dict[str, object], asks: bool, measured: bool
+    options: dict[str, Any], asks: bool, measured: bool
 ) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "model": "zoo:llama-tiny",
         "dtype": "float32",
         "max_seq_len": 64,
