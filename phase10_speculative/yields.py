@@ -57,8 +57,8 @@ class Guesser:
         """
         known, pending = self._request.token_ids, self._request.pending_tokens
         for length, guess, token_id in zip(self._matches, self.guesses, known[self._known :], strict=False):
-            for rates in (self._rates, self._everyone):
-                rates[length] += PACE * ((guess == token_id) - rates[length])
+            for means in (self._rates, self._everyone):
+                means[length] += PACE * ((guess == token_id) - means[length])
             if guess != token_id:
                 break
         self._known, self.guesses, forced = len(known), [], False
