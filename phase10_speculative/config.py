@@ -25,6 +25,9 @@ class Config(PipelinedConfig):
         default=False, description="also guess from the texts of finished requests with the same cache salt"
     )
 
+    def max_pass_tokens(self) -> int:
+        return min(max(super().max_pass_tokens(), self.max_sampled_rows()), self.kv_tokens())
+
     def max_sampled_rows(self) -> int:
         """Return the most rows that a token is sampled from: one for each sequence, and the guesses'."""
         sequences = super().max_sampled_rows()

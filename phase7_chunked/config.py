@@ -65,10 +65,10 @@ class Config(PagedConfig):
         return self.model_copy(update=changed)
 
     def max_pass_tokens(self) -> int:
-        """Return the tokens of the widest pass: chunks within the step's budget, and what decodes."""
+        """Return the tokens of the widest pass: chunks within the step's budget, and a token for each seat."""
         whole = super().max_pass_tokens()
         if not self.use_chunked_prefill:
             return whole
         chunks = (self.max_prefill_chunks_per_step or self.max_batch_size) * self.prefill_chunk_size
         prompts = min(whole, chunks, self.prefill_token_budget or chunks)
-        return min(prompts + self.max_sampled_rows(), self.kv_tokens())
+        return min(prompts + self.max_batch_size, self.kv_tokens())
