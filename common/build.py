@@ -74,7 +74,7 @@ class EngineBuilder(Generic[ConfigT]):
             StartupError: the model cannot be loaded, an option exceeds the model's limits, or memory is short.
         """
         engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
-        warm_up(engine.runner)
+        warm_up(engine.runner, engine.scheduler)
         return engine
 
     def _build(

@@ -119,10 +119,15 @@ class Matcher:
         self._wait()
         return self._mask
 
-    def allowed(self, guesses: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, may come next, one after the other."""
-        self._wait()
-        return self._backend.validate_tokens(list(guesses))
+    def revise(self, guesses: list[int], limit: int) -> tuple[list[int], bool]:
+        """Return up to `limit` guesses that may come next one after the other, and whether the text forces them.
+
+        They are those of the `guesses` that are allowed, unless other tokens must come next.
+        """
+        forced = self.forced()[:limit]
+        if forced != guesses[: len(forced)]:
+            return forced, True
+        return guesses[: self._backend.validate_tokens(guesses)], False
 
     def forced(self) -> list[int]:
         """Return tokens that spell the text that must come next. A model may spell that text with other tokens."""
@@ -130,8 +135,8 @@ class Matcher:
         return self._backend.compute_ff_tokens()
 
     def guessed_masks(self, guesses: Sequence[int]) -> Sequence[Mask]:
-        """Return a mask for the token after each of these `allowed` guesses: [words] each. No mask follows a
-        guess that completes the text. The state stays as it is. Blocks until the masks are computed.
+        """Return a mask for the token after each of these allowed guesses: [words] each. No mask follows a guess
+        that completes the text. The state stays as it is. Blocks until the masks are computed.
 
         Raises:
             GrammarFailedError: as `mask`. The time of these masks is limited, but not charged to the budget: an

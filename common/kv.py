@@ -87,6 +87,9 @@ class SchedulerPool(Protocol):
     def reserve(self, request: Request, tokens: int) -> bool:
         """See `KVPool.reserve`."""
 
+    def reserve_spare(self, request: Request, tokens: int, kept: int) -> int:
+        """See `KVPool.reserve_spare`."""
+
     def cost(self, request: Request, tokens: int) -> int:
         """See `KVPool.cost`."""
 
@@ -127,6 +130,20 @@ class KVPool(ABC):
         Returns False, and changes nothing, if too little memory is free. A pool with a prefix cache evicts unused
         blocks first (`phase8_prefix.cache`).
         """
+
+    def reserve_spare(self, request: Request, tokens: int, kept: int) -> int:
+        """Reserve columns as `reserve` does, as far as memory is not needed elsewhere.
+
+        Args:
+            kept: columns that must stay free. If they would not, only the request's last block is filled.
+
+        Returns:
+            How many of the `tokens` tokens have columns: all, or those of the request's blocks.
+        """
+        held, free = request.num_tokens, self.free_token_capacity()
+        if free is not None and free <= tokens - held + kept:
+            tokens = min(tokens, -(-held // self.block_size) * self.block_size)
+        return tokens if self.reserve(request, tokens) else held
 
     def cost(self, request: Request, tokens: int) -> int:  # noqa: ARG002 - alike for all if nothing is shared
         """Return how many free columns `reserve` would take for `tokens` tokens of a request without memory."""

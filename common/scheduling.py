@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from common.config import EngineConfig
 from common.kv import SchedulerPool
@@ -47,10 +47,16 @@ class PrefillChunk:
 class StepPlan:
     """The requests and chunks that one step computes. A request may be cancelled while the step computes; it stays
     in the plan.
+
+    Attributes:
+        decode: requests whose next token is computed.
+        prefill: parts of prompts that are computed.
+        verifies: whether guesses of next tokens are computed, too (phase 10).
     """
 
     decode: tuple[Request, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
+    verifies: bool = False
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -63,6 +69,18 @@ class StepPlan:
             decode=tuple(request for request in self.decode if not request.is_terminal),
             prefill=tuple(chunk for chunk in self.prefill if not chunk.request.is_terminal),
         )
+
+
+class RowCost(NamedTuple):
+    """The time of a decode step without its rows, in times of a row. The defaults are a small model's on two cores.
+
+    Attributes:
+        weights: the time of reading all weights.
+        host: the host's time. A step that runs ahead hides it (phase 9).
+    """
+
+    weights: float = 20.0
+    host: float = 2.0
 
 
 class Scheduler(ABC):
@@ -84,9 +102,11 @@ class Scheduler(ABC):
         active: requests that were admitted and not yet retired, in order of admission.
         preemptions: how many requests were preempted since the start.
         failed_drafters: how many times guessing a request's tokens failed since the start (phase 10).
+        row_cost: set by the warm-up to this machine's, if the scheduler asks for it; None: it does not ask.
     """
 
     has_priorities: ClassVar[bool] = True
+    row_cost: RowCost | None = None
 
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
         self.config = config

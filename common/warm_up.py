@@ -1,6 +1,7 @@
 """Records or captures the passes of a stream before the first request, and chooses its number of threads.
 
-Made-up requests run through the runner's `execute`. Their memory is freed afterwards.
+Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler
+decides by the cost of a row, that is measured, too.
 """
 
 from __future__ import annotations
@@ -14,22 +15,31 @@ import torch
 from common.graphs import Graphs
 from common.request import Request, SamplingParams
 from common.runner import Runner
-from common.scheduling import PrefillChunk, StepPlan
-from common.streams import CudaStream, TapeStream
+from common.scheduling import PrefillChunk, RowCost, Scheduler, StepPlan
+from common.streams import CudaStream, Stream, TapeStream
 
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
 HOST_S = 3e-4  # seconds of host work in a step, roughly
+ROWS = 32  # of the wider of the two steps that are timed
+MOST_WEIGHTS = 256.0  # in times of a row: more cannot be told from noise
 
 
-def warm_up(runner: Runner) -> None:
-    """Record or capture the common kinds of passes, if the runner's stream does either."""
+def warm_up(runner: Runner, scheduler: Scheduler) -> None:
+    """Record or capture the common kinds of passes, if the runner's stream does either.
+
+    Then measure the cost of a row, if the scheduler decides by it.
+    """
     stream = runner.stream
     if isinstance(stream, TapeStream):
         record(runner, stream, stream.threads)
     elif isinstance(stream, CudaStream) and stream.graphs.sizes:
         capture(runner, stream.graphs)
+    else:
+        return
+    if scheduler.row_cost is not None:
+        scheduler.row_cost = measure(runner, stream) or scheduler.row_cost
 
 
 def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
@@ -86,16 +96,56 @@ def capture(runner: Runner, graphs: Graphs) -> None:
     )
 
 
-def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0) -> None:
-    """Compute prompts of one token and then `tokens` decode steps. Does nothing if the KV memory is too small."""
+def measure(runner: Runner, stream: Stream) -> RowCost | None:
+    """Time steps that verify guesses, of one row and of many. Returns None if sequences cannot be so long.
+
+    Args:
+        runner: a phase's that verifies guesses, with nothing in flight.
+        stream: the runner's stream.
+    """
+    longest = runner.config.max_seq_len
+    if longest is not None and longest <= ROWS:
+        return None
+    stream.time_work(True)
+    best: dict[int, tuple[float, float]] = {}  # seconds of a step, and how many of them are the host's
+    for rows in (1, ROWS):
+        timed = []
+        for _ in range(TRIALS):
+            step_s = _decode(runner, [SamplingParams(temperature=0.0)], 1, guesses=rows - 1)
+            pass_s = sum(ended - began for _, began, ended in stream.take_times()[-2:])  # with sampling
+            timed.append((step_s, step_s - pass_s))
+        best[rows] = min(timed)
+    stream.time_work(False)
+    runner.pool.reset_prefix_cache()
+    runner.telemetry.accepted_at.clear()
+    (one_s, host_s), (many_s, _) = best.values()
+    if not many_s:
+        return None
+    row_s = max((many_s - one_s) / (ROWS - 1), one_s / MOST_WEIGHTS)
+    logger.info("a pass of one row takes %.2f ms, and each row more %.2f ms", 1e3 * one_s, 1e3 * row_s)
+    return RowCost(weights=max(1.0, (one_s - host_s) / row_s - 1), host=host_s / row_s)
+
+
+def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0) -> float:
+    """Compute prompts of one token and then `tokens` decode steps, each with `guesses` guesses of each sequence.
+
+    Returns:
+        The seconds of the last step. 0 if the KV memory is too small: then nothing is computed.
+    """
     requests = [Request(f"warm-up {i}", [0], params) for i, params in enumerate(batch)]
-    if all(runner.pool.reserve(request, 1 + tokens) for request in requests):
+    step_s = 0.0
+    if all(runner.pool.reserve(request, 1 + tokens + guesses) for request in requests):
         for request in requests:
             request.start_prefill()
         plans = [StepPlan(prefill=tuple(PrefillChunk.rest(request) for request in requests))]
-        plans += [StepPlan(decode=tuple(requests))] * tokens
+        plans += [StepPlan(decode=tuple(requests), verifies=guesses > 0)] * tokens
         for plan in plans:
+            for request in plan.decode:
+                request.guess([0] * guesses)
+            began_s = time.perf_counter()
             runner.execute(plan)
             while runner.in_flight:
                 runner.execute(StepPlan())
+            step_s = time.perf_counter() - began_s
     runner.release(requests)
+    return step_s

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.build import EngineBuilder
 from common.engine import Phase
 from phase8_prefix.cache import open_pool
-from phase10_speculative.build import SpeculativeBuilder
 from phase10_speculative.config import Config
 from phase10_speculative.runner import SpeculativeRunner as Runner
 from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
@@ -15,4 +15,4 @@ PHASE = Phase(
     10, "phase10_speculative", "Speculative decoding", "guess the next tokens, and verify them in one pass"
 )
 
-build_engine = SpeculativeBuilder(PHASE, Config, Scheduler, Runner, open_pool)
+build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, open_pool)

@@ -8,25 +8,22 @@ text      … the quick brown fox … … … the quick        the latest place 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.request import Request
-
-SHORTEST, LONGEST = 1, 4  # how many last tokens are looked up
-SHARED_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it begins anew
-SHARED_SALTS = 8  # cache salts with a dictionary
+LONGEST = 4  # how many last tokens are looked up, at most
+NEAR = 64  # how far behind the end of the latest match a text is searched first: usually a few words were changed
+MOST_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it begins anew
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of one request."""
 
+    matched: int  # how many of the last tokens the latest guesses go on from: the more, the likelier they come true
+
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Return up to `limit` guesses of the tokens that follow `token_ids`, the request's tokens so far."""
-
-    @property
-    def matched(self) -> int:
-        """How many of the last tokens the latest guesses go on from: the more, the likelier they come true."""
 
 
 class Dictionary:
@@ -39,15 +36,22 @@ class Dictionary:
     def append(self, token_id: int) -> None:
         """Add a token to the text, and note the place behind each run that it ends."""
         self.text.append(token_id)
-        for n in range(SHORTEST, LONGEST + 1):
+        for n in range(1, LONGEST + 1):
             self._places[tuple(self.text[-n:])] = len(self.text)
 
     def find(self, last: Sequence[int], longer_than: int = 0) -> tuple[int, int] | None:
         """Return the latest place behind the longest run that ends `last`, and the run's length."""
-        for n in range(min(LONGEST, len(last)), max(SHORTEST - 1, longer_than), -1):
+        for n in range(min(LONGEST, len(last)), longer_than, -1):
             if (at := self._places.get(tuple(last[-n:]))) is not None:
                 return at, n
         return None
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add the text of a finished request, for later requests to look up. Forgets all texts if they are long."""
+        if len(self.text) > MOST_TOKENS:
+            self.text, self._places = [], {}
+        for token_id in text:
+            self.append(token_id)
 
 
 class NgramDrafter:
@@ -64,66 +68,40 @@ class NgramDrafter:
     def __init__(
         self, prompt: Sequence[int], prediction: Sequence[int] = (), shared: Dictionary | None = None
     ) -> None:
-        self.matched = 0
-        self._own = Dictionary()
-        self._shared = shared
-        self._source, self._at = self._own.text, 0
-        self._seen = 0
-        self._read_on(prompt)
+        self.matched, self._seen, self._at, self._broken_at = 0, 0, 0, -NEAR
+        self._own, self._shared = Dictionary(), shared
+        self._source = self._own.text
+        self.propose(prompt, 0)
         if prediction:
             self._source, self._at, self.matched = self._own.text, len(prompt), LONGEST
             for token_id in prediction:
                 self._own.append(token_id)
 
-    def _read_on(self, token_ids: Sequence[int]) -> None:
-        for end in range(self._seen + 1, len(token_ids) + 1):
-            self._follow(token_ids[end - 1], token_ids[max(0, end - LONGEST) : end])
-        self._seen = len(token_ids)
-
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Return up to `limit` guesses: the tokens that followed at the place of the match."""
-        self._read_on(token_ids)
-        if not self.matched:
-            return []
-        guesses = self._source[self._at : self._at + limit]
-        period = len(self._source) - self._at
-        while (
-            len(guesses) < limit and self._source is self._own.text
-        ):  # the text repeats itself up to its end
-            guesses.append(guesses[-period])
-        return guesses
+        for end in range(self._seen + 1, len(token_ids) + 1):
+            self._follow(token_ids[max(0, end - LONGEST) : end])
+        self._seen = len(token_ids)
+        run = self._source[self._at : self._at + limit] if self.matched else []
+        return list(itertools.islice(itertools.cycle(run), limit))  # a text that repeats itself is repeated
 
-    def _follow(self, token_id: int, last: Sequence[int]) -> None:
-        """Read the next token. `last`: the latest tokens, this one included. The match goes on or is found anew."""
-        if self.matched and self._at < len(self._source) and self._source[self._at] == token_id:
+    def _follow(self, last: Sequence[int]) -> None:
+        """Read the last of the latest tokens `last`. The match goes on with that token, or is found anew."""
+        if self.matched and self._at < len(self._source) and self._source[self._at] == last[-1]:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:
+            if self.matched > 1:  # a match of one token is often chance
+                self._broken_at = self._at
             self.matched = 0
         if self.matched < LONGEST:
             for each in (self._own, self._shared):
                 if each is not None and (found := each.find(last, self.matched)):
                     self._source, (self._at, self.matched) = each.text, found
-        self._own.append(token_id)
+                    self._at = self._behind_break(last[-self.matched :]) or self._at
+        self._own.append(last[-1])
 
-
-class SharedTexts:
-    """The texts of finished requests, a dictionary for each cache salt."""
-
-    def __init__(self) -> None:
-        self._dictionaries: dict[str, Dictionary] = {}
-
-    def of(self, request: Request) -> Dictionary:
-        """Return the dictionary of a request's cache salt."""
-        dictionary = self._dictionaries.pop(request.cache_salt, None)
-        if dictionary is None or len(dictionary.text) > SHARED_TOKENS:
-            dictionary = Dictionary()
-        self._dictionaries[request.cache_salt] = dictionary  # the latest used is last
-        while len(self._dictionaries) > SHARED_SALTS:
-            del self._dictionaries[next(iter(self._dictionaries))]
-        return dictionary
-
-    def add(self, request: Request) -> None:
-        """Add the text of a finished request."""
-        dictionary = self.of(request)
-        for token_id in request.token_ids:
-            dictionary.append(token_id)
+    def _behind_break(self, run: Sequence[int]) -> int | None:
+        """Return the first place behind a run of tokens, if it is near the end of the latest match; else None."""
+        n, text, run = len(run), self._source, list(run)
+        places = range(max(n, self._broken_at + 1), min(self._broken_at + NEAR, len(text)) + 1)
+        return next((at for at in places if text[at - n : at] == run), None)

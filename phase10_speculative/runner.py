@@ -13,30 +13,16 @@ ordinary decoding, whatever was guessed.
 
 from __future__ import annotations
 
-import torch
-
 from common.kv import Span
 from common.request import Request, StepOutput
-from common.runner import PassShare
-from kernels.transfer import move_together
+from common.runner import Launched, PassShare
+from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
-from phase10_speculative.config import Config
+from phase9_pipelined.state import MAX_IN_FLIGHT
 
 
 class SpeculativeRunner(PipelinedRunner):
-    """Phase 9's runner. A step with guesses is committed before the next is planned."""
-
-    config: Config
-
-    @property
-    def verifies(self) -> bool:
-        """Whether a step in flight verifies guesses. No other step is in flight then."""
-        return any(
-            len(share.sample_at) > 1
-            for step in self.state.steps
-            for each in step.passes
-            for share in each.shares
-        )
+    """Phase 9's runner. A step with guesses is in flight alone: it is committed before the next is planned."""
 
     def decode_share(self, request: Request) -> PassShare:
         """Return the share of the latest token and of the guesses behind it. Columns of guesses count once they
@@ -48,26 +34,12 @@ class SpeculativeRunner(PipelinedRunner):
         span = Span(slot, column, column + rows, length=column + 1)
         return PassShare(request, span, [*request.token_ids[-1:], *request.drafts], range(rows))
 
-    def wait(self) -> None:
-        if self.verifies:
-            with self.telemetry.part("wait"):
-                self.state.steps[-1].wait()
-        else:
-            super().wait()
+    def execute(self, plan: StepPlan) -> list[StepOutput]:
+        self.state.most = 1 if plan.verifies else MAX_IN_FLIGHT
+        return super().execute(plan)
 
-    def settle(self) -> list[StepOutput]:
-        return self.drain() if self.verifies else super().settle()
-
-    def commit_step(self) -> list[StepOutput]:
-        verified = self.state.oldest if self.verifies else None
-        outputs = super().commit_step()
-        if verified is not None:  # sampling has left the token of the last row there
-            latest = {
-                self.pool.seat(self.slot(request)): request.token_ids[-1]
-                for request in verified.members
-                if not request.is_terminal
-            }
-            with self.stream.entered():
-                hosts = [torch.tensor(list(each), dtype=torch.int64) for each in (latest, latest.values())]
-                self.latest.index_copy_(0, *move_together(hosts, self.latest.device))
+    def commit(self, launched: Launched) -> list[StepOutput]:
+        outputs = super().commit(launched)
+        if launched.plan.verifies:  # sampling has left the token of the last row there
+            self.put_back_latest(launched.plan)
         return outputs

@@ -8,61 +8,26 @@ plan              no guess pays   guesses pay:
                                   until t+1 is read
 ```
 
-A guess needs the latest token on the host, so a step with guesses cannot run ahead. Guesses are also made, and
-compared with the tokens that come, while they do not pay. So guessing pauses by itself where it fails, at no cost,
-and starts again where it would have succeeded.
+A guess needs the latest token on the host, so a step with guesses cannot run ahead. Guesses that do not pay are
+made, too, but not computed. So guessing pauses by itself where it fails, and starts again where it would succeed.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 
 from common.kv import SchedulerPool
 from common.request import Request
-from common.scheduling import Clock, StepPlan
+from common.scheduling import Clock, RowCost, StepPlan
 from phase9_pipelined.scheduler import PipelinedScheduler
 from phase10_speculative.config import MOST_ROWS, Config
-from phase10_speculative.drafters import Drafter, NgramDrafter, SharedTexts
-from phase10_speculative.yields import Rates, RowCost, worthwhile
+from phase10_speculative.drafters import Dictionary, Drafter, NgramDrafter
+from phase10_speculative.yields import START, Guesser, worthwhile
 
 logger = logging.getLogger(__name__)
 
-FORCED = 0  # the "match" of tokens that a grammar forces
-
-
-class Guesser:
-    """Guesses one request's tokens, and compares earlier guesses with the tokens that came.
-
-    Attributes:
-        guesses: of the tokens after those that are known.
-        likely: how likely each guess that can be computed is to come true, with all before it.
-    """
-
-    def __init__(self, drafter: Drafter, rates: Rates) -> None:
-        self.guesses: list[int] = []
-        self.likely: list[float] = []
-        self._drafter = drafter
-        self._rates = rates
-        self._matched = self._known = 0
-
-    def guess(self, request: Request, limit: int) -> None:
-        """Guess up to `limit` tokens that follow the request's known and pending tokens."""
-        known, pending = request.token_ids, request.pending_tokens
-        for i, (guess, token_id) in enumerate(zip(self.guesses, known[self._known :], strict=False)):
-            self._rates.observe(self._matched + i if self._matched else FORCED, guess == token_id)
-            if guess != token_id:
-                break
-        self._known, self.likely = len(known), []
-        self.guesses = self._drafter.propose(known, limit + pending)
-        self._matched = self._drafter.matched
-        if (matcher := request.matcher) is not None:
-            forced = matcher.forced()[: limit + pending]
-            if forced != self.guesses[: len(forced)]:
-                self.guesses, self._matched = forced, FORCED
-            else:
-                self.guesses = self.guesses[: matcher.allowed(self.guesses)]
-        self.likely = self._rates.probabilities(self._matched, pending, len(self.guesses))
+MOST_SALTS = 8  # cache salts with a dictionary; the longest unused one is dropped
 
 
 class SpeculativeScheduler(PipelinedScheduler):
@@ -72,86 +37,58 @@ class SpeculativeScheduler(PipelinedScheduler):
 
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
-        self.cost = RowCost()
-        self._rates = Rates()
-        self._texts = SharedTexts() if config.draft_from_finished else None
+        self.row_cost = RowCost() if config.draft_length and config.draft_rows is None else None
+        self._rates = [*START]  # how often guesses came true, of all requests
+        self._texts = functools.lru_cache(MOST_SALTS)(lambda _: Dictionary())  # of finished requests
         self._guessers: dict[Request, Guesser] = {}
-        self._reads_first = False  # whether this step plans nothing, since guesses need the tokens in flight
+        self._planned = StepPlan()
 
     def new_drafter(self, request: Request) -> Drafter:
-        shared = self._texts.of(request) if self._texts is not None else None
+        shared = self._texts(request.cache_salt) if self.config.draft_from_finished else None
         return NgramDrafter(request.prompt_token_ids, request.prediction, shared)
 
-    def _clear_seats(self) -> list[Request]:
-        cleared = super()._clear_seats()
-        for request in cleared:
-            if self._guessers.pop(request, None) and self._texts is not None:
-                self._texts.add(request)
-        return cleared
+    def retire(self) -> list[Request]:
+        retired = super().retire()
+        for request in retired:
+            if self._guessers.pop(request, None) and self.config.draft_from_finished:
+                self._texts(request.cache_salt).add(request.token_ids)
+        return retired
 
     def admit(self, pool: SchedulerPool) -> None:
         super().admit(pool)
-        self._reads_first = False
-        if self.config.draft_length and not self._out_of_room:
-            self._deal(pool)
+        self._planned = super().plan()
+        if self.config.draft_length and self._planned.decode:
+            self._planned = self._with_guesses(self._planned, pool)
 
     def plan(self) -> StepPlan:
-        """Plan nothing if tokens in flight must be read first; else as phase 9, requests without guesses first."""
-        if self._reads_first:
-            return StepPlan()
-        plan = super().plan()
-        if not any(request.drafts for request in plan.decode):
-            return plan
-        decode = sorted(plan.decode, key=lambda request: bool(request.drafts))  # those of one row come first
-        return dataclasses.replace(plan, decode=tuple(decode))
+        return self._planned
 
-    def _deal(self, pool: SchedulerPool) -> None:
-        """Choose the guesses that this step computes, and reserve their columns."""
-        plan = super().plan()
+    def _with_guesses(self, plan: StepPlan, pool: SchedulerPool) -> StepPlan:
+        """Choose the guesses that a plan computes, and reserve their columns. Returns the plan, requests without
+        guesses first; an empty one if guesses pay, but tokens in flight must be read before."""
         rows = len(plan.decode) + sum(chunk.end - chunk.start for chunk in plan.prefill)
-        most_rows = self.config.draft_rows or MOST_ROWS
-        if not plan.decode or rows >= most_rows:
-            return
-        guessing = [(request, guesser) for request in plan.decode if (guesser := self._guess(request))]
-        counts = worthwhile(
-            self.cost,
-            len(plan.decode),
-            rows,
-            most_rows,
-            [guesser.likely for _, guesser in guessing],
-            pays=self.config.draft_rows is None,
-        )
+        spare_rows = (self.config.draft_rows or MOST_ROWS) - rows
+        counts = worthwhile([self._guess(each) for each in plan.decode], rows, spare_rows, self.row_cost)
         if not any(counts):
-            return
+            return plan
         if self.in_flight:
-            self._reads_first = True
-            return
-        for (request, guesser), count in zip(guessing, counts, strict=False):
-            while count and not self._reserve(pool, request, count):
-                count -= 1
+            return StepPlan()
+        others_need = self.config.block_size * (len(self.active) + len(self.waiting))
+        for request, count in zip(plan.decode, counts, strict=True):
             if count:
-                request.guess(guesser.guesses[:count])
+                columns = pool.reserve_spare(request, request.num_tokens + count, others_need)
+                request.guess(self._guessers[request].guesses[: columns - request.num_tokens])
+        decode = sorted(plan.decode, key=lambda request: bool(request.drafts))
+        return StepPlan(tuple(decode), plan.prefill, verifies=bool(decode[-1].drafts))
 
-    def _guess(self, request: Request) -> Guesser | None:
-        """Return a request's guesser with its guesses; None if there are none."""
-        limit = min(self.config.draft_length, request.max_total_tokens - request.num_tokens - 1)
-        if limit <= 0:
-            return None
+    def _guess(self, request: Request) -> list[float]:
+        """Guess a request's next tokens. Returns how likely each guess is; no guess if guessing failed."""
+        missing = request.max_total_tokens - request.num_tokens - 1  # beside the token that is certain
         try:
-            guesser = self._guessers.get(request)
-            if guesser is None:
-                guesser = self._guessers[request] = Guesser(self.new_drafter(request), Rates(self._rates))
-            guesser.guess(request, limit)
+            if request not in self._guessers:
+                self._guessers[request] = Guesser(request, self.new_drafter(request), self._rates)
+            return self._guessers[request].guess(min(self.config.draft_length, missing))
         except Exception as error:  # a drafter's failure must not cost a request its answer
             self.failed_drafters += 1
             logger.warning("no guesses for request %s: %r", request.request_id, error)
-            return None
-        return guesser if guesser.likely else None
-
-    def _reserve(self, pool: SchedulerPool, request: Request, count: int) -> bool:
-        """Reserve columns for guesses. No new block is taken if memory is so short that others may soon need it."""
-        free, block_size = pool.free_token_capacity(), self.config.block_size
-        spare = free is None or free > count + block_size * (len(self.active) + len(self.waiting))
-        if not spare and count > -request.num_tokens % block_size:
-            return False
-        return pool.reserve(request, request.num_tokens + count)
+            return []

@@ -14,83 +14,83 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from common.request import Request
+from common.scheduling import RowCost
+from phase10_speculative.drafters import Drafter
+
+FORCED = 0  # the "match" of tokens that a grammar forces
 LONGEST_MATCH = 8  # longer matches count as this long
-START = (0.95, *[0.5] * LONGEST_MATCH)  # rates by length of match; 0: a grammar forces the guess
-PRIOR = 3.0  # observations that a rate starts with
-KEPT = 0.95  # weight of older observations at each new one
+START = (0.95, *[0.5] * LONGEST_MATCH)  # how often guesses come true, by the length of their match, at first
+PACE = 0.1  # weight of a new guess
 LEAST_GAIN = 1.05  # tokens a second with guesses by those without: less may be an error of the estimate
 
 
-class RowCost(NamedTuple):
-    """The time of a step beside its rows, in times of a row. The defaults are a small model's on two cores."""
+class Guesser:
+    """Guesses one request's tokens, and says how likely each guess is to come true.
 
-    weights: float = 20.0
-    host: float = 2.0
-
-
-class Rates:
-    """How often guesses came true, by the length of the match that they go on from.
+    Guesses are compared with the tokens that come, computed or not. A running mean says how many come true, by the
+    length of the match that they go on from.
 
     Args:
-        prior: rates to start from; None: one half, and nearly 1 for tokens that a grammar forces.
+        request: whose tokens are guessed.
+        drafter: proposes the guesses.
+        rates: the running means of all requests, to start from and to keep up to date.
+
+    Attributes:
+        guesses: of the tokens after those that are known, and so also of those in flight.
     """
 
-    def __init__(self, prior: Rates | None = None) -> None:
-        self._prior = prior
-        self._right = [0.0] * (LONGEST_MATCH + 1)
-        self._seen = [0.0] * (LONGEST_MATCH + 1)
-        self._rates: list[float] = list(START) if prior is None else prior._rates.copy()
+    def __init__(self, request: Request, drafter: Drafter, rates: list[float]) -> None:
+        self.guesses: list[int] = []
+        self._request, self._drafter = request, drafter
+        self._rates, self._everyone = rates.copy(), rates
+        self._matches: list[int] = []  # the length of the match that each guess goes on from
+        self._known = 0
 
-    def observe(self, matched: int, right: bool) -> None:
-        """Count a guess that came true, or did not. `matched`: its match's length; 0: a grammar forced it."""
-        i = min(matched, LONGEST_MATCH)
-        start = START[i]
-        if self._prior is not None:
-            self._prior.observe(i, right)
-            start = self._prior._rates[i]
-        self._right[i] = KEPT * self._right[i] + right
-        self._seen[i] = KEPT * self._seen[i] + 1
-        self._rates[i] = (self._right[i] + PRIOR * start) / (self._seen[i] + PRIOR)
+    def guess(self, limit: int) -> list[float]:
+        """Compare earlier guesses with the tokens that came, and guess up to `limit` tokens behind those in flight.
 
-    def probabilities(self, matched: int, pending: int, count: int) -> list[float]:
-        """Return for guesses after a match how likely each is to come true together with all before it.
-
-        Args:
-            matched: length of the match; 0: a grammar forces the guesses.
-            pending: how many first guesses are left out, since their tokens are in flight.
-            count: number of guesses, with the left out ones.
+        Returns:
+            How likely each of these guesses is to come true, together with all guesses before it.
         """
-        last = matched + count if matched else 0
-        rates = [self._rates[min(i, LONGEST_MATCH, last)] for i in range(matched, matched + count)]
+        known, pending = self._request.token_ids, self._request.pending_tokens
+        for length, guess, token_id in zip(self._matches, self.guesses, known[self._known :], strict=False):
+            for means in (self._rates, self._everyone):
+                means[length] += PACE * ((guess == token_id) - means[length])
+            if guess != token_id:
+                break
+        self._known, self.guesses, forced = len(known), [], False
+        self.guesses = self._drafter.propose(known, limit + pending)
+        if (matcher := self._request.matcher) is not None:
+            self.guesses, forced = matcher.revise(self.guesses, limit + pending)
+        lengths = itertools.count(self._drafter.matched)
+        self._matches = [FORCED if forced else min(next(lengths), LONGEST_MATCH) for _ in self.guesses]
+        rates = (self._rates[each] for each in self._matches)
         return list(itertools.accumulate(rates, operator.mul))[pending:]
 
 
 def worthwhile(
-    cost: RowCost, tokens: int, rows: int, most_rows: int, guesses: Iterable[Sequence[float]], *, pays: bool
+    guesses: Sequence[Sequence[float]], rows: int, spare_rows: int, cost: RowCost | None
 ) -> list[int]:
     """Return how many guesses of each sequence to compute.
 
     Args:
-        cost: of a row.
-        tokens: sequences that get a token in this step.
+        guesses: for each sequence that gets a token, how likely each of its guesses is to come true: less and less.
         rows: rows of the step without guesses.
-        most_rows: rows of the step with guesses, at most.
-        guesses: for each sequence, how likely each of its guesses is to come true, in descending order.
-        pays: compute only guesses that raise the tokens a second.
+        spare_rows: how many guesses to compute at most.
+        cost: compute only guesses that raise the tokens a second; None: compute as many as there are spare rows.
     """
-    likeliest = sorted(
-        ((p, i) for i, probabilities in enumerate(guesses) for p in probabilities), key=lambda each: -each[0]
-    )
-    counts: dict[int, int] = {}
-    gained, time = float(tokens), cost.weights + cost.host + rows
-    for p, i in likeliest[: max(0, most_rows - rows)]:
-        if pays and p * time <= gained:
+    likeliest = sorted(((p, i) for i, each in enumerate(guesses) for p in each), key=lambda each: -each[0])
+    del likeliest[max(0, spare_rows) :]
+    counts, (weights, host) = [0] * len(guesses), cost or RowCost()
+    gained, time = float(len(guesses)), weights + host + rows
+    for p, i in likeliest:
+        if cost and p * time <= gained:
             break
-        counts[i] = counts.get(i, 0) + 1
+        counts[i] += 1
         gained, time = gained + p, time + 1
-    if pays and gained * (cost.weights + rows) <= LEAST_GAIN * tokens * time:
-        return []
-    return [counts.get(i, 0) for i in range(max(counts, default=-1) + 1)]
+    if cost and gained * (weights + rows) <= LEAST_GAIN * len(guesses) * time:
+        return [0] * len(guesses)
+    return counts

@@ -233,13 +233,19 @@ class PipelinedRunner(ChunkedRunner):
         """Execute a plan as phase 8 does, when nothing is in flight. Requests that have ended are left out."""
         plan = plan.without_ended()
         outputs = super().execute(plan)
-
-        def put_back_latest() -> None:
-            for request in plan.requests:
-                self.latest[self.pool.seat(self.slot(request))] = request.token_ids[-1]
-
-        self.stream.call(put_back_latest)
+        self.put_back_latest(plan)
         return outputs
+
+    def put_back_latest(self, plan: StepPlan) -> None:
+        """Write the latest tokens of a plan's requests, which the host has read, to where the next pass reads them.
+
+        Nothing is in flight.
+        """
+        requests = [request for request in plan.requests if not request.is_terminal]
+        seats = torch.tensor([self.pool.seat(self.slot(request)) for request in requests], dtype=torch.int64)
+        token_ids = torch.tensor([request.token_ids[-1] for request in requests], dtype=torch.int64)
+        with self.stream.entered():
+            self.latest.index_copy_(0, *move_together([seats, token_ids], self.latest.device))
 
     def launch(self, plan: StepPlan) -> Launched:
         return self.stream.call(functools.partial(super().launch, plan))

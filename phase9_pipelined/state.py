@@ -65,16 +65,22 @@ class PipelineState:
     """The queue of steps in flight. An illegal transition raises PipelineError and changes nothing.
 
     A request's `inflight_refs` counts the steps in the queue that compute for it.
+
+    Attributes:
+        steps: launched and not committed, oldest first.
+        launched: the newest of them, until its sampling is submitted.
+        most: how many steps may be in flight.
     """
 
     def __init__(self) -> None:
-        self.steps: deque[DecodeSlot] = deque()  # launched and not committed, oldest first
-        self.launched: DecodeSlot | None = None  # the newest of them, until its sampling is submitted
+        self.steps: deque[DecodeSlot] = deque()
+        self.launched: DecodeSlot | None = None
+        self.most = MAX_IN_FLIGHT
 
     @property
     def has_room(self) -> bool:
         """Whether a step may be launched before one is committed."""
-        return len(self.steps) < MAX_IN_FLIGHT
+        return len(self.steps) < self.most
 
     @property
     def oldest(self) -> DecodeSlot | None:
@@ -87,7 +93,7 @@ class PipelineState:
         if self.launched is not None:
             raise PipelineError("the step before is not sampled")
         if not self.has_room:
-            raise PipelineError(f"{MAX_IN_FLIGHT} steps are in flight")
+            raise PipelineError(f"no more than {self.most} steps may be in flight")
         if len(set(members)) < len(members):
             raise PipelineError("a request is in the step twice")
         # First the record, then the counts, so that `drop_all` finds each count of an interrupted launch.

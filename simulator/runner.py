@@ -21,15 +21,14 @@ from torch import Tensor
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
-from common.scheduling import Scheduler, StepPlan
+from common.scheduling import RowCost, Scheduler, StepPlan
 from common.streams import Pending
+from common.warm_up import MOST_WEIGHTS, ROWS
 from phase9_pipelined import Runner as PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
 from phase10_speculative import Runner as SpeculativeRunner
 from phase10_speculative import Scheduler as SpeculativeScheduler
-from phase10_speculative.build import MOST_WEIGHTS, ROWS
 from phase10_speculative.drafters import Drafter
-from phase10_speculative.yields import RowCost
 from simulator.clock import VirtualClock
 from simulator.cost import Cost, Work
 
@@ -158,7 +157,8 @@ def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
         cost = runner.cost
         one_s, many_s = (cost.pass_s(Work(0, 0, 0, rows, 0, rows)) for rows in (1, 1 + ROWS))
         row_s = max((many_s - one_s) / ROWS, one_s / MOST_WEIGHTS)
-        scheduler.cost = RowCost(one_s / row_s - 1, cost.host_step_s / row_s)
+        if scheduler.row_cost is not None:
+            scheduler.row_cost = RowCost(one_s / row_s - 1, cost.host_step_s / row_s)
         drafter = Guesses(never=not acceptance)
 
         def new_drafter(request: Request) -> Drafter:  # noqa: ARG001 - the same for all

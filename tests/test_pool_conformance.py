@@ -248,6 +248,19 @@ def test_free_and_reserved_columns_make_the_pool(kind: Kind, pool: KVPool) -> No
         assert free == pool.k[0].shape[0] * pool.block_size
 
 
+@pytest.mark.parametrize("kept", [0, 10**6])
+def test_spare_columns_are_those_that_need_not_stay_free(kept: int, kind: Kind, pool: KVPool) -> None:
+    requests = seat(pool, *lengths(kind))
+    for own in requests:
+        free, tokens = pool.free_token_capacity(), own.num_tokens
+        last = -(-tokens // pool.block_size) * pool.block_size
+        given = pool.reserve_spare(own, tokens + 3, kept)
+        assert given == (tokens + 3 if kept == 0 or free is None else min(tokens + 3, last))
+        assert pool.capacity(slot_of(own)) >= given
+        if given == min(tokens + 3, last):
+            assert pool.free_token_capacity() == free, "no block was taken"
+
+
 def test_who_left_is_a_key_error(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     gone = slot_of(requests[0])

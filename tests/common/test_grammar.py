@@ -88,6 +88,19 @@ def test_what_is_held_back_comes_where_nothing_else_may() -> None:
     assert allowed(matcher, [EOS]) == {EOS}
 
 
+def test_guesses_are_those_that_may_come_unless_other_tokens_must() -> None:
+    free, forcing = (COMPILER.new_matcher(Grammar.regex(text)) for text in ("[wx]z+", "qabab[wx]"))
+    w, z, q = map(ord, "wzq")
+    assert free.revise([w, z, z, q, z], 5) == ([w, z, z], False)
+    forced = forcing.forced()
+    assert b"qabab".startswith(b"".join(map(bytes_of, forced)))
+    assert len(forced) > 1
+    assert forcing.revise([*forced, z, z], 9) == (forced, False)
+    assert forcing.revise([q, w], 9) == forcing.revise([], 9) == (forced, True)
+    assert forcing.revise([], 1) == ([q], True)
+    assert forcing.forced() == forced, "nothing has changed"
+
+
 def test_a_token_that_may_not_come_fails_and_stays_failed() -> None:
     matcher, other = (COMPILER.new_matcher(Grammar.regex("abc")) for _ in range(2))
     with pytest.raises(GrammarFailedError):

@@ -7,7 +7,10 @@ import random
 import pytest
 
 from common.request import Request, SamplingParams
-from phase10_speculative.drafters import SHARED_SALTS, SHARED_TOKENS, Dictionary, NgramDrafter, SharedTexts
+from phase10_speculative.drafters import MOST_TOKENS, Dictionary, NgramDrafter
+from phase10_speculative.scheduler import MOST_SALTS
+from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
+from tests.engine_helpers import build, greedy, run
 
 
 def test_it_goes_on_as_the_text_went_on_before() -> None:
@@ -48,6 +51,21 @@ def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
     assert drafter.propose([*prompt, 10, 99, 12, 13], 3) == [14, 15, 16]
 
 
+@pytest.mark.parametrize(
+    ("answer", "guess"),
+    [
+        ([1, 2, 3, 90, 5], [6, 7]),
+        ([1, 2, 3, 90, 91, 4], [5, 6]),
+        ([1, 2, 3, 6], [7, 8]),
+    ],
+    ids=["other", "more", "fewer"],
+)
+def test_behind_a_change_it_goes_on_soon_after_it(answer: list[int], guess: list[int]) -> None:
+    """And not where one of the tokens came last."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, *range(100, 200), 4, 70, 5, 71, 6, 72, 0]
+    assert NgramDrafter(prompt).propose([*prompt, *answer], 2) == guess
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
     """Only where no longer match goes on: that one keeps its place."""
@@ -71,25 +89,31 @@ def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
         assert found == expected
 
 
-def finished(text: list[int], salt: str = "") -> Request:
-    return Request("finished", text, SamplingParams(), cache_salt=salt)
-
-
 def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> None:
-    texts = SharedTexts()
-    texts.add(finished([1, 2, 3, 4, 5], "a"))
-    asking = [Request("next", [9, 2, 3], SamplingParams(), cache_salt=salt) for salt in ("a", "b", "")]
-    found = [NgramDrafter(r.prompt_token_ids, shared=texts.of(r)).propose([9, 2, 3], 2) for r in asking]
-    assert found == [[4, 5], [], []]
+    engine = build("phase10_speculative", draft_from_finished=True)
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, Scheduler)
+
+    def guesses(salt: str) -> list[int]:
+        asking = Request("asking", [9, 2, 3], SamplingParams(), cache_salt=salt)
+        return scheduler.new_drafter(asking).propose([9, 2, 3], 2)
+
+    finished = engine.create_request([1, 2, 3, 4, 5], greedy(3), cache_salt="a")
+    engine.add_request(finished)
+    assert guesses("a") == []
+    run(engine)
+    assert finished.is_terminal
+    assert [guesses(salt) for salt in ("a", "b", "")] == [[4, 5], [], []]
+    for number in range(MOST_SALTS):
+        guesses(f"tenant {number}")
+    assert guesses("a") == [], "the longest unused texts are dropped"
 
 
-def test_shared_texts_are_bounded() -> None:
-    texts = SharedTexts()
-    texts.add(finished(list(range(SHARED_TOKENS + 1))))
-    assert texts.of(finished([1])).text == [], "it begins anew"
-    for salt in range(SHARED_SALTS):
-        texts.add(finished([1, 2, 3], f"tenant {salt}"))
-    texts.of(finished([1], "tenant 0"))
-    texts.of(finished([1], "one more"))
-    assert texts.of(finished([1], "tenant 0")).text == [1, 2, 3]
-    assert texts.of(finished([1], "tenant 1")).text == [], "the longest unused is dropped"
+def test_a_dictionary_of_finished_texts_is_bounded() -> None:
+    shared = Dictionary()
+    shared.add(list(range(MOST_TOKENS + 1)))
+    reading = NgramDrafter([7, 8], shared=shared)
+    assert reading.propose([7, 8], 2) == [9, 10]
+    shared.add([1, 2, 3])
+    assert shared.text == [1, 2, 3], "it begins anew"
+    assert reading.propose([7, 8, 9], 2) == [10, 11], "who reads the old texts goes on"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from common.request import Request
-from phase10_speculative import Runner
+from common.scheduling import RowCost
+from kernels import native
+from phase10_speculative import Config, Runner, build_engine
 from tests.engine_helpers import (
     RememberingModel,
     add,
@@ -36,7 +39,7 @@ def test_a_step_with_guesses_is_read_before_the_next_and_others_run_ahead() -> N
     outputs = []
     while engine.has_work:
         outputs += engine.step()
-        if runner.verifies:
+        if runner.state.most == 1:
             verified += 1
             assert len(runner.state.steps) == 1
         ahead += len(runner.state.steps) == 2
@@ -88,3 +91,33 @@ def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_wou
     assert request.token_ids == text
     assert first < 20
     assert request.accepted_tokens > 100
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+@pytest.mark.parametrize(
+    ("options", "asks", "measured"),
+    [
+        ({}, True, True),
+        ({"num_blocks": 1, "max_seq_len": 2}, True, False),
+        ({"max_seq_len": 32}, True, False),
+        ({"draft_rows": 9}, False, False),
+        ({"draft_length": 0}, False, False),
+        ({"captured_steps": False}, True, False),
+    ],
+    ids=str,
+)
+def test_the_cost_of_a_row_is_measured_if_guesses_must_pay(
+    options: dict[str, Any], asks: bool, measured: bool
+) -> None:
+    settings: dict[str, Any] = {
+        "model": "zoo:llama-tiny",
+        "dtype": "float32",
+        "max_seq_len": 64,
+        "block_size": 1,
+        "num_blocks": 100,
+    }
+    engine = build_engine(Config(**settings | options))
+    assert (engine.scheduler.row_cost is not None) == asks
+    assert (engine.scheduler.row_cost not in (None, RowCost())) == measured
+    assert_all_free(engine)
+    assert engine.telemetry.accepted_at == []
