@@ -5,6 +5,7 @@ An operation that would wait for the device's numbers raises there. Copies from 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.models.layers
+import common.sampling
 import kernels.attention
+import kernels.draw
 import kernels.gated_act
 import kernels.paged_attention
 import kernels.rms_norm
@@ -91,6 +94,33 @@ class Launches(TorchDispatchMode):
         return result
 
 
+class Peak(TorchDispatchMode):
+    """Measures the memory that the results of operators take on the device at once.
+
+    Attributes:
+        bytes: the most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._held: dict[int, tuple[int, list[weakref.ref[Tensor]]]] = {}  # by storage: its size, its tensors
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and each.device == META:
+                storage = each.untyped_storage()
+                self._held.setdefault(storage._cdata, (storage.nbytes(), []))[1].append(weakref.ref(each))
+        self._held = {
+            key: held for key, held in self._held.items() if any(ref() is not None for ref in held[1])
+        }
+        self.bytes = max(self.bytes, sum(size for size, _ in self._held.values()))
+        return result
+
+
 class Kernel:
     """Stands for a Triton kernel: counts its launches."""
 
@@ -106,9 +136,9 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
     """Let the choice fall on Triton everywhere, and count launches instead of launching."""
     k = kernels
     layers, runner = common.models.layers, phase9_pipelined.runner
-    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, runner):
+    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling, runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
-    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope):
+    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Kernel(name, found))
 

@@ -34,7 +34,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 36
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 40
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -46,6 +46,7 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_gated_act_kernel": 1,
         "_paged_attention_kernel": 1,
         "_merge_splits_kernel": 1,
+        "_draw_kernel": 2,  # greedy rows alone; with settings
     }
 
 
@@ -55,13 +56,14 @@ def compile_all() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
+    from kernels.draw import MOST_COLUMNS, _draw_kernel
     from kernels.gated_act import _gated_act_kernel
     from kernels.rms_norm import _fused_add_rms_norm_kernel, _rms_norm_kernel
     from kernels.rope import _rope_kernel
 
     # Types of arguments follow from their names; these are the ones that tell nothing.
     types = {"eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64"}
-    types["addresses_ptr"] = "*i64"
+    types |= {"addresses_ptr": "*i64", "settings_ptr": "*fp64"}
     tile = {"tile_rows": 8, "tile_columns": 128}
     rotates = {"tile_heads": 4, "tile_half": 64}
     rotates |= dict.fromkeys(("v_ptr", "q_weight_ptr", "k_weight_ptr", "addresses_ptr", "v_out_ptr"))
@@ -81,6 +83,8 @@ def compile_all() -> None:
         (_rope_kernel, norms),
         (_gated_act_kernel, {"activation": "silu", "tile": 1024}),
         (_gated_act_kernel, {"activation": "gelu_tanh", "tile": 1024}),
+        (_draw_kernel, {"has_settings": True, "tile": MOST_COLUMNS}),
+        (_draw_kernel, {"has_settings": False, "settings_ptr": None, "tile": MOST_COLUMNS}),
     ]
     for kernel, constants in variants:
         for element in ("fp32", "bf16"):
@@ -169,6 +173,7 @@ def count_compilations() -> None:
     import torch
 
     from kernels.attention_layout import PagedIndices
+    from kernels.draw import draw_triton
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
@@ -192,6 +197,8 @@ def count_compilations() -> None:
         for norms in (None, HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1.0)):
             norm_rope_write_triton(qkv, norms, angles, angles, written, written, addresses)
         gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
+        draw_triton(torch.ones(tokens, 5000), torch.ones(tokens, 5, dtype=torch.float64))
+        draw_triton(torch.ones(tokens, 5000))
     for block_size in BLOCK_SIZES:
         for batch in TOKENS:
             q = torch.ones(batch, heads, head_dim)

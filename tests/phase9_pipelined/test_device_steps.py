@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from common.engine import Engine
+from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
-from common.request import SamplingParams
+from common.request import Request, SamplingParams
+from common.sampling import SamplingInputs, choose
 from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool
-from tests.device import Copies, Launches, MetaStream, use_kernels
+from tests.device import META, Copies, Launches, MetaStream, Peak, use_kernels
 from tests.engine_helpers import add, build
 from tests.phase9_pipelined.support import runner_of
 
@@ -66,6 +68,32 @@ def test_a_step_makes_no_blocking_copy(
     assert steps > 12
     # Indices and tokens of a pass; entries of block tables; parameters of sampling; tokens after wrong guesses.
     assert most == sent
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0.0}, 1),
+        ({}, 1),
+        ({"top_k": 50, "top_p": 0.9, "min_p": 0.1}, 1),
+        ({"repetition_penalty": 1.2}, 16),
+        ({"top_p": 0.9, "logit_bias": ((3, 1.0),), "min_tokens": 1, "logprobs": 5}, 13),
+    ],
+    ids=str,
+)
+def test_launches_and_memory_of_sampling(
+    fields: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without changes of scores, one launch and no memory beside the logits."""
+    launches, vocab = Launches(), 128_000
+    use_kernels(monkeypatch, launches.found)
+    requests = [Request(str(i), [1, 2], SamplingParams(**fields), frozenset([7])) for i in range(4)]
+    inputs = SamplingInputs.of(requests, None, vocab, META)
+    with launches, Peak() as peak:
+        choose(torch.empty(4, vocab, dtype=torch.bfloat16, device=META), inputs)
+    assert sum(launches.found.values()) == expected, launches.found
+    per_logit = peak.bytes / (4 * vocab)
+    assert per_logit < (3 if expected == 1 else DRAWN_BYTES_PER_LOGIT)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("llama", 68), ("qwen3", 77), ("gemma3", 92)])
