@@ -30,6 +30,7 @@ first. A row's result never depends on other rows.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +45,26 @@ if HAS_TRITON:
 NOT_A_TOKEN = -1
 
 #: Columns of a row's settings: temperature (0: greedy), top-k (0: tokens are not ranked), top-p, min-p, uniform.
+#: A seat's settings have the position of the first of several random numbers instead, and then these numbers.
 SETTINGS = 5
 
 #: The most scores that a program looks at together.
 MOST_COLUMNS = 4096
+
+
+class SeatState(NamedTuple):
+    """What a device holds for each seat between two decode steps.
+
+    Attributes:
+        latest: [seats] int64, the latest token.
+        positions: [seats] int64, the column that it goes to.
+        settings: [seats, 5 + n] float64: temperature, top-k, top-p and min-p as for `draw_triton`, a column c, and
+            the random numbers of the tokens drawn at columns c, c + 1, … c + n - 1.
+    """
+
+    latest: Tensor
+    positions: Tensor
+    settings: Tensor
 
 
 # --- torch ---------------------------------------------------------------------------------------------
@@ -231,9 +248,21 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
     def _draw_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
-        scores_ptr, settings_ptr, out_ptr, row_stride, vocab, has_settings: tl.constexpr, tile: tl.constexpr
+        scores_ptr,
+        settings_ptr,
+        seats_ptr,
+        columns_ptr,
+        latest_ptr,
+        positions_ptr,
+        out_ptr,
+        row_stride,
+        settings_stride,
+        vocab,
+        has_settings: tl.constexpr,
+        by_seat: tl.constexpr,
+        tile: tl.constexpr,
     ):
-        """Program i draws the token of row i."""
+        """Program i draws the token of row i. With `by_seat`, it also moves the row's seat on by a token."""
         row = tl.program_id(0).to(tl.int64)  # 64-bit: row * stride passes 2^31
         row_ptr = scores_ptr + row * row_stride
         columns = tl.arange(0, tile)
@@ -250,12 +279,16 @@ if HAS_TRITON:
         token = tl.min(tl.where(tops == best, ids, 0x7FFFFFFF), axis=0)
         valid = (tl.max(broken, axis=0) == 0) & (best > float("-inf"))
         if has_settings:
-            settings = settings_ptr + row * 5
+            settings = settings_ptr + (tl.load(seats_ptr + row) if by_seat else row) * settings_stride
             temperature = tl.load(settings).to(tl.float32)
             if valid & (temperature > 0.0):
                 top_k = tl.load(settings + 1)
                 floor = tl.load(settings + 3).to(tl.float32)
-                uniform = tl.load(settings + 4)
+                if by_seat:
+                    first = tl.load(settings + 4).to(tl.int64)
+                    uniform = tl.load(settings + 5 + tl.load(columns_ptr + row) - first)
+                else:
+                    uniform = tl.load(settings + 4)
                 if top_k > 0.0:
                     top_p = tl.load(settings + 2)
                     token = _draw_ranked(
@@ -264,6 +297,11 @@ if HAS_TRITON:
                 else:
                     token = _draw_unranked(row_ptr, vocab, best, temperature, floor, uniform, tile)
         tl.store(out_ptr + row, tl.where(valid, token, -1).to(tl.int64))
+        if by_seat:
+            # Rows that fill a graph up have the seat of another, and write the same.
+            seat = tl.load(seats_ptr + row)
+            tl.store(latest_ptr + seat, tl.where(valid, token, 0).to(tl.int64))
+            tl.store(positions_ptr + seat, tl.load(columns_ptr + row) + 1)
 
 
 def draw_triton(scores: Tensor, settings: Tensor | None = None) -> Tensor:
@@ -280,20 +318,48 @@ def draw_triton(scores: Tensor, settings: Tensor | None = None) -> Tensor:
     Returns:
         [S] int64, `NOT_A_TOKEN` for a row that has a NaN, or nothing above minus infinity.
     """
+    return _launch(scores, None if settings is None else settings.contiguous(), None, None)
+
+
+def draw_at_seats_triton(scores: Tensor, state: SeatState, seats: Tensor, columns: Tensor) -> Tensor:
+    """Draw a token for each row of a decode step, and move the rows' seats on by that token, in one launch.
+
+    Args:
+        scores: as for `draw_triton`.
+        state: `latest` becomes the drawn tokens (0 where there is none), and `positions` the columns after these.
+        seats: [S] int64, the seat of each row.
+        columns: [S] int64, the column of each row's token. Not `state.positions` itself.
+
+    Returns:
+        [S] int64, as from `draw_triton`.
+    """
+    return _launch(scores, state.settings, state, (seats, columns))
+
+
+def _launch(
+    scores: Tensor, settings: Tensor | None, state: SeatState | None, rows: tuple[Tensor, Tensor] | None
+) -> Tensor:
     count, vocab = scores.shape
     out = torch.empty(count, dtype=torch.int64, device=scores.device)
     if count == 0:
         return out  # nothing to launch
+    seats, columns = rows or (None, None)
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     tile = min(MOST_COLUMNS, triton.next_power_of_2(vocab))
     with device_guard(scores):
         _draw_kernel[(count,)](
             scores,
-            None if settings is None else settings.contiguous(),
+            settings,
+            seats,
+            columns,
+            None if state is None else state.latest,
+            None if state is None else state.positions,
             out,
             scores.stride(0),
+            0 if settings is None else settings.stride(0),
             vocab,
             has_settings=settings is not None,
+            by_seat=state is not None,
             tile=tile,
             num_warps=max(1, tile // 256),
         )

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import common.models.layers
 import common.sampling
 import kernels.attention
+import kernels.decode_rows
 import kernels.draw
 import kernels.gated_act
 import kernels.paged_attention
@@ -28,6 +29,7 @@ import kernels.rope
 import phase9_pipelined.runner
 from common.streams import Done, Pending, Stream
 from kernels.tape import Function
+from tests.graphs import StandIns
 
 META = torch.device("meta")
 
@@ -47,12 +49,13 @@ class Copies(TorchFunctionMode):
     Attributes:
         blocking: names of the calls that wait for the device.
         sent: number of copies that do not.
+        bytes: their sizes, together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocking: list[str] = []
-        self.sent = 0
+        self.sent = self.bytes = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,6 +66,7 @@ class Copies(TorchFunctionMode):
         if func is Tensor.to and result.device.type != "cpu" and args[0].device.type == "cpu":
             if (kwargs or {}).get("non_blocking"):
                 self.sent += 1
+                self.bytes += args[0].nbytes
             else:
                 self.blocking.append("to")
         return result
@@ -138,13 +142,16 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
     layers, runner = common.models.layers, phase9_pipelined.runner
     for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling, runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
-    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw):
+    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw, k.decode_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Kernel(name, found))
 
 
 class MetaStream(Stream):
-    """Runs work at once. Results are read as zeros on the host."""
+    """Runs work at once, and work by rows in stand-ins of graphs. Results are read as zeros on the host."""
+
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self.graphs = StandIns(sizes, to_device=lambda each: each.to(META, non_blocking=True))
 
     def submit(
         self,
@@ -157,9 +164,8 @@ class MetaStream(Stream):
         by_row: bool = False,
     ) -> Pending:
         before = after.wait() if after is not None else ()
-        given = [each.to(META, non_blocking=True) for each in inputs] if by_row else inputs
         with torch.inference_mode():
-            outputs = function(*before, *given)
+            outputs = self.graphs.run(key, function, inputs) if by_row else function(*before, *inputs)
         return Done(tuple(torch.zeros_like(each, device="cpu") for each in outputs) if fetch else outputs)
 
     def call(self, function: Callable[[], Any]) -> Any:

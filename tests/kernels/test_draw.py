@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.draw import MOST_COLUMNS, NOT_A_TOKEN, draw_reference, draw_triton
+from kernels.draw import (
+    MOST_COLUMNS,
+    NOT_A_TOKEN,
+    SeatState,
+    draw_at_seats_triton,
+    draw_reference,
+    draw_triton,
+)
 from tests.kernels.conftest import require_triton
 from tests.kernels.support import BF16, FP16, FP32
 
@@ -147,6 +154,34 @@ def test_greedy_rows_take_the_first_of_the_best(triton_device: str, given: bool)
     table: Any = torch.zeros(5, 5, dtype=torch.float64, device=triton_device) if given else None
     drawn = draw_triton(scores.to(triton_device), table).tolist()
     assert drawn == [int(scores[0].argmax()), 3, 9, NOT_A_TOKEN, NOT_A_TOKEN]
+
+
+def test_rows_of_seats_move_their_seats_on(triton_device: str) -> None:
+    """A row takes the parameters of its seat and the random number of its column. A row that fills a graph up, here
+    the last, repeats another. Seats without a row stay as they are."""
+    uniforms = torch.rand(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    given = settings_of([(FILTERS[i % len(FILTERS)], 0.0) for i in range(9)], 60)
+    first = torch.arange(9.0, dtype=torch.float64).unsqueeze(1)  # the column of each seat's first number
+    seats, ahead = torch.tensor([4, 0, 7, 5, 4]), torch.tensor([0, 3, 1, 2, 0])
+    columns = seats + ahead
+    scores = rows_of(5, 60)
+    scores[3, 8], scores[4] = math.nan, scores[0]
+    latest, positions = torch.arange(9) + 100, torch.arange(9) + 200
+    state = SeatState(
+        latest.clone().to(triton_device),
+        positions.clone().to(triton_device),
+        torch.cat([given[:, :4], first, uniforms], dim=1).to(triton_device),
+    )
+    drawn = draw_at_seats_triton(
+        scores.to(triton_device), state, seats.to(triton_device), columns.to(triton_device)
+    )
+    table = given[seats]
+    table[:, 4] = uniforms[seats, ahead]
+    assert drawn.tolist() == draw_reference(scores, table).tolist()
+    assert drawn[3] == NOT_A_TOKEN
+    latest[seats], positions[seats] = drawn.cpu().clamp(min=0), columns + 1
+    assert torch.equal(state.latest.cpu(), latest)
+    assert torch.equal(state.positions.cpu(), positions)
 
 
 def test_no_rows(triton_device: str) -> None:

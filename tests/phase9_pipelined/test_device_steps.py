@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,9 +30,9 @@ def finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCachingPool, "_are_finite", lambda *_: True)
 
 
-def engine_of(phase: str, model: CausalLM, **options: Any) -> Engine:
+def engine_of(phase: str, model: CausalLM, graph_sizes: Sequence[int] = (), **options: Any) -> Engine:
     engine = build(phase, model, max_seq_len=256, block_size=4, **options)
-    runner_of(engine).stream = MetaStream()
+    runner_of(engine).stream = MetaStream(graph_sizes)
     return engine
 
 
@@ -42,10 +43,8 @@ def model_of(name: str) -> CausalLM:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize(("phase", "sent"), [("phase9_pipelined", 3), ("phase10_speculative", 4)])
-def test_a_step_makes_no_blocking_copy(
-    phase: str, sent: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("phase", ["phase9_pipelined", "phase10_speculative"])
+def test_a_step_makes_no_blocking_copy(phase: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decode, every kind of sampling, growing block tables."""
     use_kernels(monkeypatch, Counter())
     engine = engine_of(phase, model_of(name), prefill_chunk_size=16, num_blocks=200, max_batch_size=6)
@@ -66,8 +65,33 @@ def test_a_step_makes_no_blocking_copy(
         assert copies.blocking == []
         most, steps = max(most, copies.sent), steps + 1
     assert steps > 12
-    # Indices and tokens of a pass; entries of block tables; parameters of sampling; tokens after wrong guesses.
-    assert most == sent
+    # Of a pass with prompts: its indices and tokens; entries of block tables; parameters of sampling; tokens after
+    # wrong guesses. Of decode: entries; changes at seats; the seats; parameters of sampling.
+    assert most == 4
+
+
+def test_a_decode_step_is_sent_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two greedy and two sampled sequences in a graph of four rows: nothing in most steps."""
+    use_kernels(monkeypatch, Counter())
+    engine = engine_of("phase9_pipelined", model_of("llama"), [4], max_batch_size=4, num_blocks=300)
+    given = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
+    params = [given, given, *[SamplingParams(top_p=0.9, max_new_tokens=110, ignore_eos=True)] * 2]
+    requests = [add(engine, [1 + i] * 5, each) for i, each in enumerate(params)]
+    sent = []
+    for _ in range(90):
+        with Copies() as copies:
+            engine.step()
+        sent.append((copies.sent, copies.bytes))
+    steps = Counter(sent[3:])  # a prompt's pass, the first decode step, and the graph's first replay
+    blocks = (
+        4 * 8 + 16
+    )  # once in four steps: an entry of each sequence's block table and its address, to 16 bytes
+    numbers = 16 + 2 * 69 * 8  # once in 64 steps: the sampled seats' parameters and next random numbers
+    assert steps == {(0, 0): 64, (1, blocks): 22, (1, numbers): 1}
+    engine.cancel(requests[0].request_id)
+    with Copies() as copies:
+        engine.step()
+    assert (copies.sent, copies.bytes) == (1, 4 * 8), "the seats that decode"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +120,7 @@ def test_launches_and_memory_of_sampling(
     assert per_logit < (3 if expected == 1 else DRAWN_BYTES_PER_LOGIT)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama", 68), ("qwen3", 77), ("gemma3", 92)])
+@pytest.mark.parametrize(("name", "expected"), [("llama", 58), ("qwen3", 67), ("gemma3", 82)])
 def test_launches_of_a_decode_step(name: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
     use_kernels(monkeypatch, launches.found)
