@@ -11,9 +11,10 @@ logits ─> penalties ─> tokens not allowed now ─> temperature ─> top-k �
 Top-k and top-p need sorted tokens. Of 100,000 tokens the first thousand are almost always enough, and finding them
 is ten times as fast as sorting all. On a GPU nothing is sorted: one kernel searches for the cut (`kernels.draw`).
 
-The same logits and seed give the same token on every device, alone or in any batch. The logits themselves differ by
-rounding, which depends on the other sequences of the pass. In float32 that is too little to change a token, unless
-two are almost equally likely. In bfloat16 and float16 it can change a token.
+The same logits and seed give the same token on every device, alone or in any batch, unless the random number lies
+within rounding of the border between two tokens. The logits themselves differ by rounding, which depends on the
+other sequences of the pass. In float32 that is too little to change a token, unless two are almost equally likely.
+In bfloat16 and float16 it can change a token.
 
 Limits: tokens with infinite logits share the whole probability. Tokens with a logit of minus infinity are never
 chosen. A temperature beyond float32 makes all other tokens equally likely. A row that contains a NaN, or only minus
