@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,7 @@ from common.device_seats import DeviceSeats
 from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
-from common.runner import ForwardPass, Launched, SampledPass, raise_if_fatal
+from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.sampling import Sampled, SamplingInputs, choose
 from common.scheduling import StepPlan
 from common.streams import Pending, Stream, open_stream
@@ -130,12 +130,7 @@ class PipelinedRunner(ChunkedRunner):
         draws = decoding == len(shares) and use_triton(self.latest)
         if draws:
             requests, view = forward_pass.sampled_rows()[0], self.pool.view([share.span for share in shares])
-            seats = view.layout.rows
-            changes = self.seats.changes(shares, seats.tolist())
-            if changes:
-                sent = move_together(changes, self.model.device)
-                self.stream.submit("seats", self.seats.apply, sent, fetch=False)
-            work = self.stream.submit(("forward", "decode"), self._decode, [seats], fetch=False, by_row=True)
+            work = self._submit_decode(shares, view.layout.rows)
         else:
             requests, batch, view = self.prepare(forward_pass)
             layout = view.layout
@@ -158,6 +153,14 @@ class PipelinedRunner(ChunkedRunner):
         view.advance()
         self.count_as_computed(forward_pass)
         return LaunchedPass(shares, requests, work, draws)
+
+    def _submit_decode(self, shares: Sequence[PassShare], seats: Tensor) -> Pending:
+        """Submit a decode step of sequences at their seats [B], after what the device lacks for it."""
+        changes = self.seats.changes(shares, seats.tolist())
+        if changes:
+            sent = move_together(changes, self.model.device)
+            self.stream.submit("seats", self.seats.apply, sent, fetch=False)
+        return self.stream.submit(("forward", "decode"), self._decode, [seats], fetch=False, by_row=True)
 
     def _decode(self, seats: Tensor) -> tuple[Tensor, Tensor]:
         """Run the model on one token of each sequence, and draw the next ones. Returns logits [B, vocab] and token
