@@ -112,6 +112,7 @@ def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pyt
         {"seed": 4, "temperature": 1.3},
         {"seed": 5, "top_p": 0.9, "frequency_penalty": 0.5},
         {"seed": 6, "top_k": 3},
+        {"seed": 7, "logprobs": 2, "min_tokens": 3},
     ]
     requests = [
         add(
