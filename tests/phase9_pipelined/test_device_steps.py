@@ -31,7 +31,7 @@ def finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(phase: str, model: CausalLM, graph_sizes: Sequence[int] = (), **options: Any) -> Engine:
-    engine = build(phase, model, max_seq_len=256, block_size=4, **options)
+    engine = build(phase, model, **({"max_seq_len": 256, "block_size": 4} | options))
     runner_of(engine).stream = MetaStream(graph_sizes)
     return engine
 
@@ -120,13 +120,20 @@ def test_launches_and_memory_of_sampling(
     assert per_logit < (3 if expected == 1 else DRAWN_BYTES_PER_LOGIT)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama", 58), ("qwen3", 67), ("gemma3", 82)])
-def test_launches_of_a_decode_step(name: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"), [("llama-3.2-1b", 173), ("qwen3-0.6b", 293), ("gemma-3-1b", 328)]
+)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}], ids=str)
+def test_launches_of_a_decode_step(
+    name: str, expected: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of docs/phases/recorded.md."""
     launches = Launches()
     use_kernels(monkeypatch, launches.found)
-    engine = engine_of("phase9_pipelined", model_of(name), max_batch_size=4)
+    model = _without_memory(open_checkpoint(f"dummy:{name}").config, torch.bfloat16, 4096)
+    engine = engine_of("phase9_pipelined", model, max_batch_size=4, max_seq_len=4096)
     for i in range(4):
-        add(engine, [1 + i] * 5, SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True))
+        add(engine, [1 + i] * 5, SamplingParams(max_new_tokens=20, ignore_eos=True, **fields))
     for _ in range(3):
         engine.step()
     launches.found.clear()
