@@ -98,8 +98,9 @@ def decode_rows_triton(
     """
     count, device = len(seats), seats.device
     # Each in memory of its own: Triton compiles anew for addresses that are no multiple of 16.
-    each = [torch.empty(count, dtype=torch.int64, device=device) for _ in range(3)]
-    rows = DecodeRows(*each, torch.empty(count, 3, dtype=torch.int32, device=device))
+    token_ids, columns, addresses = (torch.empty_like(seats) for _ in range(3))
+    tiles = torch.empty(count, 3, dtype=torch.int32, device=device)
+    rows = DecodeRows(token_ids, columns, addresses, tiles)
     with device_guard(seats):
         _decode_rows_kernel[(triton.cdiv(count, TILE),)](
             seats, latest, positions, tables, *rows, count, block_size, tables.stride(0), tile=TILE

@@ -164,7 +164,7 @@ class PipelinedRunner(ChunkedRunner):
 
     def _decode(self, seats: Tensor) -> tuple[Tensor, Tensor]:
         """Run the model on one token of each sequence, and draw the next ones. Returns logits [B, vocab] and token
-        ids [B]. All that differs between two steps of the same sequences is on the device."""
+        ids [B]. Everything that differs between two steps of the same sequences is on the device."""
         state = self.seats.state
         tables = self.pool.device_tables()
         rows = decode_rows_triton(seats, state.latest, state.positions, tables, self.pool.block_size)
