@@ -1,4 +1,4 @@
-"""What a GPU holds for each seat, and the changes that it is sent.
+"""The state that a GPU holds for each seat, and the changes that it is sent.
 
 A decode step needs each sequence's latest token, its length, its sampling parameters and a random number. Nearly
 all of it is known on the device: the step before drew the token and moved the length on, and parameters never

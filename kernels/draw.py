@@ -54,7 +54,7 @@ MOST_COLUMNS = 4096
 
 
 class SeatState(NamedTuple):
-    """What a device holds for each seat between two decode steps.
+    """The state that a device holds for each seat between two decode steps.
 
     Attributes:
         latest: [seats] int64, the latest token.
