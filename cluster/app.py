@@ -59,8 +59,9 @@ def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Applica
     """
     options = plan.options
     # An engine refuses requests that its queue cannot take, and the front asks another replica. Serve's own limit
-    # is higher than that: requests above it would queue inside Serve, where no metric counts them.
-    max_ongoing = plan.config.max_batch_size + plan.config.max_waiting_requests + SPARE
+    # is higher than that: requests above it would queue inside Serve, where no metric counts them. A replica sets
+    # its seats by its own device, which is not known here.
+    max_ongoing = plan.config.most_seats + plan.config.max_waiting_requests + SPARE
     replicas = serve.deployment(
         Replica,
         name="replica",
@@ -99,9 +100,9 @@ def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Applica
         graceful_shutdown_wait_loop_s=0.2,
     )
     server_options = {name: getattr(options, name) for name in CommonOptions.model_fields}
-    engines = replicas.bind(
-        plan.package.PHASE.slug, plan.config.model_dump(), server_options, created=int(time.time())
-    )
+    # Options that were not given stay so, and the replica sets them by its device.
+    config = plan.config.model_dump(exclude_unset=True)
+    engines = replicas.bind(plan.package.PHASE.slug, config, server_options, created=int(time.time()))
     return front.bind(engines, server_options, wanted=options.replicas, wait_s=WAIT_S, listen_at=listen_at)
 
 

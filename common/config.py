@@ -110,6 +110,13 @@ class EngineConfig(BaseModel):
                 too_many = middle
         return self.model_copy(update={name: fitting})
 
+    @property
+    def most_seats(self) -> int:
+        """The most sequences computed together on any device, before `for_gpu` has set their number."""
+        if "max_batch_size" in self.model_fields_set:
+            return self.max_batch_size
+        return max(self.max_batch_size, GPU_SEATS)
+
     def with_chunk(self, tokens: int) -> Self:  # noqa: ARG002 - a phase without chunks has nothing to set
         """Return the options with this size of a prefill chunk, if there are chunks and no size was given."""
         return self

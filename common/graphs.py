@@ -40,8 +40,11 @@ def graph_sizes(sequences: int) -> list[int]:
 class Captured(Protocol):
     """A captured function."""
 
-    def replay(self, inputs: Sequence[Tensor]) -> None:
-        """Run the captured function again with other values of its inputs."""
+    def set(self, inputs: Sequence[Tensor]) -> None:
+        """Set the values of the captured inputs for the replays from now on."""
+
+    def replay(self) -> None:
+        """Run the captured function again."""
 
 
 Capture = Callable[[Callable[..., None], Sequence[Tensor]], Captured]
@@ -64,9 +67,11 @@ class CudaGraph:
         with torch.cuda.graph(self._graph, memory, stream, capture_error_mode="thread_local"):
             function(*self._inputs)
 
-    def replay(self, inputs: Sequence[Tensor]) -> None:
+    def set(self, inputs: Sequence[Tensor]) -> None:
         for kept, given in zip(self._inputs, inputs, strict=True):
             kept.copy_(given, non_blocking=True)
+
+    def replay(self) -> None:
         self._graph.replay()
 
 
@@ -88,12 +93,14 @@ class Graphs:
         self._capture = capture
         self._to_device = to_device
         self._captured: dict[tuple[Hashable, int], Captured] = {}
+        self._inputs: dict[tuple[Hashable, int], list[Tensor]] = {}  # each graph's latest, on the host
         self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # [largest size, ...] each
 
     def clear(self) -> None:
         """Forget all graphs and failures, so that each is captured again at its next use."""
         self.failed.clear()
         self._captured.clear()
+        self._inputs.clear()
         self._results.clear()
 
     def size_for(self, key: Hashable, rows: int) -> int | None:
@@ -101,7 +108,7 @@ class Graphs:
         return next((size for size in self.sizes if size >= rows and (key, size) not in self.failed), None)
 
     def run(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run a function of rows.
+        """Run a function of rows. A graph's inputs are sent only if they are not those of its latest run.
 
         Args:
             key: names the function: a graph of one function replaces others with the same key.
@@ -115,17 +122,19 @@ class Graphs:
         size = self.size_for(key, rows)
         if size is None:
             return function(*map(self._to_device, inputs))
-        filled = [
-            self._to_device(torch.cat([each, each[:1].expand(size - rows, *each.shape[1:])]))
-            for each in inputs
-        ]
+        filled = [torch.cat([each, each[:1].expand(size - rows, *each.shape[1:])]) for each in inputs]
         graph = self._captured.get((key, size))
         if graph is not None:
-            graph.replay(filled)
+            if not all(map(torch.equal, filled, self._inputs[key, size])):
+                graph.set([*map(self._to_device, filled)])
+                self._inputs[key, size] = filled
+            graph.replay()
             return tuple(result[:rows] for result in self._results[key])
         # Captured after a plain call: kernels must not be compiled during a capture.
-        results = function(*filled)
-        self._add(key, size, function, filled, results)
+        sent = [*map(self._to_device, filled)]
+        results = function(*sent)
+        self._add(key, size, function, sent, results)
+        self._inputs[key, size] = filled
         return tuple(result[:rows] for result in results)
 
     def _add(

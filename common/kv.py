@@ -19,6 +19,7 @@ from common.models.config import ModelConfig
 from common.request import Request
 from kernels.attention import attention, written_attention
 from kernels.attention_layout import AttentionLayout, Workspace
+from kernels.decode_rows import DecodeRows
 from kernels.paged_attention import queries_per_tile
 from kernels.rope import HeadNorms, norm_rope_write_triton
 from kernels.transfer import to_device
@@ -205,22 +206,14 @@ class KVPool(ABC):
         )
         return KVView(self, layout, spans)
 
-    def decode_addresses(self, view: KVView) -> Tensor:
-        """Return the input of `decode_view` for a pass over one token of each sequence: [B, 3] int64, on the host.
+    def decode_view(self, rows: DecodeRows) -> KVView:
+        """Return the view of a pass over one token of each sequence, from addresses on the device.
 
-        A row has the sequence's seat, its position, and the address that its key and value are written to.
-        """
-        layout = view.layout
-        return torch.stack([layout.rows, layout.host.kv_lengths - 1, layout.host_write_addresses], dim=1)
-
-    def decode_view(self, addresses: Tensor) -> KVView:
-        """Return the view of a pass, from the result of `decode_addresses`, copied to the device.
-
-        A captured pass may be replayed after the values of `addresses` and of the block tables have changed.
-        Nothing is checked: `view` has checked the same pass.
+        A captured pass may be replayed after the values of `rows` and of the block tables have changed. Nothing is
+        checked: `view` has checked the same pass.
         """
         tables, heads_kv = self.device_tables(), self.shape.num_kv_heads
-        return KVView(self, AttentionLayout.of_decode(addresses, tables, self.block_size, heads_kv))
+        return KVView(self, AttentionLayout.of_decode(rows, tables, self.block_size, heads_kv))
 
     def advance(self, spans: Iterable[Span]) -> None:
         """Set each sequence's number of columns that hold a token to the `length` of its span."""

@@ -23,6 +23,7 @@ from common.config import EngineConfig
 from common.errors import StartupError
 from common.kv import KVShape
 from common.models.config import ModelConfig
+from kernels.dispatch import kernels_on
 from kernels.paged_attention import SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 #: Logits and the tensors of sampling: float32 copies, sorted indices (int64), float64 sums. Measured with every
 #: filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
+#: The same where a kernel draws without a sort (`kernels.draw`). Counted with every change of scores, a mask and
+#: log-probabilities: 20 bytes a logit at once; 2 to 4, the logits alone, with filters only.
+DRAWN_BYTES_PER_LOGIT = 24
 #: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
 #: 110 MB, whatever the pass.
 LIBRARY_BYTES = 128 * 2**20
@@ -64,6 +68,7 @@ def estimate_memory(
     """
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
     per_token = _activation_bytes_per_token(model, dtype, device)
+    per_logit = DRAWN_BYTES_PER_LOGIT if kernels_on(device) == "triton" else SAMPLING_BYTES_PER_LOGIT
     # Graphs share the scratch memory of the largest, and a buffer to which they copy the logits.
     graphs = 0
     if device.type == "cuda":
@@ -81,7 +86,7 @@ def estimate_memory(
         weights=weights,
         kv_cache=kv_cache,
         activations=config.max_pass_tokens() * per_token + attention + LIBRARY_BYTES,
-        sampling=config.max_sampled_rows() * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
+        sampling=config.max_sampled_rows() * model.vocab_size * per_logit,
         graphs=graphs,
     )
 

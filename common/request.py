@@ -152,6 +152,9 @@ class Request:
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
+    is_plain: bool = field(
+        init=False
+    )  # sampled from logits as they are, and not reported: no grammar, bias, …
     takes_best: bool = field(init=False)  # greedy among all tokens, without penalties, biases or logprobs
     waits_for_its_tokens: bool = field(
         init=False
@@ -196,14 +199,15 @@ class Request:
             or self.token_counts is not None
             or (self.allowed is not None and self.allowed.context > 0)
         )
-        self.takes_best = (
-            params.greedy
-            and self.allowed is None
+        unchanged = (
+            self.allowed is None
             and self.token_counts is None
             and self.token_biases is None
             and not params.min_tokens
             and params.logprobs is None
         )
+        self.is_plain = unchanged and self.matcher is None
+        self.takes_best = unchanged and params.greedy
         self.seed_generator(params.seed if params.seed is not None else 0)
 
     def seed_generator(self, seed: int) -> None:

@@ -9,11 +9,12 @@ logits ─> penalties ─> tokens not allowed now ─> temperature ─> top-k �
 ```
 
 Top-k and top-p need sorted tokens. Of 100,000 tokens the first thousand are almost always enough, and finding them
-is ten times as fast as sorting all.
+is ten times as fast as sorting all. On a GPU nothing is sorted: one kernel searches for the cut (`kernels.draw`).
 
-The same logits and seed give the same token on every device, alone or in any batch. The logits themselves differ by
-rounding, which depends on the other sequences of the pass. In float32 that is too little to change a token, unless
-two are almost equally likely. In bfloat16 and float16 it can change a token.
+The same logits and seed give the same token on every device, alone or in any batch, unless the random number lies
+within rounding of the border between two tokens. The logits themselves differ by rounding, which depends on the
+other sequences of the pass. In float32 that is too little to change a token, unless two are almost equally likely.
+In bfloat16 and float16 it can change a token.
 
 Limits: tokens with infinite logits share the whole probability. Tokens with a logit of minus infinity are never
 chosen. A temperature beyond float32 makes all other tokens equally likely. A row that contains a NaN, or only minus
@@ -36,11 +37,10 @@ from torch import Tensor
 
 from common.allowed_tokens import Mask
 from common.errors import GrammarFailedError
-from common.request import Request, TokenLogprobs
+from common.request import Request, SamplingParams, TokenLogprobs
+from kernels.dispatch import use_triton
+from kernels.draw import NOT_A_TOKEN, SETTINGS, draw_triton
 from kernels.transfer import move_together
-
-#: The token id of a row whose logits allow no token.
-NOT_A_TOKEN = -1
 
 #: Bounds that temperatures are clamped to: above 0, and within float32.
 COLDEST, HOTTEST = 1e-5, torch.finfo(torch.float32).max
@@ -72,9 +72,10 @@ class SamplingInputs(NamedTuple):
     They hold everything that depends on the requests, so that `choose` is a function of tensors.
 
     Attributes:
-        drawn: [D] int64, the rows that sample (the others are greedy).
-        settings: [D, 5] float64, temperature, filters and random number of each: see `_Settings`.
-        unordered, ordered: indices into `drawn` of rows that need no sorted tokens, and of rows that do.
+        settings: [S, 5] float64, temperature, filters and random number of each row, if any row samples: see
+            `_Settings`.
+        unordered, ordered: [U] and [O] int64, the sampled rows that need no sorted tokens, and those that do. The
+            other rows are greedy.
         biased: [2, b] int32, rows and tokens whose scores get a bias.
         biases: [b] float32, the biases.
         penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
@@ -86,7 +87,6 @@ class SamplingInputs(NamedTuple):
         top: number of most likely tokens that are reported with them.
     """
 
-    drawn: Tensor | None = None
     settings: Tensor | None = None
     unordered: Tensor | None = None
     ordered: Tensor | None = None
@@ -106,9 +106,8 @@ class SamplingInputs(NamedTuple):
     ) -> SamplingInputs:
         """Collect the requests' parameters, row by row. A request with several rows in sequence samples one token
         in each of them, as if the tokens before were its `drafts`."""
-        drawn: list[int] = []
-        settings: list[tuple[float, ...]] = []
-        places: tuple[list[int], list[int]] = ([], [])
+        settings: list[Sequence[float]] = [GREEDY] * len(requests)
+        drawn: tuple[list[int], list[int]] = ([], [])
         reported: list[int] = []
         penalised: list[npt.NDArray[np.int32]] = []
         penalties: npt.NDArray[np.float64] | None = None
@@ -125,9 +124,8 @@ class SamplingInputs(NamedTuple):
             params, counts = request.params, request.token_counts
             if not params.greedy:
                 # A row's own parameters choose its code path, so that other rows do not change its result.
-                places[params.top_k is not None or params.top_p < 1.0].append(len(drawn))
-                drawn.append(row)
-                settings.append(_settings_of(request, ahead, vocab))
+                drawn[is_ordered(params)].append(row)
+                settings[row] = settings_of(request, ahead, vocab)
             if params.logprobs is not None:
                 reported.append(row)
             if request.token_biases is not None:
@@ -149,10 +147,9 @@ class SamplingInputs(NamedTuple):
             return torch.from_numpy(np.concatenate(arrays, axis=-1)) if arrays else None
 
         inputs = cls(
-            drawn=rows(drawn),
-            settings=torch.tensor(settings, dtype=torch.float64) if drawn else None,
-            unordered=rows(places[0]),
-            ordered=rows(places[1]),
+            settings=torch.tensor(settings, dtype=torch.float64) if any(drawn) else None,
+            unordered=rows(drawn[0]),
+            ordered=rows(drawn[1]),
             biased=joined(biased),
             biases=joined(biases),
             penalised=joined(penalised),
@@ -222,24 +219,24 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
 
 def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape can record it."""
-    raw = logits.float()
-    scores = _adjust(raw, inputs)
-    best, token_ids = scores.max(dim=-1)
-    valid = best > -torch.inf  # False for NaN too: a row's maximum is NaN if any entry is
-    if inputs.drawn is not None:
-        rows = inputs.drawn
-        token_ids = token_ids.index_copy(0, rows, _draw(_below(best[rows], scores[rows]), inputs))
-    token_ids = torch.where(valid, token_ids, NOT_A_TOKEN)
+    scores = _adjust(logits, inputs)
+    if use_triton(scores):
+        token_ids = draw_triton(scores, inputs.settings)
+    else:
+        scores = scores.float()
+        best, token_ids = scores.max(dim=-1)
+        valid = best > -torch.inf  # False for NaN too: a row's maximum is NaN if any entry is
+        token_ids = torch.where(valid, _draw(scores, best, token_ids, inputs), NOT_A_TOKEN)
     return (
         Sampled(token_ids)
         if inputs.reported is None
-        else _report(raw, token_ids, inputs.reported, inputs.top)
+        else _report(logits, token_ids, inputs.reported, inputs.top)
     )
 
 
-def _report(raw: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sampled:
+def _report(logits: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sampled:
     """Add the log-probabilities of the L reported rows: logits [S, vocab], tokens [S] -> `Sampled`."""
-    raw = raw[reported]
+    raw = logits[reported].float()
     logprobs = _below(raw.amax(dim=-1), raw).log_softmax(dim=-1)
     values, ids = logprobs.topk(top, dim=-1)
     picked = logprobs.gather(-1, token_ids[reported].clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -267,10 +264,13 @@ def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLo
 # ---------------------------------------------------------------------- biases, penalties and masks
 
 
-def _adjust(raw: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Apply biases, penalties, held-back endings and grammar masks: [S, vocab] -> [S, vocab]. Returns `raw` itself
-    if none apply."""
-    scores = raw
+def _adjust(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Apply biases, penalties, held-back endings and grammar masks: [S, vocab] -> [S, vocab] float32. Returns
+    `logits` itself if none apply."""
+    given = inputs.biases, inputs.penalties, inputs.held_back, inputs.masked
+    if all(each is None for each in given):
+        return logits
+    scores = logits.float()
     if inputs.biased is not None and inputs.biases is not None:
         scores = scores.index_put(inputs.biased.unbind(), inputs.biases, accumulate=True)
     if inputs.penalised is not None and inputs.penalties is not None:
@@ -321,16 +321,25 @@ class _Settings(NamedTuple):
 
     @classmethod
     def at(cls, table: Tensor, rows: Tensor) -> _Settings:
-        """Return the settings in some rows of a table [D, 5]."""
+        """Return the settings in some rows of a table [S, 5]."""
         return cls(*table[rows].unsqueeze(2).unbind(1))
 
 
-def _settings_of(request: Request, ahead: int, vocab: int) -> tuple[float, ...]:
-    """Return a request's row in the table of `_Settings`."""
+#: A greedy row in the table of `_Settings`.
+GREEDY = (0.0,) * SETTINGS
+
+
+def is_ordered(params: SamplingParams) -> bool:
+    """Return whether a sampled row's tokens are compared with the random number by rank, not by id."""
+    return params.top_k is not None or params.top_p < 1.0
+
+
+def settings_of(request: Request, ahead: int, vocab: int) -> tuple[float, ...]:
+    """Return a sampled request's row in the table of `_Settings`. `ahead`: as for `Request.next_uniform`."""
     params = request.params
     return (
         min(max(params.temperature, COLDEST), HOTTEST),
-        min(params.top_k or vocab, vocab),
+        min(params.top_k or vocab, vocab) if is_ordered(params) else 0.0,
         params.top_p if params.top_p < 1.0 else math.inf,  # no sum reaches infinity: nothing is filtered
         params.min_p,
         request.next_uniform(ahead),
@@ -345,21 +354,22 @@ def _below(best: Tensor, scores: Tensor) -> Tensor:
     return (scores - best.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=-torch.inf)
 
 
-def _draw(scores: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Sample a token for each row that is not greedy: scores [D, vocab], each row's best 0 -> [D]."""
-    assert inputs.drawn is not None
-    assert inputs.settings is not None
-    drawn = torch.empty_like(inputs.drawn)
+def _draw(scores: Tensor, best: Tensor, token_ids: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Sample a token for each row that is not greedy: scores [S, vocab], each row's best [S], and its token [S],
+    which greedy rows keep -> [S]."""
+    if inputs.settings is None:
+        return token_ids
     if inputs.unordered is not None:
         rows = inputs.unordered
         settings = _Settings.at(inputs.settings, rows)
-        drawn = drawn.index_copy(0, rows, _pick(_heated(scores[rows], settings), settings))
+        own = _below(best[rows], scores[rows])
+        token_ids = token_ids.index_copy(0, rows, _pick(_heated(own, settings), settings))
     if inputs.ordered is not None:
         rows = inputs.ordered
-        own = scores[rows]
         settings = _Settings.at(inputs.settings, rows)
-        drawn = drawn.index_copy(0, rows, _draw_ordered(own, _heated(own, settings), settings))
-    return drawn
+        own = _below(best[rows], scores[rows])
+        token_ids = token_ids.index_copy(0, rows, _draw_ordered(own, _heated(own, settings), settings))
+    return token_ids
 
 
 def _heated(scores: Tensor, settings: _Settings) -> Tensor:
@@ -375,8 +385,8 @@ def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) ->
     before the temperature, since a huge temperature makes all probabilities equal.
     """
     vocab = scores.shape[-1]
-    # Finding the rows that need more candidates reads from the device, and on a GPU the host would wait for all
-    # passes in flight. So a GPU sorts all rows whole: more work, and scratch memory for the whole vocabulary.
+    # Finding the rows that need more candidates reads from the device. A GPU without Triton sorts all rows whole,
+    # or the host would wait for all passes in flight.
     candidates = min(FIRST_CANDIDATES, vocab) if scores.device.type == "cpu" else vocab
     drawn, suffice = _draw_from_first(scores, probabilities, settings, candidates)
     if candidates == vocab:

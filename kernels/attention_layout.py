@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.decode_rows import DecodeRows
 from kernels.transfer import move_together, to_device
 
 # Queries of one sequence whose scores are computed at a time. The scores fit a CPU cache, and most of those above a
@@ -181,20 +182,19 @@ class AttentionLayout:
     _paged: PagedIndices | None = field(default=None, init=False)
 
     @classmethod
-    def of_decode(cls, addresses: Tensor, tables: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
+    def of_decode(cls, rows: DecodeRows, tables: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
         """Return the layout of one query for each sequence, from tensors on the device.
 
         A captured pass reads these tensors anew at each replay. The host does not know the lengths, and assumes the
         longest possible.
 
         Args:
-            addresses: [B, 3] int64, for each sequence its row in `tables`, its position, and the address that its
-                own key and value are written to.
+            rows: the sequences' positions and addresses. Their tiles name rows of `tables`.
             tables: [any, N] int32 or int64, each row a sequence's blocks, then any valid blocks.
             block_size: columns in a block.
             heads_kv: heads of keys and values in the stores.
         """
-        count, longest = len(addresses), tables.shape[1] * block_size
+        count, longest = len(rows.positions), tables.shape[1] * block_size
         layout = cls(
             block_tables=tables,
             rows=torch.arange(count),
@@ -205,12 +205,8 @@ class AttentionLayout:
             device=tables.device,
             device_tables=tables,
         )
-        layout.seats, layout.positions, layout.write_addresses = (
-            column.contiguous() for column in addresses.unbind(1)
-        )
-        each = torch.arange(count, device=tables.device)
-        tiles = torch.stack([layout.seats, each, torch.ones_like(each)], dim=1).int()
-        layout._paged = PagedIndices(tables, layout.positions, tiles, count, longest)
+        layout.positions, layout.write_addresses = rows.positions, rows.addresses
+        layout._paged = PagedIndices(tables, layout.positions, rows.tiles, count, longest)
         return layout
 
     @cached_property

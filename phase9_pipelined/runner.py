@@ -18,22 +18,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.device_seats import DeviceSeats
 from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
-from common.runner import ForwardPass, Launched, SampledPass, raise_if_fatal
+from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.sampling import Sampled, SamplingInputs, choose
 from common.scheduling import StepPlan
 from common.streams import Pending, Stream, open_stream
 from common.telemetry import Telemetry
+from kernels.decode_rows import decode_rows_triton
 from kernels.dispatch import use_triton
+from kernels.draw import draw_at_seats_triton
 from kernels.transfer import move_together
 from phase7_chunked.runner import ChunkedRunner
 from phase9_pipelined.config import Config
@@ -42,6 +45,11 @@ from phase9_pipelined.state import MAX_IN_FLIGHT, DecodeSlot, LaunchedPass, Pipe
 logger = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
+
+
+def _keep_tokens(logits: Tensor, token_ids: Tensor) -> tuple[Tensor]:  # noqa: ARG001 - both are a pass's results
+    """Return a copy of drawn tokens, since the next graph writes its own to the same memory."""
+    return (token_ids.clone(),)
 
 
 class PipelinedRunner(ChunkedRunner):
@@ -59,8 +67,9 @@ class PipelinedRunner(ChunkedRunner):
             threads=config.pass_threads,
         )
         self.state = PipelineState()
+        self.seats = DeviceSeats(len(pool.block_tables), model.config.vocab_size, model.device)
         # [seats] int64: the latest token of each seat's sequence, written and read by the stream.
-        self.latest = torch.zeros(len(pool.block_tables), dtype=torch.int64, device=model.device)
+        self.latest = self.seats.state.latest
 
     # ------------------------------------------------------------------ the loop
 
@@ -118,10 +127,10 @@ class PipelinedRunner(ChunkedRunner):
         decoding = sum(
             share.request.state is RequestState.DECODE and len(share.sample_at) == 1 for share in shares
         )
-        if decoding == len(shares) and use_triton(self.latest):
+        draws = decoding == len(shares) and use_triton(self.latest)
+        if draws:
             requests, view = forward_pass.sampled_rows()[0], self.pool.view([share.span for share in shares])
-            key, addresses = ("forward", "decode"), self.pool.decode_addresses(view)
-            work = self.stream.submit(key, self._decode, [addresses], fetch=False, by_row=True)
+            work = self._submit_decode(shares, view.layout.rows)
         else:
             requests, batch, view = self.prepare(forward_pass)
             layout = view.layout
@@ -143,14 +152,26 @@ class PipelinedRunner(ChunkedRunner):
         self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
-        return LaunchedPass(shares, requests, work)
+        return LaunchedPass(shares, requests, work, draws)
 
-    def _decode(self, addresses: Tensor) -> tuple[Tensor]:
-        """Run the model on one token of each sequence. One input tensor means one copy for a CUDA graph."""
-        view = self.pool.decode_view(addresses)
-        seats = view.layout.seats
+    def _submit_decode(self, shares: Sequence[PassShare], seats: Tensor) -> Pending:
+        """Submit a decode step of sequences at their seats [B], after what the device lacks for it."""
+        changes = self.seats.changes(shares, seats.tolist())
+        if changes:
+            sent = move_together(changes, self.model.device)
+            self.stream.submit("seats", self.seats.apply, sent, fetch=False)
+        return self.stream.submit(("forward", "decode"), self._decode, [seats], fetch=False, by_row=True)
+
+    def _decode(self, seats: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the model on one token of each sequence, and draw the next ones. Returns logits [B, vocab] and token
+        ids [B]. Everything that differs between two steps of the same sequences is on the device."""
+        state = self.seats.state
+        tables = self.pool.device_tables()
+        rows = decode_rows_triton(seats, state.latest, state.positions, tables, self.pool.block_size)
         every_row = torch.arange(len(seats), device=seats.device)
-        return (self.model(TokenBatch(self.latest[seats], view.positions, every_row), view),)
+        batch = TokenBatch(rows.token_ids, rows.positions, every_row)
+        logits = self.model(batch, self.pool.decode_view(rows))
+        return logits, draw_at_seats_triton(logits, state, seats, rows.positions)
 
     # ------------------------------------------------------------------ sampling
 
@@ -168,19 +189,22 @@ class PipelinedRunner(ChunkedRunner):
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:
         requests = launched.requests
+        if launched.draws and all(request.is_plain for request in requests):
+            return self.stream.submit(("sample", "drawn"), _keep_tokens, [], launched.work)
         inputs = SamplingInputs.of(requests, self.masks(requests), self.model.config.vocab_size, HOST)
         asked, top = inputs.tensors(), inputs.top
         seats = torch.tensor([self.pool.seat(self.slot(request)) for request in requests])
         sent = move_together([seats, *asked.values()], self.model.device)
 
-        def sample(logits: Tensor, seats: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        def sample(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            seats, *tensors = others[launched.draws :]  # drawn tokens are sampled again
             fields: dict[str, Any] = dict(zip(asked, tensors, strict=True))
             sampled = choose(logits, SamplingInputs(**fields, top=top))
             # A row without a token ends its request when it is read. Until then any token id will do.
             self.latest.index_copy_(0, seats, sampled.token_ids.clamp(min=0))
             return tuple(each for each in sampled if each is not None)
 
-        key = ("sample", top, *asked)
+        key = ("sample", launched.draws, top, *asked)
         return self.stream.submit(key, sample, sent, launched.work)
 
     # ------------------------------------------------------------------ commit
@@ -262,3 +286,4 @@ class PipelinedRunner(ChunkedRunner):
             for each in step.passes:
                 self.rewind(each.shares)
         self.state.drop_all()
+        self.seats.forget()

@@ -32,6 +32,9 @@ class LaunchedPass:
     shares: tuple[PassShare, ...]
     requests: tuple[Request, ...]  # of each sampled row, in order
     work: Pending  # the work submitted last: the forward pass, later its sampling
+    draws: bool = (
+        False  # the forward pass itself draws tokens, from its logits and the requests' parameters alone
+    )
 
 
 @dataclass(slots=True, eq=False)

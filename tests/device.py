@@ -5,6 +5,7 @@ An operation that would wait for the device's numbers raises there. Copies from 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.models.layers
+import common.sampling
 import kernels.attention
+import kernels.decode_rows
+import kernels.draw
 import kernels.gated_act
 import kernels.paged_attention
 import kernels.rms_norm
@@ -25,6 +29,7 @@ import kernels.rope
 import phase9_pipelined.runner
 from common.streams import Done, Pending, Stream
 from kernels.tape import Function
+from tests.graphs import StandIns
 
 META = torch.device("meta")
 
@@ -44,12 +49,13 @@ class Copies(TorchFunctionMode):
     Attributes:
         blocking: names of the calls that wait for the device.
         sent: number of copies that do not.
+        bytes: their sizes, together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocking: list[str] = []
-        self.sent = 0
+        self.sent = self.bytes = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,6 +66,7 @@ class Copies(TorchFunctionMode):
         if func is Tensor.to and result.device.type != "cpu" and args[0].device.type == "cpu":
             if (kwargs or {}).get("non_blocking"):
                 self.sent += 1
+                self.bytes += args[0].nbytes
             else:
                 self.blocking.append("to")
         return result
@@ -91,6 +98,33 @@ class Launches(TorchDispatchMode):
         return result
 
 
+class Peak(TorchDispatchMode):
+    """Measures the memory that the results of operators take on the device at once.
+
+    Attributes:
+        bytes: the most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._held: dict[int, tuple[int, list[weakref.ref[Tensor]]]] = {}  # by storage: its size, its tensors
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and each.device == META:
+                storage = each.untyped_storage()
+                self._held.setdefault(storage._cdata, (storage.nbytes(), []))[1].append(weakref.ref(each))
+        self._held = {
+            key: held for key, held in self._held.items() if any(ref() is not None for ref in held[1])
+        }
+        self.bytes = max(self.bytes, sum(size for size, _ in self._held.values()))
+        return result
+
+
 class Kernel:
     """Stands for a Triton kernel: counts its launches."""
 
@@ -106,15 +140,18 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
     """Let the choice fall on Triton everywhere, and count launches instead of launching."""
     k = kernels
     layers, runner = common.models.layers, phase9_pipelined.runner
-    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, runner):
+    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling, runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
-    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope):
+    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw, k.decode_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Kernel(name, found))
 
 
 class MetaStream(Stream):
-    """Runs work at once. Results are read as zeros on the host."""
+    """Runs work at once, and work by rows in stand-ins of graphs. Results are read as zeros on the host."""
+
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self.graphs = StandIns(sizes, to_device=lambda each: each.to(META, non_blocking=True))
 
     def submit(
         self,
@@ -127,9 +164,8 @@ class MetaStream(Stream):
         by_row: bool = False,
     ) -> Pending:
         before = after.wait() if after is not None else ()
-        given = [each.to(META, non_blocking=True) for each in inputs] if by_row else inputs
         with torch.inference_mode():
-            outputs = function(*before, *given)
+            outputs = self.graphs.run(key, function, inputs) if by_row else function(*before, *inputs)
         return Done(tuple(torch.zeros_like(each, device="cpu") for each in outputs) if fetch else outputs)
 
     def call(self, function: Callable[[], Any]) -> Any:

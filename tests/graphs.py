@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs: they call the function again, on tensors that stay."""
+"""Stand-ins for CUDA graphs: they call the function at each replay, on tensors that stay."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class StandIn:
     def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> None:
         self._function = function
         self._inputs = [each.clone() for each in inputs]
-        function(*self._inputs)
 
-    def replay(self, inputs: Sequence[Tensor]) -> None:
+    def set(self, inputs: Sequence[Tensor]) -> None:
         for kept, given in zip(self._inputs, inputs, strict=True):
             kept.copy_(given)
+
+    def replay(self) -> None:
         self._function(*self._inputs)
 
 
@@ -30,7 +31,12 @@ class StandIns(Graphs):
         captured_rows: the rows of each capture, in order.
     """
 
-    def __init__(self, sizes: Sequence[int], fails: Callable[[int], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        fails: Callable[[int], bool] = lambda _: False,
+        to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
         self.captured_rows: list[int] = []
 
         def capture(function: Callable[..., None], inputs: Sequence[Tensor]) -> StandIn:
@@ -39,4 +45,4 @@ class StandIns(Graphs):
                 raise RuntimeError("this capture fails")
             return StandIn(function, inputs)
 
-        super().__init__(sizes, capture, lambda tensor: tensor)
+        super().__init__(sizes, capture, to_device)

@@ -110,3 +110,22 @@ def test_without_ray_one_line_says_how_to_get_it() -> None:
     assert ran.returncode == 1
     assert ran.stderr == ("error: a cluster needs Ray, which is not installed: pip install -e '.[cluster]'\n")
     assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "seats", "given"),
+    [([], 256, set()), (["--max-batch-size", "5"], 5, {"max_batch_size"})],
+    ids=["by device", "given"],
+)
+def test_a_replica_sets_its_seats_by_its_own_device(flags: list[str], seats: int, given: set[str]) -> None:
+    """The front does not know the device. Serve must let in as many requests as any engine takes."""
+    pytest.importorskip("ray")
+    from cluster.app import SPARE, application
+
+    plan = read_flags(["--phase", "9", *flags])
+    front = application(plan)._bound_deployment
+    replica = front.init_args[0]._bound_deployment
+    assert replica.max_ongoing_requests == seats + plan.config.max_waiting_requests + SPARE
+    phase, config = replica.init_args[:2]
+    assert phase == "phase9_pipelined"
+    assert plan.package.Config(**config).model_fields_set == given

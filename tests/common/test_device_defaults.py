@@ -62,7 +62,7 @@ def test_a_given_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_one_sequence_does_not_fit_seats_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sized("9", 6, monkeypatch, max_seq_len=16_384)
+    config = sized("9", 4.5, monkeypatch, max_seq_len=16_384)
     assert config.kv_tokens() >= 16_384
     assert config.max_batch_size < GPU_SEATS
 

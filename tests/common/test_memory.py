@@ -20,6 +20,7 @@ from common.errors import StartupError
 from common.memory import MemoryEstimate, check_memory, control_group_room, estimate_memory, free_memory
 from common.models.registry import open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
+from kernels.dispatch import HAS_TRITON
 from tests.engine_helpers import CPU, byte_tokenizer, tiny_model
 from tests.helpers import refusal_of
 
@@ -65,6 +66,7 @@ def test_the_parts_by_hand() -> None:
     on_gpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CUDA, weights=7)
     splits = 8 * 24 * 8 * (128 + 2) * 4  # 4096 columns are 8 splits
     assert on_gpu.activations == 8 * 4096 * widest * 2 + splits + 128 * 2**20
+    assert on_gpu.sampling == 8 * 128_256 * (24 if HAS_TRITON else 72)
     wide = estimate_memory(EIGHT, LLAMA_3B, torch.float32, CPU, weights=7)
     assert (wide.kv_cache, wide.sampling) == (2 * kv_cache, on_cpu.sampling)
 

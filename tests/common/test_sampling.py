@@ -19,7 +19,6 @@ import common.sampling
 from common.request import Request, SamplingParams
 from common.sampling import (
     FIRST_CANDIDATES,
-    NOT_A_TOKEN,
     SamplingInputs,
     TokenMasks,
     choose,
@@ -27,6 +26,8 @@ from common.sampling import (
     sample,
 )
 from kernels import native
+from kernels.dispatch import HAS_TRITON
+from kernels.draw import NOT_A_TOKEN
 from kernels.tape import record
 
 VOCAB = 40
@@ -150,8 +151,8 @@ def masks_of(allowed: dict[int, Collection[int]], words: int = 2) -> TokenMasks:
     return TokenMasks(tuple(allowed), torch.tensor(rows, dtype=torch.int64).to(torch.int32))
 
 
-@settings(max_examples=600, deadline=None)
-@given(
+Rows = list[tuple[SamplingParams, list[int], list[int], set[int] | None]]
+any_batch = given(
     rows=st.lists(
         st.tuples(PARAMS, HISTORY, HISTORY, st.none() | st.none() | st.sets(st.integers(0, VOCAB - 1))),
         min_size=1,
@@ -161,11 +162,30 @@ def masks_of(allowed: dict[int, Collection[int]], words: int = 2) -> TokenMasks:
     spread=st.sampled_from([0.5, 3.0, 10.0]),
     endless=st.lists(st.tuples(st.integers(0, 5), HISTORY, ENDLESS), max_size=3),
 )
+
+
+@settings(max_examples=600, deadline=None)
+@any_batch
 def test_every_row_of_any_batch_against_the_oracle(
-    rows: list[tuple[SamplingParams, list[int], list[int], set[int] | None]],
-    seed: int,
-    spread: float,
-    endless: list[tuple[int, list[int], float]],
+    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
+) -> None:
+    check_against_the_oracle(rows, seed, spread, endless)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@settings(max_examples=40, deadline=None)
+@any_batch
+def test_a_gpus_kernel_against_the_oracle(
+    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
+) -> None:
+    """Without a sort, in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.sampling, "use_triton", lambda _: True)
+        check_against_the_oracle(rows, seed, spread, endless)
+
+
+def check_against_the_oracle(
+    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
     """Greedy, sampled, filtered, biased and penalised rows, with what a grammar allows and without."""
     logits = random_logits(len(rows), seed=seed, spread=spread)

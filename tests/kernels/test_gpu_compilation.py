@@ -34,7 +34,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 36
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 44
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -46,6 +46,8 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_gated_act_kernel": 1,
         "_paged_attention_kernel": 1,
         "_merge_splits_kernel": 1,
+        "_decode_rows_kernel": 1,
+        "_draw_kernel": 3,  # greedy rows alone; with settings; by seat
     }
 
 
@@ -55,13 +57,16 @@ def compile_all() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
+    from kernels.decode_rows import _decode_rows_kernel
+    from kernels.draw import MOST_COLUMNS, _draw_kernel
     from kernels.gated_act import _gated_act_kernel
     from kernels.rms_norm import _fused_add_rms_norm_kernel, _rms_norm_kernel
     from kernels.rope import _rope_kernel
 
     # Types of arguments follow from their names; these are the ones that tell nothing.
     types = {"eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64"}
-    types["addresses_ptr"] = "*i64"
+    types |= {"addresses_ptr": "*i64", "settings_ptr": "*fp64", "tables_ptr": "*i32", "tiles_ptr": "*i32"}
+    types |= dict.fromkeys(("seats_ptr", "columns_ptr", "latest_ptr", "token_ids_ptr"), "*i64")
     tile = {"tile_rows": 8, "tile_columns": 128}
     rotates = {"tile_heads": 4, "tile_half": 64}
     rotates |= dict.fromkeys(("v_ptr", "q_weight_ptr", "k_weight_ptr", "addresses_ptr", "v_out_ptr"))
@@ -72,6 +77,8 @@ def compile_all() -> None:
     del writes["v_ptr"], writes["addresses_ptr"], writes["v_out_ptr"]
     norms = writes | {"has_norms": True}
     del norms["q_weight_ptr"], norms["k_weight_ptr"]
+    drawn = {"tile": MOST_COLUMNS}
+    no_seats = dict.fromkeys(("seats_ptr", "columns_ptr", "latest_ptr", "positions_ptr"))
     variants = [
         (_rms_norm_kernel, tile),
         (_fused_add_rms_norm_kernel, tile),
@@ -81,6 +88,10 @@ def compile_all() -> None:
         (_rope_kernel, norms),
         (_gated_act_kernel, {"activation": "silu", "tile": 1024}),
         (_gated_act_kernel, {"activation": "gelu_tanh", "tile": 1024}),
+        (_decode_rows_kernel, {"tile": 128}),
+        (_draw_kernel, drawn | {"has_settings": True, "by_seat": True}),
+        (_draw_kernel, drawn | no_seats | {"has_settings": True, "by_seat": False}),
+        (_draw_kernel, drawn | no_seats | {"has_settings": False, "by_seat": False, "settings_ptr": None}),
     ]
     for kernel, constants in variants:
         for element in ("fp32", "bf16"):
@@ -169,6 +180,8 @@ def count_compilations() -> None:
     import torch
 
     from kernels.attention_layout import PagedIndices
+    from kernels.decode_rows import decode_rows_triton
+    from kernels.draw import SeatState, draw_at_seats_triton, draw_triton
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
@@ -192,6 +205,14 @@ def count_compilations() -> None:
         for norms in (None, HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1.0)):
             norm_rope_write_triton(qkv, norms, angles, angles, written, written, addresses)
         gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
+        draw_triton(torch.ones(tokens, 5000), torch.ones(tokens, 5, dtype=torch.float64))
+        draw_triton(torch.ones(tokens, 5000))
+        seats = torch.zeros(tokens, dtype=torch.int64)
+        state = SeatState(seats, seats, torch.zeros(tokens, 69, dtype=torch.float64))
+        draw_at_seats_triton(torch.ones(tokens, 5000), state, seats, seats)
+        for block_size in BLOCK_SIZES:
+            tables = torch.zeros(tokens, block_size, dtype=torch.int32)
+            decode_rows_triton(seats, seats, seats, tables, block_size)
     for block_size in BLOCK_SIZES:
         for batch in TOKENS:
             q = torch.ones(batch, heads, head_dim)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import common.device_seats
 import kernels.attention
 import phase9_pipelined
 import phase9_pipelined.runner
@@ -82,6 +83,75 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     assert {4, 6} <= set(captured)
     assert len(set(captured)) == len(captured)
     assert_all_free(engine)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+)
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("prefill_chunk_size", [4, 64])
+def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each seat's own parameters and numbers, of which three are sent together: after a preemption, at
+    another's seat, beside requests whose tokens are sampled after the graph, and beside chunks of prompts."""
+    monkeypatch.setattr(common.device_seats, "UNIFORMS", 3)
+    model = tiny_model()
+    options = {
+        "max_batch_size": 4,
+        "block_size": 4,
+        "num_blocks": 13,
+        "prefill_chunk_size": prefill_chunk_size,
+    }
+    engine = build("phase9_pipelined", model, **options)
+    stream = runner_of(engine).stream = RowStream([2, 4])
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 1},
+        {"seed": 2, "top_p": 0.8},
+        {"seed": 3, "top_k": 20, "min_p": 0.02},
+        {"seed": 4, "temperature": 1.3},
+        {"seed": 5, "top_p": 0.9, "frequency_penalty": 0.5},
+        {"seed": 6, "top_k": 3},
+        {"seed": 7, "logprobs": 2, "min_tokens": 3},
+    ]
+    requests = [
+        add(
+            engine,
+            [(7 * i + j) % 250 for j in range(3 + 2 * i)],
+            SamplingParams(max_new_tokens=8 + i % 3, ignore_eos=True, **kind),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    assert_answered(run(engine), requests, model)
+    assert any(request.preempted for request in requests)
+    assert set(stream.graphs.captured_rows) == {2, 4}
+    assert_all_free(engine)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+)
+@pytest.mark.usefixtures("interpreted")
+def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
+    """The host forgets what the device should hold, and sends it again."""
+    model = tiny_model()
+    engine = build("phase9_pipelined", model, max_batch_size=3, block_size=4, num_blocks=40)
+    runner = runner_of(engine)
+    runner.stream = RowStream([3])
+    params = [SamplingParams(max_new_tokens=9, ignore_eos=True, seed=i, top_k=9) for i in range(3)]
+    requests = [add(engine, [5 + i, 6, 7], each) for i, each in enumerate(params)]
+    decode, passes = runner._decode, iter(range(100))
+
+    def fails_once(seats: Tensor) -> tuple[Tensor, Tensor]:
+        results = decode(seats)
+        if next(passes) == 3:
+            raise RuntimeError("the pass fails after it has moved lengths on")
+        return results
+
+    runner._decode = fails_once  # type: ignore[method-assign]
+    assert_answered(run(engine), requests, model)
+    assert engine.telemetry.counters.failed_passes == 1
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")

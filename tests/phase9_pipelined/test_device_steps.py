@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from common.engine import Engine
+from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
-from common.request import SamplingParams
+from common.request import Request, SamplingParams
+from common.sampling import SamplingInputs, choose
 from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool
-from tests.device import Copies, Launches, MetaStream, use_kernels
+from tests.device import META, Copies, Launches, MetaStream, Peak, use_kernels
 from tests.engine_helpers import add, build
 from tests.phase9_pipelined.support import runner_of
 
@@ -27,9 +30,9 @@ def finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCachingPool, "_are_finite", lambda *_: True)
 
 
-def engine_of(phase: str, model: CausalLM, **options: Any) -> Engine:
-    engine = build(phase, model, max_seq_len=256, block_size=4, **options)
-    runner_of(engine).stream = MetaStream()
+def engine_of(phase: str, model: CausalLM, graph_sizes: Sequence[int] = (), **options: Any) -> Engine:
+    engine = build(phase, model, **({"max_seq_len": 256, "block_size": 4} | options))
+    runner_of(engine).stream = MetaStream(graph_sizes)
     return engine
 
 
@@ -40,10 +43,8 @@ def model_of(name: str) -> CausalLM:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize(("phase", "sent"), [("phase9_pipelined", 3), ("phase10_speculative", 4)])
-def test_a_step_makes_no_blocking_copy(
-    phase: str, sent: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("phase", ["phase9_pipelined", "phase10_speculative"])
+def test_a_step_makes_no_blocking_copy(phase: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decode, every kind of sampling, growing block tables."""
     use_kernels(monkeypatch, Counter())
     engine = engine_of(phase, model_of(name), prefill_chunk_size=16, num_blocks=200, max_batch_size=6)
@@ -64,17 +65,75 @@ def test_a_step_makes_no_blocking_copy(
         assert copies.blocking == []
         most, steps = max(most, copies.sent), steps + 1
     assert steps > 12
-    # Indices and tokens of a pass; entries of block tables; parameters of sampling; tokens after wrong guesses.
-    assert most == sent
+    # Of a pass with prompts: its indices and tokens; entries of block tables; parameters of sampling; tokens after
+    # wrong guesses. Of decode: entries; changes at seats; the seats; parameters of sampling.
+    assert most == 4
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama", 68), ("qwen3", 77), ("gemma3", 92)])
-def test_launches_of_a_decode_step(name: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_is_sent_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two greedy and two sampled sequences in a graph of four rows: nothing in most steps."""
+    use_kernels(monkeypatch, Counter())
+    engine = engine_of("phase9_pipelined", model_of("llama"), [4], max_batch_size=4, num_blocks=300)
+    given = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
+    params = [given, given, *[SamplingParams(top_p=0.9, max_new_tokens=110, ignore_eos=True)] * 2]
+    requests = [add(engine, [1 + i] * 5, each) for i, each in enumerate(params)]
+    sent = []
+    for _ in range(90):
+        with Copies() as copies:
+            engine.step()
+        sent.append((copies.sent, copies.bytes))
+    steps = Counter(sent[3:])  # a prompt's pass, the first decode step, and the graph's first replay
+    blocks = (
+        4 * 8 + 16
+    )  # once in four steps: an entry of each sequence's block table and its address, to 16 bytes
+    numbers = 16 + 2 * 69 * 8  # once in 64 steps: the sampled seats' parameters and next random numbers
+    assert steps == {(0, 0): 64, (1, blocks): 22, (1, numbers): 1}
+    engine.cancel(requests[0].request_id)
+    with Copies() as copies:
+        engine.step()
+    assert (copies.sent, copies.bytes) == (1, 4 * 8), "the seats that decode"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0.0}, 1),
+        ({}, 1),
+        ({"top_k": 50, "top_p": 0.9, "min_p": 0.1}, 1),
+        ({"repetition_penalty": 1.2}, 16),
+        ({"top_p": 0.9, "logit_bias": ((3, 1.0),), "min_tokens": 1, "logprobs": 5}, 13),
+    ],
+    ids=str,
+)
+def test_launches_and_memory_of_sampling(
+    fields: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without changes of scores, one launch and no memory beside the logits."""
+    launches, vocab = Launches(), 128_000
+    use_kernels(monkeypatch, launches.found)
+    requests = [Request(str(i), [1, 2], SamplingParams(**fields), frozenset([7])) for i in range(4)]
+    inputs = SamplingInputs.of(requests, None, vocab, META)
+    with launches, Peak() as peak:
+        choose(torch.empty(4, vocab, dtype=torch.bfloat16, device=META), inputs)
+    assert sum(launches.found.values()) == expected, launches.found
+    per_logit = peak.bytes / (4 * vocab)
+    assert per_logit < (3 if expected == 1 else DRAWN_BYTES_PER_LOGIT)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("llama-3.2-1b", 173), ("qwen3-0.6b", 293), ("gemma-3-1b", 328)]
+)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}], ids=str)
+def test_launches_of_a_decode_step(
+    name: str, expected: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of docs/phases/recorded.md."""
     launches = Launches()
     use_kernels(monkeypatch, launches.found)
-    engine = engine_of("phase9_pipelined", model_of(name), max_batch_size=4)
+    model = _without_memory(open_checkpoint(f"dummy:{name}").config, torch.bfloat16, 4096)
+    engine = engine_of("phase9_pipelined", model, max_batch_size=4, max_seq_len=4096)
     for i in range(4):
-        add(engine, [1 + i] * 5, SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True))
+        add(engine, [1 + i] * 5, SamplingParams(max_new_tokens=20, ignore_eos=True, **fields))
     for _ in range(3):
         engine.step()
     launches.found.clear()

@@ -1,0 +1,97 @@
+"""The state that a GPU holds for each seat, and the changes that it is sent.
+
+A decode step needs each sequence's latest token, its length, its sampling parameters and a random number. Nearly
+all of it is known on the device: the step before drew the token and moved the length on, and parameters never
+change. So the host keeps a record of what the device will hold once all submitted work is done, compares it with
+what the next step needs, and sends the difference:
+
+| sent | when |
+| --- | --- |
+| a length | after a pass with prompts or guesses, which does not move lengths on |
+| parameters and `UNIFORMS` random numbers | a request is new at its seat, or its numbers are used up |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.request import Request
+from common.runner import PassShare
+from common.sampling import GREEDY, settings_of
+from kernels.draw import SETTINGS, SeatState
+
+#: Random numbers that are sent together.
+UNIFORMS = 64
+
+
+class DeviceSeats:
+    """The state of all seats on a device.
+
+    Attributes:
+        state: on the device. `latest` is written by all work that samples, the rest by decode steps only.
+    """
+
+    def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
+        latest, positions = (torch.zeros(seats, dtype=torch.int64, device=device) for _ in range(2))
+        settings = torch.zeros(seats, SETTINGS + UNIFORMS, dtype=torch.float64, device=device)
+        self.state = SeatState(latest, positions, settings)
+        self._vocab = vocab
+        self.forget()
+
+    def forget(self) -> None:
+        """Take everything on the device for unknown, since work that would have written it has failed."""
+        seats = len(self.state.latest)
+        self._columns: list[int | None] = [None] * seats
+        self._owners: list[Request | None] = [None] * seats
+        self._last: list[int] = [-1] * seats  # the last column that a random number was sent for
+
+    def changes(self, shares: Sequence[PassShare], seats: Sequence[int]) -> list[Tensor]:
+        """Return what the device lacks for a decode step: the arguments of `apply`, on the host. Empty: nothing.
+
+        `seats` are those of the shares. The step counts as done from now on, so it must be submitted next, and
+        `apply` before it.
+        """
+        moved: list[tuple[int, int]] = []
+        new: list[int] = []
+        settings: list[Sequence[float]] = []
+        for share, seat in zip(shares, seats, strict=True):
+            request, column = share.request, share.span.start
+            if self._columns[seat] != column:
+                moved.append((seat, column))
+            self._columns[seat] = column + 1
+            used_up = (
+                not request.params.greedy and not self._last[seat] - UNIFORMS < column <= self._last[seat]
+            )
+            if self._owners[seat] is not request or used_up:
+                new.append(seat)
+                settings.append(self._settings_of(request, column))
+                self._owners[seat], self._last[seat] = request, column + UNIFORMS - 1
+        if not (moved or new):
+            return []
+        return [
+            torch.tensor(moved, dtype=torch.int64).view(-1, 2),
+            torch.tensor(new, dtype=torch.int64),
+            torch.tensor(settings, dtype=torch.float64).view(len(new), -1),
+        ]
+
+    def apply(self, moved: Tensor, new: Tensor, settings: Tensor) -> tuple[Tensor, ...]:
+        """Write changes on the device.
+
+        Args:
+            moved: [m, 2] int64, seats and their columns.
+            new: [n] int64, seats.
+            settings: [n, 5 + UNIFORMS] float64, their settings.
+        """
+        self.state.positions.index_copy_(0, moved[:, 0], moved[:, 1])
+        self.state.settings.index_copy_(0, new, settings)
+        return ()
+
+    def _settings_of(self, request: Request, column: int) -> Sequence[float]:
+        """Return the seat's row of settings, with random numbers for the tokens drawn from `column` on."""
+        if request.params.greedy:
+            return [*GREEDY, *[0.0] * UNIFORMS]
+        *given, _ = settings_of(request, 0, self._vocab)
+        return [*given, column, *map(request.next_uniform, range(UNIFORMS))]

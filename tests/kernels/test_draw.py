@@ -1,0 +1,187 @@
+"""The draw of a token by searches (`kernels.draw`), against a sort of the row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.draw import (
+    MOST_COLUMNS,
+    NOT_A_TOKEN,
+    SeatState,
+    draw_at_seats_triton,
+    draw_reference,
+    draw_triton,
+)
+from tests.kernels.conftest import require_triton
+from tests.kernels.support import BF16, FP16, FP32
+
+LAST = math.nextafter(1.0, 0.0)  # the largest random number: it takes the last token that is kept
+ALL = math.inf  # a top-p that filters nothing
+
+#: temperature, top-k, top-p, min-p: unranked rows have top-k 0.
+FILTERS: list[tuple[float, float, float, float]] = [
+    (0.0, 0, ALL, 0.0),
+    (1.0, 0, ALL, 0.0),
+    (0.7, 0, ALL, 0.05),
+    (1.0, 50, ALL, 0.0),
+    (1.0, math.inf, 0.9, 0.0),
+    (1.3, 40, 0.8, 0.01),
+    (3e38, math.inf, 0.5, 0.0),
+    (1e-5, 7, 0.999, 0.0),
+]
+
+
+def rows_of(count: int, vocab: int, *, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return spread * torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def settings_of(rows: list[tuple[tuple[float, float, float, float], float]], vocab: int) -> Tensor:
+    """Each row's filters and random number. A top-k of infinity becomes the vocabulary."""
+    table = [(t, min(k, vocab), p, low, uniform) for (t, k, p, low), uniform in rows]
+    return torch.tensor(table, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 31, MOST_COLUMNS, MOST_COLUMNS + 1, 3 * MOST_COLUMNS - 1])
+def test_every_filter_draws_what_a_sort_draws(triton_device: str, vocab: int) -> None:
+    rows = [(each, uniform) for each in FILTERS for uniform in (0.0, 0.37, LAST)]
+    table, scores = settings_of(rows, vocab), rows_of(len(rows), vocab)
+    drawn = draw_triton(scores.to(triton_device), table.to(triton_device)).cpu()
+    assert drawn.tolist() == draw_reference(scores, table).tolist()
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_300_000(triton_device: str) -> None:
+    rows = [(FILTERS[i], 0.37) for i in (0, 1, 3, 4)]
+    scores = rows_of(len(rows), 300_000)
+    table = settings_of(rows, 300_000)
+    drawn = draw_triton(scores.to(triton_device), table.to(triton_device)).cpu()
+    assert drawn.tolist() == draw_reference(scores, table).tolist()
+
+
+#: Scores of which many are equal, so that ties lie on every border.
+STEPS = st.lists(
+    st.sampled_from([0.0, -0.0, 0.0, 1.0, 1.0, 2.0, 3.5, -4.0, -90.0, 1e30, math.inf, -math.inf, math.nan]),
+    min_size=1,
+    max_size=40,
+)
+RANDOM = st.builds(
+    lambda vocab, seed, spread: rows_of(1, vocab, seed=seed, spread=spread)[0].tolist(),
+    st.integers(1, 40),
+    st.integers(0, 10_000),
+    st.sampled_from([0.1, 3.0, 30.0]),
+)
+TABLE = st.tuples(
+    st.sampled_from([0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 1e38, torch.finfo(torch.float32).max]),
+    st.sampled_from([0, 1, 2, 3, 7, 20, math.inf, math.inf]),
+    st.sampled_from([ALL, 0.999999, 0.95, 0.75, 0.5, 0.5, 0.25, 0.1, 1e-9, 5e-324]),
+    st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(scores=STEPS | RANDOM, filters=TABLE, uniform=st.floats(0.0, LAST))
+def test_the_kept_tokens_are_those_of_a_sort(
+    scores: list[float], filters: tuple[float, float, float, float], uniform: float
+) -> None:
+    """The smallest number takes the first kept token and the largest the last one. Kept tokens are a prefix of the
+    ranks, or, by ids, all above a floor: so these two name the set."""
+    require_triton("cpu")
+    table = settings_of([(filters, each) for each in (0.0, uniform, LAST)], len(scores))
+    rows = torch.tensor([scores] * 3)
+    assert draw_triton(rows, table).tolist() == draw_reference(rows, table).tolist()
+
+
+def test_each_token_has_its_share(triton_device: str) -> None:
+    """A number from the middle of a token's share takes that token: 12 tokens, of which 9 are kept, 4 of them
+    equally likely."""
+    scores = torch.tensor([0.0, 2.0, 1.0, 2.0, -1.0, 2.0, 3.0, 2.0, 0.5, -3.0, 1.5, -2.0])
+    ranked = [6, 1, 3, 5, 7, 10, 2, 8, 0]
+    weights = (scores[ranked] - 3.0).exp().double()
+    ends = weights.cumsum(0) / weights.sum()
+    middles = ends - weights / weights.sum() / 2
+    table = settings_of([((1.0, 9, ALL, 0.0), float(each)) for each in middles], 12)
+    drawn = draw_triton(scores.repeat(9, 1).to(triton_device), table.to(triton_device))
+    assert drawn.tolist() == ranked
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("vocab", [4, 64, 1000])
+def test_a_cut_among_equals_keeps_the_first(triton_device: str, vocab: int, top_p: float) -> None:
+    """A share of equally likely tokens that ends exactly between two of them."""
+    table = settings_of([((1.0, math.inf, top_p, 0.0), LAST)], vocab)
+    drawn = draw_triton(torch.zeros(1, vocab, device=triton_device), table.to(triton_device))
+    assert drawn.tolist() == [int(top_p * vocab) - 1]
+
+
+def test_scores_that_differ_only_before_the_best_is_subtracted_are_equal(triton_device: str) -> None:
+    """1e-9 and 2e-9 are both 1,000 below the best: they rank by their ids, as in a sort of the differences."""
+    scores = torch.tensor([[1e-9, 2e-9, 1000.0]])
+    table = settings_of([((torch.finfo(torch.float32).max, 2, ALL, 0.0), LAST)], 3)
+    assert draw_triton(scores.to(triton_device), table.to(triton_device)).tolist() == [0]
+    assert draw_reference(scores, table).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_rows_do_not_depend_on_others(triton_device: str, dtype: torch.dtype) -> None:
+    """Rows of a wider matrix, beside rows without a token."""
+    rows = [(each, 0.6) for each in FILTERS]
+    scores = rows_of(len(rows), 200).to(triton_device, dtype)
+    table = settings_of(rows, 200).to(triton_device)
+    alone = [int(draw_triton(scores[i : i + 1], table[i : i + 1])) for i in range(len(rows))]
+    wide = torch.full((3 * len(rows), 256), math.nan, device=triton_device, dtype=dtype)
+    wide[::3, :200] = scores
+    wide[2::3] = -math.inf
+    drawn = draw_triton(wide[:, :200], table.repeat_interleave(3, 0))
+    assert drawn.tolist() == [token for each in alone for token in (each, NOT_A_TOKEN, NOT_A_TOKEN)]
+    assert alone == draw_reference(scores, table).tolist()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_greedy_rows_take_the_first_of_the_best(triton_device: str, given: bool) -> None:
+    scores = rows_of(5, MOST_COLUMNS + 100)
+    scores[1, [7, 3, MOST_COLUMNS + 7]] = 100.0
+    scores[2, [9, MOST_COLUMNS]] = math.inf
+    scores[3, MOST_COLUMNS + 1] = math.nan
+    scores[4] = -math.inf
+    table: Any = torch.zeros(5, 5, dtype=torch.float64, device=triton_device) if given else None
+    drawn = draw_triton(scores.to(triton_device), table).tolist()
+    assert drawn == [int(scores[0].argmax()), 3, 9, NOT_A_TOKEN, NOT_A_TOKEN]
+
+
+def test_rows_of_seats_move_their_seats_on(triton_device: str) -> None:
+    """A row takes the parameters of its seat and the random number of its column. A row that fills a graph up, here
+    the last, repeats another. Seats without a row stay as they are."""
+    uniforms = torch.rand(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    given = settings_of([(FILTERS[i % len(FILTERS)], 0.0) for i in range(9)], 60)
+    first = torch.arange(9.0, dtype=torch.float64).unsqueeze(1)  # the column of each seat's first number
+    seats, ahead = torch.tensor([4, 0, 7, 5, 4]), torch.tensor([0, 3, 1, 2, 0])
+    columns = seats + ahead
+    scores = rows_of(5, 60)
+    scores[3, 8], scores[4] = math.nan, scores[0]
+    latest, positions = torch.arange(9) + 100, torch.arange(9) + 200
+    state = SeatState(
+        latest.clone().to(triton_device),
+        positions.clone().to(triton_device),
+        torch.cat([given[:, :4], first, uniforms], dim=1).to(triton_device),
+    )
+    drawn = draw_at_seats_triton(
+        scores.to(triton_device), state, seats.to(triton_device), columns.to(triton_device)
+    )
+    table = given[seats]
+    table[:, 4] = uniforms[seats, ahead]
+    assert drawn.tolist() == draw_reference(scores, table).tolist()
+    assert drawn[3] == NOT_A_TOKEN
+    latest[seats], positions[seats] = drawn.cpu().clamp(min=0), columns + 1
+    assert torch.equal(state.latest.cpu(), latest)
+    assert torch.equal(state.positions.cpu(), positions)
+
+
+def test_no_rows(triton_device: str) -> None:
+    assert draw_triton(torch.zeros(0, 7, device=triton_device)).shape == (0,)
