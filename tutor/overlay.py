@@ -113,6 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `tree module arguments …`. Returns 1 if a line of the tree raises."""
     tree, module, *rest = arguments
     install(Path(tree).resolve())
+    os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files
     sys.argv = [module, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
