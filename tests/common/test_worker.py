@@ -432,7 +432,7 @@ async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
                 assert isinstance((await read(running))[-1].error, ShuttingDownError)
             with pytest.raises(ShuttingDownError):
                 places.submit([engine.create_request("late", greedy(3))])
-        assert worker.num_waiting() == 0
+        assert worker._held == 0
         assert drained is None or not await drained
 
 
