@@ -33,7 +33,7 @@ from common.runner import Runner
 from common.scheduling import Clock, Scheduler, StepPlan
 from common.telemetry import StepRecord, Telemetry
 from common.text import Tokenizer
-from kernels.dispatch import kernels_on
+from kernels.dispatch import Kernels, kernels_on
 
 __all__ = ["Engine", "Phase", "StepWatcher"]
 
@@ -92,7 +92,7 @@ class Engine(EngineFront):
         return self.runner.model
 
     @property
-    def kernels(self) -> str:
+    def kernels(self) -> Kernels:
         return kernels_on(self.model.device)
 
     @property

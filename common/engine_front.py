@@ -23,6 +23,7 @@ from common.request import Request, SamplingParams
 from common.scheduling import Clock
 from common.telemetry import Telemetry
 from common.text import IncrementalDetokenizer, Tokenizer
+from kernels.dispatch import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class EngineFront(ABC):
 
     @property
     @abstractmethod
-    def kernels(self) -> str:
+    def kernels(self) -> Kernels:
         """The kernels that compute the model's passes, as `kernels_on` names them."""
 
     @property

@@ -43,6 +43,7 @@ from common.models.registry import open_checkpoint
 from common.request import FinishReason, Request, StepOutput
 from common.step_trace import Frame
 from common.telemetry import Counters, StepRecord, Telemetry
+from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class RemoteEngine(EngineFront):
         return self._facts.model
 
     @property
-    def kernels(self) -> str:
+    def kernels(self) -> Kernels:
         return self._facts.kernels
 
     @property

@@ -26,13 +26,13 @@ from common.engine import Engine
 from common.engine_front import Phase
 from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, StartupError
-from common.grammar import Grammar
 from common.memory import freeze_objects
 from common.models.config import ModelConfig
 from common.request import FinishReason, Request, SamplingParams, StepOutput
 from common.scheduling import StepPlan
 from common.step_trace import Frame
 from common.telemetry import Counters, StepRecord
+from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Facts(NamedTuple):
     config: EngineConfig
     default_params: SamplingParams
     model: Model
-    kernels: str
+    kernels: Kernels
     has_priorities: bool
     pool_limit: int | None
 
@@ -200,10 +200,12 @@ class ServingThread(EngineThread):
             self._uncompiled.update(constrained)
             self.submit(others)
         for new in constrained.values():
-            self._compiling.submit(self._compile, new, new.params.grammar)
+            self._compiling.submit(self._compile, new)
 
-    def _compile(self, new: NewRequest, grammar: Grammar) -> None:
+    def _compile(self, new: NewRequest) -> None:
         """Submit a request with a matcher of its grammar, which the front has checked."""
+        grammar = new.params.grammar
+        assert grammar is not None
         try:
             request = Request(**new._asdict(), matcher=self.engine.grammars.compile(grammar))
         except Exception as error:
