@@ -95,9 +95,11 @@ test: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 # The second line is for machines without a compiler: what the ordinary suite asks of models, of the torch references.
+# The third runs the server's ordinary tests with the engine in a process of its own.
 test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
+	INFER_ENGINE_PROCESS=on OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/server
 
 # Needs chromium on the machine.
 test-browser: .venv/full plots

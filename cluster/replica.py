@@ -14,11 +14,12 @@ from ray.serve import metrics
 
 from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
+from common.engine_thread import EngineThread
+from common.memory import freeze_objects
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
-from common.server.serve import freeze_objects
 from common.server.service import Service
 from common.worker import EngineWorker
 
@@ -50,7 +51,7 @@ class Replica:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         package = find_phase(phase)
         engine_config = package.Config(**config)
-        self._worker = EngineWorker(lambda: package.build_engine(engine_config))
+        self._worker = EngineWorker(EngineThread(lambda: package.build_engine(engine_config)))
         engine = await asyncio.to_thread(self._worker.build)
         names = server_options.served_model_name
         self._app = create_app(

@@ -25,7 +25,7 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     if request.matcher is not None:
         request.matcher.advance(token_id)
     request.token_ids.append(token_id)
-    text, reason = _decode_and_check(request, token_id)
+    text, reason = decode(request, token_id, _why_it_ends(request, token_id))
     if reason is not None:
         request.finish(reason)
     elif request.matcher is not None and not request.drafts:
@@ -49,23 +49,37 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     )
 
 
-def _decode_and_check(request: Request, token_id: int) -> tuple[str, FinishReason | None]:
+def _why_it_ends(request: Request, token_id: int) -> FinishReason | None:
+    """Return why a request ends with this token, by the tokens alone; None: it goes on.
+
+    The order of checks: EOS (or a stop token), complete grammar, length.
+    """
+    if token_id in request.ending_token_ids:
+        return "stop" if token_id in request.params.stop_token_ids else "eos"
+    if request.matcher is not None and request.matcher.complete:
+        return "stop"
+    return "length" if request.num_generated_tokens >= request.params.max_new_tokens else None
+
+
+def decode(request: Request, token_id: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
     """Return the text to deliver with a token, and why the request ends with it (None: it goes on).
 
-    The order of checks: EOS (or a stop token), stop string, complete grammar, length.
+    A stop string ends the request, too, unless an EOS or stop token does.
+
+    Args:
+        request: the token's request. Only its detokenizer is changed.
+        token_id: the token.
+        reason: why the request ends by its tokens alone.
     """
-    detokenizer, matcher = request.detokenizer, request.matcher
+    detokenizer = request.detokenizer
+    if detokenizer is None:
+        return "", reason
     ending = token_id in request.ending_token_ids
     shown = not ending or request.params.include_stop_str_in_output
-    text = detokenizer.add(token_id) if detokenizer is not None and shown else ""
-    reason: FinishReason | None = None
-    if ending:
-        reason = "stop" if token_id in request.params.stop_token_ids else "eos"
-    elif (detokenizer is not None and detokenizer.stopped) or (matcher is not None and matcher.complete):
+    text = detokenizer.add(token_id) if shown else ""
+    if detokenizer.stopped and not ending:
         reason = "stop"
-    elif request.num_generated_tokens >= request.params.max_new_tokens:
-        reason = "length"
-    if reason is not None and detokenizer is not None:
+    if reason is not None:
         text += detokenizer.finish()
     return text, reason
 

@@ -21,18 +21,21 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from common.allowed_tokens import AllowedTokens
 from common.commit import fail, terminal_output
 from common.config import EngineConfig
-from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, RequestTimeoutError
-from common.grammar import GrammarCompiler, Matcher
-from common.request import Request, RequestState, SamplingParams, StepOutput
+from common.engine_front import EngineFront, Phase
+from common.errors import EngineDeadError, RequestTimeoutError
+from common.grammar import Grammar, GrammarCompiler, Matcher
+from common.models.layers import CausalLM
+from common.request import FinishReason, Request, RequestState, SamplingParams, StepOutput
 from common.runner import Runner
 from common.scheduling import Clock, Scheduler, StepPlan
 from common.telemetry import StepRecord, Telemetry
-from common.text import IncrementalDetokenizer, Tokenizer
+from common.text import Tokenizer
+from kernels.dispatch import Kernels, kernels_on
+
+__all__ = ["Engine", "Phase", "StepWatcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +44,12 @@ logger = logging.getLogger(__name__)
 StepWatcher = Callable[[StepRecord, StepPlan, Sequence[StepOutput]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase's number, names and idea, for messages and pages."""
-
-    number: int
-    slug: str  # the package's name
-    title: str
-    idea: str  # one line
-
-    @property
-    def default_port(self) -> int:
-        return 8000 + self.number
-
-
-class Engine:
+class Engine(EngineFront):
     """Takes requests and returns the outputs of each step. Not thread-safe: one thread owns it.
 
     Attributes:
-        dead: the error that ended this engine; None while it runs.
-        default_params: sampling parameters of requests that name none, by the model's `generation_config.json`.
-        max_seq_len: the most tokens of one request, prompt and new ones.
-        paused: True from `pause` to `resume`: steps plan nothing.
         watchers: functions that are called after each step; usually none.
+        plan_watchers: functions that are called with each step's plan before its passes run; usually none.
         arrival_watchers: functions that are called with each request that is added; usually none.
     """
 
@@ -79,20 +65,19 @@ class Engine:
         default_params: SamplingParams | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        assert config.max_seq_len is not None, "an engine's config has its max_seq_len resolved"
-        self.phase = phase
-        self.config = config
+        super().__init__(
+            phase=phase,
+            config=config,
+            tokenizer=tokenizer,
+            grammars=GrammarCompiler(tokenizer, runner.model.config.eos_token_ids),
+            telemetry=telemetry,
+            default_params=default_params or SamplingParams(),
+            clock=clock,
+        )
         self.scheduler = scheduler
         self.runner = runner
-        self.tokenizer = tokenizer
-        self.grammars = GrammarCompiler(tokenizer, runner.model.config.eos_token_ids)
-        self.telemetry = telemetry
-        self.default_params = default_params or SamplingParams()
-        self.clock = clock
-        self.max_seq_len = config.max_seq_len
-        self.dead: EngineDeadError | None = None
-        self.paused = False
         self.watchers: list[StepWatcher] = []
+        self.plan_watchers: list[Callable[[StepPlan], None]] = []
         self.arrival_watchers: list[Callable[[Request], None]] = []
         self._requests: dict[str, Request] = {}  # by id: requests without a terminal output
         # A heap: each request's deadline on the engine's clock, and its order of arrival.
@@ -101,136 +86,27 @@ class Engine:
         self._interrupted = False  # True while a step runs, and after a step that raised
         self._begun: StepRecord | None = None  # the record of the step that `wait` began
         self._arrivals = itertools.count()
-        self._ids = itertools.count()
-
-    # ------------------------------------------------------------------ requests
-
-    def create_request(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        cache_salt: str = "",
-        group: str = "",
-        arrived_s: float | None = None,
-        matcher: Matcher | None = None,
-        prediction: Sequence[int] = (),
-        priority: int = 0,
-    ) -> Request:
-        """Create a request after checking its prompt against this engine's limits. Any thread may call this.
-
-        Args:
-            prompt: text (the tokenizer adds its special tokens), or token ids (nothing is added).
-            params: how to sample and when to end.
-            request_id: unique among the live requests; generated if None.
-            cache_salt: only requests with the same salt share cached prefixes.
-            group: requests of one group, such as the choices of one answer, get one fair share of the seats.
-            arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
-                then.
-            matcher: the matcher of `params.grammar`, if it was made before.
-            prediction: tokens that the answer is expected to have; they change its speed, never its tokens.
-            priority: requests with a lower one go first.
-
-        Raises:
-            InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
-            InvalidRequestError: prompt and `max_new_tokens` are too long, a parameter names an unknown token, no
-                token may be sampled, or this phase has no priorities.
-            InvalidGrammarError: `params.grammar` cannot be used.
-        """
-        new_tokens = params.max_new_tokens
-        token_ids = self.tokenize(prompt, new_tokens) if isinstance(prompt, str) else list(prompt)
-        if not token_ids:
-            raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
-        self._check_length(len(token_ids), new_tokens)  # first: later checks are slow on two megabytes of ids
-        vocab_size = self.runner.model.config.vocab_size
-        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
-        if outside is not None:
-            raise InvalidPromptError(
-                f"token id {outside} is not in the vocabulary of {vocab_size}", param="prompt"
-            )
-        named: dict[str, Sequence[int]] = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": [i for i, _ in params.logit_bias],
-            "allowed_token_ids": params.allowed_token_ids or (),
-        }
-        for param, ids in named.items():
-            beyond = next((i for i in ids if not 0 <= i < vocab_size), None)
-            if beyond is not None:
-                raise InvalidRequestError(
-                    f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
-                )
-        if priority and not self.scheduler.has_priorities:
-            raise InvalidRequestError(
-                f"priority: {self.phase.slug} serves requests as they arrive; send 0, or leave it out",
-                param="priority",
-            )
-        allowed = AllowedTokens.of(self.tokenizer, params.allowed_token_ids, params.bad_words)
-        if allowed is not None and allowed.is_empty:
-            raise InvalidRequestError("bad_words: they forbid every allowed token", param="bad_words")
-        if matcher is None and params.grammar is not None:
-            matcher = self.grammars.new_matcher(params.grammar)
-        return Request(
-            request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
-            prompt_token_ids=token_ids,
-            params=params,
-            eos_token_ids=self.runner.model.config.eos_token_ids,
-            detokenizer=IncrementalDetokenizer(
-                self.tokenizer,
-                token_ids,
-                params.stop,
-                params.min_tokens,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-            ),
-            cache_salt=cache_salt,
-            matcher=matcher,
-            allowed=allowed,
-            priority=priority,
-            group=group,
-            arrived_s=arrived_s,
-            # Ids beyond the model's vocabulary cannot be computed, and no answer has them.
-            prediction=tuple(itertools.takewhile(lambda token_id: token_id < vocab_size, prediction)),
-        )
-
-    def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's token ids. Any thread may call this.
-
-        Raises:
-            InvalidRequestError: the text is so long that prompt and `new_tokens` exceed the limit in any case.
-                Nothing was tokenized.
-        """
-        self._check_length(self.tokenizer.min_tokens(text), new_tokens, exact=False)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
 
     @property
-    def max_request_tokens(self) -> int:
-        """The most tokens of one request, prompt and new ones, that `max_seq_len` and the KV memory allow."""
-        pool_limit = self.runner.pool.max_request_tokens()
-        return self.max_seq_len if pool_limit is None else min(self.max_seq_len, pool_limit)
+    def model(self) -> CausalLM:
+        return self.runner.model
 
-    def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
-        """Raise InvalidRequestError if a request is too long. `exact`: False if the prompt has `prompt_tokens` or
-        more."""
-        limit = self.max_request_tokens
-        at_least = "" if exact else "at least "
-        if prompt_tokens >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {at_least}{prompt_tokens} tokens; at most {limit - 1} leave room for an answer "
-                f"within this server's {limit}",
-                param="prompt",
-            )
-        if new_tokens >= limit:
-            raise InvalidRequestError(
-                f"max_tokens {new_tokens} leaves no room for a prompt; this server holds {limit} a request",
-                param="max_tokens",
-            )
-        if prompt_tokens + new_tokens > limit:
-            raise InvalidRequestError(
-                f"a prompt of {at_least}{prompt_tokens} tokens and max_tokens {new_tokens} make "
-                f"{at_least}{prompt_tokens + new_tokens}; this server holds {limit} a request",
-                param="max_tokens",
-            )
+    @property
+    def kernels(self) -> Kernels:
+        return kernels_on(self.model.device)
+
+    @property
+    def has_priorities(self) -> bool:
+        return self.scheduler.has_priorities
+
+    @property
+    def pool_limit(self) -> int | None:
+        return self.runner.pool.max_request_tokens()
+
+    def new_matcher(self, grammar: Grammar) -> Matcher:
+        return self.grammars.new_matcher(grammar)
+
+    # ------------------------------------------------------------------ requests
 
     def add_request(self, request: Request) -> bool:
         """Queue a request. Returns False, and changes nothing, if the queue is full.
@@ -263,14 +139,18 @@ class Engine:
             watch(request)
         return True
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """Cancel a request. Does nothing if it is done or unknown.
 
         The next step returns its terminal output. Its memory is freed when the scheduler retires it.
+
+        Args:
+            request_id: the request's id.
+            reason: its finish reason: `stop`, if its reader has found a stop string.
         """
         request = self._requests.get(request_id)
         if request is not None and not request.is_terminal:
-            request.cancel()
+            request.cancel(reason)
             self._undelivered.append(terminal_output(request))
 
     def abort_all(self, error: Exception) -> list[StepOutput]:
@@ -386,6 +266,8 @@ class Engine:
             self._undelivered += settled
             with telemetry.part("plan"):
                 plan = self._plan(record)
+            for planned in self.plan_watchers:
+                planned(plan)
             if plan.decode or plan.prefill or not settled:  # else return them now
                 self._undelivered += runner.execute(plan)
         except EngineDeadError as error:

@@ -242,6 +242,14 @@ class GrammarCompiler:
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the beginning of its text.
 
+        Raises: as `check`, which it calls first.
+        """
+        self.check(grammar)
+        return self.compile(grammar)
+
+    def check(self, grammar: Grammar) -> None:
+        """Try a grammar, unless its verdict is known.
+
         Blocks while a new grammar is tried; grammars are tried one at a time.
 
         Raises:
@@ -253,8 +261,27 @@ class GrammarCompiler:
                 f"{len(grammar.text)} characters are too many; at most {MAX_GRAMMAR_CHARACTERS} are compiled"
             )
         try:
+            _ = self._backend  # else a tokenizer that llguidance refuses would fail in the trial
+        except ValueError as error:
+            raise InvalidGrammarError(str(error)) from None
+        verdict = self._verdicts.get(grammar)
+        if verdict is None:
+            with self._trying:
+                verdict = self._verdicts.get(grammar)  # tried while this thread waited?
+                if verdict is None:
+                    verdict = self._trial.run(grammar, self._options)
+                    self._verdicts.put(grammar, verdict)
+        if verdict.reason is not None:
+            raise InvalidGrammarError(verdict.reason)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """Return a matcher of a grammar that was checked, in this process or in another.
+
+        Raises:
+            InvalidGrammarError: the grammar cannot be compiled.
+        """
+        try:
             backend = self._backend
-            self._check(grammar)
             began_s = time.thread_time()
             compiled = grammar_trial.compile_grammar(backend, grammar.kind, grammar.text)
         except ValueError as error:
@@ -277,23 +304,6 @@ class GrammarCompiler:
         Any thread may call this, any number of times. It does not block.
         """
         self._trial.close()
-
-    def _check(self, grammar: Grammar) -> None:
-        """Try a grammar, unless its verdict is known.
-
-        Raises:
-            InvalidGrammarError: the grammar is refused.
-            ShuttingDownError: see `new_matcher`.
-        """
-        verdict = self._verdicts.get(grammar)
-        if verdict is None:
-            with self._trying:
-                verdict = self._verdicts.get(grammar)  # tried while this thread waited?
-                if verdict is None:
-                    verdict = self._trial.run(grammar, self._options)
-                    self._verdicts.put(grammar, verdict)
-        if verdict.reason is not None:
-            raise InvalidGrammarError(verdict.reason)
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:

@@ -7,8 +7,10 @@ weights + KV cache + activations of the widest pass + logits and sampling + capt
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -242,3 +244,20 @@ def _malloc_trim() -> Callable[[int], int] | None:
     except (OSError, AttributeError):  # musl has neither
         return None
     return trim
+
+
+def freeze_objects() -> None:
+    """Exclude the objects that exist by now from garbage collection.
+
+    These objects live as long as the server. A collection that scans them takes 0.1 to 0.2 s, in which no step is
+    planned and no client gets a token.
+    """
+    gc.collect()
+    freeze()
+
+
+def freeze() -> None:
+    """Exclude the objects that exist by now from garbage collection, without collecting first."""
+    gc.freeze()
+    # At exit the interpreter does not destroy frozen objects, and libraries complain about objects that are left.
+    atexit.register(gc.unfreeze)

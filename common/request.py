@@ -185,7 +185,7 @@ class Request:
         params = self.params
         self.max_total_tokens = len(self.prompt_token_ids) + params.max_new_tokens
         # Under a grammar, ignoring EOS means not to sample it while any other token is allowed.
-        ignored = params.ignore_eos and self.matcher is None
+        ignored = params.ignore_eos and params.grammar is None
         self.ending_token_ids = frozenset(params.stop_token_ids).union(() if ignored else self.eos_token_ids)
         if params.has_penalties:
             with_prompt = params.repetition_penalty != 1.0
@@ -347,9 +347,9 @@ class Request:
         self._move_to(RequestState.FAILED)
         self.error = error
 
-    def cancel(self) -> None:
+    def cancel(self, reason: FinishReason = "cancelled") -> None:
         self._move_to(RequestState.CANCELLED)
-        self.finish_reason = "cancelled"
+        self.finish_reason = reason
 
     def _move_to(self, state: RequestState) -> None:
         if state not in _LEGAL_TRANSITIONS[self.state]:

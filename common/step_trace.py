@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.engine import Engine
+from common.engine_front import EngineFront
 from common.request import Request, RequestState, StepOutput
 from common.scheduling import StepPlan
 from common.telemetry import StepRecord
@@ -49,7 +50,7 @@ Header = dict[str, Any]
 Frame = dict[str, Any]
 
 
-def header(engine: Engine) -> Header:
+def header(engine: EngineFront) -> Header:
     """Return the header for all frames of an engine."""
     return {
         "format": "infer-steps",

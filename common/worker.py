@@ -1,58 +1,56 @@
-"""The thread that owns the engine, and its interface to asyncio.
+"""The engine's interface to asyncio: streams of outputs, places in the queue, and the end.
 
 ```text
-event loop                                engine thread
-                                          build the engine (in a thread that ends), warm up
-  submit ──> inbox (under a lock) ──────> add_request ─┐
-  cancel ──> inbox ─────────────────────> cancel       ├─> step ─> step ─> …
-  streams <── one call_soon_threadsafe per step <──────┘
+event loop                                   engine
+  hold_places ─> submit, cancel ───────────> its thread (`common.engine_thread`), in this process
+  streams      <── outputs, once a step ───  or in a process of its own (`common.engine_process`)
 ```
-
-The event loop never runs a forward pass, so it stays responsive while one runs. An idle engine thread blocks on a
-condition and does not poll.
-
-**One thread computes.** libgomp, which runs a CPU's matrix products in parallel, keeps a pool of workers for every
-thread that has called a parallel operator. With a second pool there are more workers than cores. libgomp then puts
-them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So one
-thread of the process calls such operators. In phases 4 to 8 it is the engine's thread. In phase 9 it is the thread
-of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread that ends
-afterwards, and its pool of workers ends with it.
-
-| thread | what runs there | module |
-| --- | --- | --- |
-| event loop | HTTP, routes, validation of small bodies, events of answers | `common.server` |
-| `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
-| a C++ thread, or `stream` | phase 9 on a CPU: forward passes and sampling | `common.streams` |
-| lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.intake` |
-| `masks`, up to four | token masks of grammars | `common.mask_threads` |
-| `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
-
-On a GPU, the `engine` thread launches the kernels of all passes, in every phase.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from common.commit import fail, terminal_output
-from common.engine import Engine
+from common.commit import terminal_output
+from common.engine_calls import EngineCalls
+from common.engine_front import EngineFront
+from common.engine_thread import QUEUE_FULL, STOPPED, Deliver
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput
+from common.step_trace import Frame
 from common.telemetry import RequestTelemetry, RequestTimes
 
-logger = logging.getLogger(__name__)
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
-STOPPED = "the server was stopped"
+
+class EngineHost(Protocol):
+    """Runs an engine: `EngineThread` in this process, `EngineProcess` in another."""
+
+    @property
+    def engine(self) -> EngineFront: ...
+    @property
+    def running(self) -> bool: ...
+    @property
+    def step_s(self) -> float: ...
+    def build(self) -> EngineFront: ...
+    def start(self, deliver: Deliver, publish: Callable[[Frame | None], None]) -> None: ...
+    def queue_room(self) -> int: ...
+    def num_waiting(self) -> int: ...
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def call(
+        self, function: Callable[Concatenate[EngineCalls, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+    def abort(self, error: Exception) -> None: ...
+    def stop(self) -> None: ...
+    def join(self, timeout_s: float | None = None) -> None: ...
 
 
 class WakeUp:
@@ -174,49 +172,38 @@ class HeldPlaces:
 
 
 class EngineWorker:
-    """Builds an engine and runs it in a thread of its own.
+    """Serves streams of an engine's outputs on an event loop.
 
     Call `build` first. Call all other methods in the event loop's thread, unless they say otherwise.
 
     Args:
-        make_engine: builds the engine; called in the engine's thread.
+        host: builds and runs the engine.
 
     Attributes:
         requests: telemetry of the submitted requests.
         draining: whether new requests are refused, because the server ends.
+        on_frame: takes the live view's frames; None: making them has failed.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
-        self._make_engine = make_engine
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
         self.requests = RequestTelemetry()
-        self._built: Future[Engine] = Future()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wakeup = threading.Condition()  # its lock is reentrant
-        # Guarded by the condition's lock:
-        self._arrived: deque[Request] = deque()
-        self._cancelled: list[str] = []
-        self._calls: list[tuple[Callable[[Engine], Any], Future[Any]]] = []  # to run between two steps
-        self._held = 0  # promised places, and those of requests that are not yet in the scheduler's queue
-        self._abort: Exception | None = None
-        self._stopping = False
-        self._turn_began_s: float | None = None  # on the clock of `time.monotonic`; None: waits for work
-        # Used by the event loop's thread only:
+        self.on_frame: Callable[[Frame | None], None] = lambda _: None
+        self._held = 0  # places that are promised to requests which are still being tokenized
         self._streams: dict[str, RequestStream] = {}
         self.draining = False
         self._aborted: ShuttingDownError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def build(self) -> Engine:
-        """Start the thread and block until it has built its engine. Raises any error of building it."""
-        self._thread.start()
-        return self._built.result()
+    def build(self) -> EngineFront:
+        """Block until the engine is built. Raises any error of building it."""
+        return self._host.build()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineFront:
         """The engine. Blocks until it is built."""
-        return self._built.result()
+        return self._host.engine
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -225,18 +212,19 @@ class EngineWorker:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the engine's thread began its present step; 0 while the thread waits for work. Any thread
-        may read this."""
-        began_s = self._turn_began_s
-        return 0.0 if began_s is None else time.monotonic() - began_s
+        """Seconds since the engine began its present step; 0 while it waits for work. Any thread may read this."""
+        return self._host.step_s
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine's thread or process is alive."""
+        return self._host.running
 
     def start(self) -> None:
         """Start accepting requests. Call it on the event loop that will read the streams."""
-        self._loop = asyncio.get_running_loop()
-        if self._thread.ident is None:
-            self.build()
+        self._host.start(self._deliver, lambda frame: self.on_frame(frame))
 
-    # ------------------------------------------------------------------ requests (event loop)
+    # ------------------------------------------------------------------ requests
 
     def hold_places(self, count: int = 1) -> HeldPlaces:
         """Hold places in the queue for `count` requests, all or none, before they are tokenized.
@@ -245,9 +233,8 @@ class EngineWorker:
             QueueFullError: fewer places are free.
             EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
-        with self._wakeup:
-            self.check_room(count)
-            self._held += count
+        self.check_room(count)
+        self._held += count
         self._idle.clear()
         return HeldPlaces(self, count)
 
@@ -260,11 +247,11 @@ class EngineWorker:
         Raises: as `hold_places`.
         """
         self._check_accepting()
-        with self._wakeup:
-            alone = not self._streams and not self._held
-            kept = 0 if count == 1 or alone else self.engine.config.max_waiting_requests // 4
-            if count > self.queue_room() - kept:
-                raise self._queue_full(count)
+        limit = self.engine.config.max_waiting_requests
+        alone = not self._streams and not self._held
+        kept = 0 if count == 1 or alone else limit // 4
+        if count > self.queue_room() - kept:
+            raise QueueFullError(QUEUE_FULL.format(limit=limit, count=count))
 
     def _check_accepting(self) -> None:
         if self.dead is not None:
@@ -274,24 +261,15 @@ class EngineWorker:
 
     def queue_room(self) -> int:
         """Return how many more requests the queue can take now: places that are neither taken nor held."""
-        with self._wakeup:
-            return self.engine.scheduler.queue_room() - self._held
+        return self._host.queue_room() - self._held
 
     def num_waiting(self) -> int:
         """Return how many requests wait to be computed, including those that are still being tokenized."""
-        with self._wakeup:
-            return self.engine.scheduler.num_waiting + self._held
-
-    def _queue_full(self, count: int) -> QueueFullError:
-        return QueueFullError(
-            f"the queue, which holds {self.engine.config.max_waiting_requests} requests "
-            f"(the server's option --max-waiting-requests), has no room for {count} more; try again shortly"
-        )
+        return self._host.num_waiting() + self._held
 
     def give_back_places(self, unused: int) -> None:
         """Release the unused places of a `HeldPlaces` that ends. Only `HeldPlaces` calls this."""
-        with self._wakeup:
-            self._held -= unused
+        self._held -= unused
         self._mark_idle()
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
@@ -304,19 +282,14 @@ class EngineWorker:
             raise self._aborted
         streams = [RequestStream(self, request) for request in requests]
         self._streams |= {stream.request.request_id: stream for stream in streams}
-        self._idle.clear()
-        with self._wakeup:
-            self._arrived.extend(requests)
-            self._wakeup.notify()
+        self._held -= len(requests)  # from here on, the host counts them
+        self._host.submit(requests)
         return streams
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request. Its stream gets the terminal output after the next step."""
-        if request_id not in self._streams:
-            return
-        with self._wakeup:
-            self._cancelled.append(request_id)
-            self._wakeup.notify()
+        if request_id in self._streams:
+            self._host.cancel(request_id)
 
     async def reset_prefix_cache(self) -> int:
         """Free the unused cached blocks between two steps. Returns their number.
@@ -325,7 +298,7 @@ class EngineWorker:
             EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
         self._check_accepting()
-        return await asyncio.wrap_future(self.call(lambda engine: engine.reset_prefix_cache()))
+        return await asyncio.wrap_future(self.call(EngineCalls.reset_prefix_cache))
 
     async def pause(self) -> None:
         """Pause the engine until `resume`, and wait until all outputs in flight are delivered.
@@ -336,29 +309,25 @@ class EngineWorker:
             EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
         self._check_accepting()
-        await asyncio.wrap_future(self.call(Engine.pause))
-        while await asyncio.wrap_future(self.call(lambda engine: engine.runner.in_flight)):
+        await asyncio.wrap_future(self.call(EngineCalls.pause))
+        while await asyncio.wrap_future(self.call(EngineCalls.in_flight)):
             pass  # each call waits for a step, and each step delivers a step in flight
         self._check_accepting()
 
     async def resume(self) -> None:
         """Let the engine plan steps again. Raises as `pause` does."""
         self._check_accepting()
-        await asyncio.wrap_future(self.call(Engine.resume))
+        await asyncio.wrap_future(self.call(EngineCalls.resume))
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run `function(engine)` on the engine's thread between two steps. Returns a future of its result.
+    def call(
+        self, function: Callable[Concatenate[EngineCalls, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Call a method of `EngineCalls` in the engine's thread, between two steps. Returns a future of its result.
 
         Raises:
             ShuttingDownError: the engine's thread is stopping.
         """
-        outcome: Future[T] = Future()
-        with self._wakeup:
-            if self._stopping:
-                raise ShuttingDownError(STOPPED)
-            self._calls.append((function, outcome))
-            self._wakeup.notify()
-        return outcome
+        return self._host.call(function, *args, **kwargs)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -374,7 +343,7 @@ class EngineWorker:
         if not self._streams and not self._held:
             self._idle.set()
 
-    # ------------------------------------------------------------------ ending (event loop)
+    # ------------------------------------------------------------------ ending
 
     def stop_accepting(self) -> None:
         """Let `hold_places` refuse new requests. Accepted requests go on."""
@@ -401,15 +370,9 @@ class EngineWorker:
             timeout_s: how long to wait for that step, in seconds; None: without a limit.
         """
         self.stop_accepting()
-        with self._wakeup:
-            self._stopping = True
         self._abort_all(ShuttingDownError(STOPPED))
-        await asyncio.to_thread(self._thread.join, timeout_s)
-
-    @property
-    def running(self) -> bool:
-        """Whether the engine's thread is alive."""
-        return self._thread.is_alive()
+        self._host.stop()
+        await asyncio.to_thread(self._host.join, timeout_s)
 
     def _abort_all(self, error: ShuttingDownError) -> None:
         """Fail every stream now. The engine drops the requests after its present step, which may never end."""
@@ -418,99 +381,4 @@ class EngineWorker:
             stream.put_error(error)
         self._streams.clear()
         self._mark_idle()
-        with self._wakeup:
-            self._abort = error
-            self._wakeup.notify()
-
-    # ------------------------------------------------------------------ the engine's thread
-
-    def _run(self) -> None:
-        try:
-            self._built.set_result(self._make_engine())
-        except BaseException as error:  # `build` raises it
-            self._built.set_exception(error)
-            return
-        while True:
-            try:
-                if self._turn():
-                    return
-            except BaseException as error:
-                # The runner handles failed passes. This is a bug, or an exception that ends threads: the engine's
-                # state is unknown. The thread goes on, to fail later requests with this error.
-                if self.dead is not None:
-                    raise
-                logger.exception("the engine failed")
-                self.engine.dead = EngineDeadError("the engine failed; restart the server")
-                self.engine.dead.__cause__ = error
-                self._hand_back(self.engine.abort_all(self.engine.dead))
-
-    def _turn(self) -> bool:
-        """Wait for work, pass it to the engine and run a step. Returns True if the thread is to end."""
-        with self._wakeup:
-            self._wait_for_work()
-        self._turn_began_s = time.monotonic()
-        try:
-            if self.engine.is_due:
-                self.engine.wait()  # requests that arrive during this wait are part of the step
-            with self._wakeup:
-                stopping = self._stopping
-                refused = self._empty_inbox()
-            self._hand_back(refused)  # before the step, which may be long
-            if not stopping and self.engine.is_due:
-                self._hand_back(self.engine.step())
-        finally:
-            self._turn_began_s = None
-        return stopping
-
-    def _wait_for_work(self) -> None:
-        """Block until there is work. Call with the lock held; it is released while waiting."""
-        while not (self._arrived or self._cancelled or self._calls or self._abort or self._stopping):
-            wake = self.engine.next_wake()
-            timeout = None if wake is None else wake - self.engine.clock()
-            if timeout is not None and timeout <= 0:
-                return
-            self._wakeup.wait(timeout)
-
-    def _empty_inbox(self) -> list[StepOutput]:
-        """Pass new requests, cancellations and calls to the engine. Call with the lock held.
-
-        A place stays held until its request is in the scheduler's queue, so that each request is counted once.
-
-        Returns:
-            The terminal outputs of requests that the engine refused, and of aborted ones.
-        """
-        outputs: list[StepOutput] = []
-        while self._arrived:
-            request = self._arrived.popleft()
-            try:
-                if not self.engine.add_request(request):
-                    raise self._queue_full(1)  # noqa: TRY301 - fails as others do
-            except Exception as error:
-                outputs.append(fail(request, error))
-            self._held -= 1
-        for request_id in self._cancelled:
-            self.engine.cancel(request_id)
-        self._cancelled.clear()
-        for function, outcome in self._calls:
-            if outcome.set_running_or_notify_cancel():  # its client may have left
-                try:
-                    outcome.set_result(function(self.engine))
-                except Exception as error:  # raised where the future is awaited
-                    outcome.set_exception(error)
-        self._calls.clear()
-        if self._abort is not None:
-            outputs += self.engine.abort_all(self._abort)
-            self._abort = None
-        return outputs
-
-    def _hand_back(self, outputs: list[StepOutput]) -> None:
-        if outputs:
-            self.on_event_loop(self._deliver, outputs)
-
-    def on_event_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Run `call(*arguments)` on the event loop. For the engine's thread."""
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:  # the loop is closed: nobody is left to read
-            logger.debug("what a closed event loop was to be told was dropped")
+        self._host.abort(error)

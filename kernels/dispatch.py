@@ -25,6 +25,8 @@ INTERPRETED: bool = HAS_TRITON and os.environ.get("INFER_INTERPRET_TRITON", "").
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 
+Kernels = Literal["triton", "native", "torch"]
+
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether an operation on `tensor` (any shape) should launch Triton (True) or call torch (False).
@@ -50,7 +52,7 @@ def has_native_products(tensor: torch.Tensor, dtype: torch.dtype | None = None) 
     return use_native(tensor) and native.has_products(dtype or tensor.dtype)
 
 
-def kernels_on(device: torch.device) -> Literal["triton", "native", "torch"]:
+def kernels_on(device: torch.device) -> Kernels:
     """Return the kind of kernels used on `device`: `triton`, `native` or `torch`."""
     if device.type == "cuda" or INTERPRETED:
         return "triton" if HAS_TRITON else "torch"

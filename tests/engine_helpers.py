@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine import Engine
+from common.engine_thread import EngineThread
 from common.generate import generate
 from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
@@ -504,14 +505,14 @@ class Gate:
 @contextlib.asynccontextmanager
 async def working(engine: Engine) -> AsyncIterator[EngineWorker]:
     """A started worker, which is stopped in the end whatever happens."""
-    worker = EngineWorker(lambda: engine)
+    worker = EngineWorker(EngineThread(lambda: engine))
     worker.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield worker
     finally:
         await worker.stop()
-    assert not worker._thread.is_alive()
+    assert not worker.running
 
 
 def submit(worker: EngineWorker, prompt: str, params: SamplingParams) -> RequestStream:

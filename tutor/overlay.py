@@ -166,6 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `tree module arguments …`. Returns 1 if a line of the tree raises."""
     tree, module, *rest = arguments
     install(Path(tree).resolve())
+    os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files
     threading.Thread(target=CallWatch(Path(tree).resolve()).run, name="call watch", daemon=True).start()
     sys.argv = [module, *rest]
     try:

@@ -62,6 +62,7 @@ ENTRIES = {
     "prefill_profile": Entry("where a prompt's time goes, operator by operator", "prefill_profile.parts"),
     "speculative": Entry("a token of phase 10 and of phase 9, by workload", "speculative.compare"),
     "token_path": Entry("one token's way through a server, leg by leg", "token_path.legs"),
+    "two_processes": Entry("engine and HTTP in one process and in two", "two_processes.compare"),
 }
 
 

@@ -32,6 +32,7 @@ import uvicorn
 from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
+from common.engine_thread import EngineThread
 from common.phases import find_phase
 from common.request import Request
 from common.server.app import create_app
@@ -61,7 +62,7 @@ LEGS = (
     Leg("called", "socket, uvicorn: bytes to a call of the app", once=True),
     Leg("submitted", "routes, bodies: the body, read and checked", once=True),
     Leg("queued", "Intake: a place in the queue, token ids", once=True),
-    Leg("taken", "EngineWorker: from the event loop to the engine's thread", once=True),
+    Leg("taken", "EngineThread: from the event loop to the engine's thread", once=True),
     Leg("planned", "Scheduler: retire, make_room, admit, plan"),
     Leg("computed", "Runner.forward: tokens, positions, addresses, the forward pass"),
     Leg("sampled", "sample: logits to token ids"),
@@ -95,10 +96,10 @@ class Marks:
         return noted
 
     @contextmanager
-    def on(self, worker: EngineWorker) -> Iterator[None]:
-        """Context manager: note every mark in a server with this worker."""
-        engine = worker.engine
-        add_request, hand_back = engine.add_request, worker._hand_back
+    def on(self, worker: EngineWorker, thread: EngineThread) -> Iterator[None]:
+        """Context manager: note every mark in a server with this worker of an engine in this thread."""
+        engine = thread.engine
+        add_request, hand_back = engine.add_request, thread._hand_back
         call, next_piece = RequestIds.__call__, Backlog.next_piece
 
         async def called(middleware: RequestIds, scope: Any, receive: Any, send: Any) -> None:
@@ -127,7 +128,7 @@ class Marks:
             patch.object(Intake, "submit", self.before("submitted", Intake.submit)),
             patch.object(worker, "submit", self.before("queued", worker.submit)),
             patch.object(engine, "add_request", taken),
-            patch.object(worker, "_hand_back", handed),
+            patch.object(thread, "_hand_back", handed),
             patch.object(worker, "_deliver", self.before("delivered", worker._deliver)),
             patch.object(Backlog, "next_piece", written),
         ):
@@ -163,11 +164,15 @@ def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, lis
     return found
 
 
-async def serve_and_read(worker: EngineWorker, body: bytes, requests: int, marks: Marks) -> None:
+async def serve_and_read(thread: EngineThread, body: bytes, requests: int, marks: Marks) -> None:
     """Serve a client in another process until it has all its answers. Times go to `marks`."""
-    context = multiprocessing.get_context("spawn")
-    with bind("127.0.0.1", 0) as listener, marks.on(worker), ProcessPoolExecutor(1, context) as client:
-        app = create_app(worker.engine, worker=worker, model_name="measured")
+    worker, context = EngineWorker(thread), multiprocessing.get_context("spawn")
+    with (
+        bind("127.0.0.1", 0) as listener,
+        marks.on(worker, thread),
+        ProcessPoolExecutor(1, context) as client,
+    ):
+        app = create_app(thread.engine, worker=worker, model_name="measured")
         server = uvicorn.Server(uvicorn.Config(app, lifespan="on", ws="none", log_config=None))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
@@ -218,9 +223,9 @@ def measure(engine: Callable[[], Engine], requests: int, skipped: int) -> list[l
     """Start a server around this engine, measure it, and return the rows of `legs_ms`."""
     body = {"model": "measured", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
-    worker, marks = EngineWorker(engine), Marks()
-    worker.build()
-    asyncio.run(serve_and_read(worker, json.dumps(body).encode(), requests + skipped, marks))
+    thread, marks = EngineThread(engine), Marks()
+    thread.build()
+    asyncio.run(serve_and_read(thread, json.dumps(body).encode(), requests + skipped, marks))
     return legs_ms(marks, requests + skipped, skipped)
 
 

@@ -9,7 +9,8 @@ request   middleware    request ids, API keys, allowed `Host` names
 parse     routes        one function for each route; `generate` for the routes that make text
           bodies        bytes to a validated body (`requests/`: its fields), or one error
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
-inbox     common.worker the engine's thread moves requests from the inbox to `Scheduler.waiting`
+inbox     common.worker, common.engine_thread
+                        the engine's thread moves requests from the inbox to `Scheduler.waiting`
 step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
                         `parts`: answer, thoughts and tool calls, cut from that text

@@ -14,6 +14,8 @@ from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.engine import Engine
+from common.engine_front import EngineFront
+from common.engine_thread import EngineThread
 from common.server import routes, state_routes
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
@@ -38,7 +40,7 @@ LAST_STEP_S = 5.0  # how long shutdown waits for a step in flight; all its clien
 
 
 def create_app(
-    engine: Engine,
+    engine: EngineFront,
     *,
     worker: EngineWorker | None = None,
     model_name: str | None = None,
@@ -60,7 +62,7 @@ def create_app(
     """Return the app around an engine. The app owns the engine from start-up to shutdown.
 
     Args:
-        engine: an engine of any phase.
+        engine: an engine of any phase; or, with its worker, the front of an engine in another process.
         worker: the worker that built the engine; by default a new worker around it.
         model_name: the model's name for clients; by default the name it was loaded by (a folder's last part).
         other_names: further names of the model.
@@ -78,9 +80,13 @@ def create_app(
         admin: whether clients may pause the engine.
         tool_call_parser, reasoning_parser: how calls and thoughts are found in answers, as `Dialect.of` takes them.
     """
+    if worker is None:
+        if not isinstance(engine, Engine):
+            raise TypeError("an engine in another process comes with its worker: pass both")
+        worker = EngineWorker(EngineThread(lambda: engine))
     service = Service(
         engine,
-        worker or EngineWorker(lambda: engine),
+        worker,
         (model_name or served_model_name(engine.config.model), *other_names),
         bodies=Bodies(body_timeout_s),
         step_timeout_s=step_timeout_s,

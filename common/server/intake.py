@@ -34,7 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from common.dialect import Dialect
-from common.engine import Engine
+from common.engine_front import EngineFront
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
 from common.grammar import Grammar, Matcher
 from common.request import Request as EngineRequest
@@ -69,7 +69,12 @@ class Intake:
     """Validates bodies, tokenizes prompts and submits requests to an engine."""
 
     def __init__(
-        self, engine: Engine, worker: EngineWorker, admission: Admission, limits: Limits, dialect: Dialect
+        self,
+        engine: EngineFront,
+        worker: EngineWorker,
+        admission: Admission,
+        limits: Limits,
+        dialect: Dialect,
     ) -> None:
         self._engine = engine
         self._worker = worker
@@ -146,8 +151,8 @@ class Intake:
             return [None] * choices
         self._worker.check_room(choices)  # nothing is compiled for a request that the queue would refuse
 
-        def compile_all() -> Sequence[Matcher]:
-            return [self._engine.grammars.new_matcher(grammar) for _ in range(choices)]
+        def compile_all() -> Sequence[Matcher | None]:
+            return [self._engine.new_matcher(grammar) for _ in range(choices)]
 
         return await self._admission.compiling.run(compile_all)
 

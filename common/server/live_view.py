@@ -3,14 +3,14 @@
 No frames are made while no client watches.
 
 ```text
-engine thread                                        event loop
+engine thread (`common.engine_calls`)                event loop
   step ─> watcher: a frame, unless it is too soon ──> publish ─┬─> a viewer's queue ─> events ─> its page
                                                                └─> another's, full: emptied, its frames counted
 ```
 
-Watching must not slow down the engine. At most `MAX_FRAMES_PER_S` frames are made a second, and making them takes
-at most `ENGINE_SHARE` of the engine thread's time. Steps in between get no frame. A viewer that does not keep up
-misses frames and goes on with a key frame, which holds the whole state.
+Watching must not slow down the engine: `common.engine_calls` bounds the number of frames a second, and the share of
+the engine thread's time for making them. Steps in between get no frame. A viewer that does not keep up misses
+frames and goes on with a key frame, which holds the whole state.
 
 ```text
 event: begin     values that hold for all frames: `common.step_trace`, header
@@ -24,77 +24,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import math
-import time
+import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import ClassVar
 
-from common.engine import Engine
+from common.engine_calls import EngineCalls
 from common.errors import ShuttingDownError
-from common.request import StepOutput
-from common.scheduling import StepPlan
 from common.server.errors import from_exception, unavailable
 from common.server.replies.shapes import event
 from common.server.stream import Stream
-from common.step_trace import Frame, FrameMaker, Header, header
-from common.telemetry import StepRecord
-from common.trace import TraceBuffer, Tracer
+from common.step_trace import Frame, Header, header
 from common.worker import EngineWorker
-
-logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer
-MAX_FRAMES_PER_S = 20
-ENGINE_SHARE = 0.003  # of the engine thread's time, for making frames
 TICK_S = 0.25  # seconds between two checks whether the latest step has a frame
 #: Recordings at a time. Each of them writes every step's events again, in the engine's thread.
 MAX_RECORDINGS = 4
 FETCH_S = 0.1  # seconds between two pieces of a trace
-
-Step = tuple[StepRecord, StepPlan, Sequence[StepOutput]]
-
-
-class Watcher:
-    """Makes frames of the engine's steps in the engine's thread, and hands them to the event loop.
-
-    Its methods run in the engine's thread; `maker.next_is_key` in any.
-
-    Args:
-        worker: the engine's.
-        live_view: is given each frame, on the event loop.
-    """
-
-    def __init__(self, worker: EngineWorker, live_view: LiveView) -> None:
-        self._worker = worker
-        self._live_view = live_view
-        self.maker = FrameMaker(worker.engine)
-        self._due_s = 0.0
-        self._left_out: Step | None = None  # the latest step, if no frame tells of it
-
-    def __call__(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
-        self.maker.note(outputs)
-        self._left_out = record, plan, outputs
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """Make a frame of the latest step if it has none: the next step may not come for long."""
-        now_s, began_s = time.monotonic(), time.thread_time()
-        if self._left_out is None or now_s < self._due_s:
-            return
-        try:
-            frame = self.maker.frame(*self._left_out)
-        except Exception:  # a bug in the live view must not fail requests
-            logger.exception("the live view failed")
-            self._due_s = math.inf
-            self._worker.on_event_loop(self._live_view.end)
-            return
-        self._left_out = None
-        self._worker.on_event_loop(self._live_view.publish, frame)
-        took_s = time.thread_time() - began_s  # processor time: does not count other processes
-        self._due_s = now_s + max(took_s / ENGINE_SHARE, 1 / MAX_FRAMES_PER_S)
 
 
 class Viewer:
@@ -147,12 +95,12 @@ class Viewer:
 
 
 class LiveView:
-    """All viewers, and the watcher that exists while there is a viewer. Used on the event loop only."""
+    """All viewers. The engine is watched while there is one. Used on the event loop only."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
+        worker.on_frame = self.publish
         self._viewers: list[Viewer] = []
-        self._watcher: Watcher | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -175,61 +123,58 @@ class LiveView:
             )
         viewer = Viewer(self)
         self._viewers.append(viewer)
-        if self._watcher is None:
-            self._watcher = watcher = Watcher(self._worker, self)
-            self._ask(lambda engine: engine.watchers.append(watcher))
-            self._ticking = asyncio.create_task(self._tick(watcher))
-        self._watcher.maker.next_is_key()
+        if self._ticking is None:
+            self._ask(EngineCalls.watch)
+            self._ticking = asyncio.create_task(self._tick())
+        self._ask(EngineCalls.next_is_key)
         return viewer
 
     def close(self, viewer: Viewer) -> None:
         self._viewers.remove(viewer)
-        watcher = self._watcher
-        if not self._viewers and watcher is not None and self._ticking is not None:
-            self._ask(lambda engine: engine.unwatch(watcher))
+        if not self._viewers and self._ticking is not None:
+            self._ask(EngineCalls.unwatch)
             self._ticking.cancel()
-            self._watcher = self._ticking = None
+            self._ticking = None
 
-    def publish(self, frame: Frame) -> None:
+    def publish(self, frame: Frame | None) -> None:
+        """Pass a frame to every viewer. None: no more frames will come."""
+        if frame is None:
+            self.end()
+            return
         for viewer in self._viewers:
             viewer.put(frame)
-        if self._watcher is not None and any(viewer.needs_key for viewer in self._viewers):
-            self._watcher.maker.next_is_key()
+        if any(viewer.needs_key for viewer in self._viewers):
+            self._ask(EngineCalls.next_is_key)
 
     def end(self) -> None:
         """End every viewer's stream."""
         for viewer in self._viewers:
             viewer.end()
 
-    def _ask(self, call: Callable[[Engine], None]) -> None:
-        """Call a function in the engine's thread, unless that thread ends."""
+    def _ask(self, call: Callable[[EngineCalls], None]) -> None:
+        """Make a call in the engine's thread, unless that thread ends."""
         with contextlib.suppress(ShuttingDownError):
             self._worker.call(call)
 
-    async def _tick(self, watcher: Watcher) -> None:
+    async def _tick(self) -> None:
         """Every `TICK_S`, make a frame of the latest step if it has none; end all streams if the server ends."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
                 self.end()
             else:
-                self._ask(lambda _: watcher.catch_up())
+                self._ask(EngineCalls.catch_up)
 
     def _is_over(self) -> bool:
         return self._worker.draining or self._worker.dead is not None
 
 
 class Recordings:
-    """The traces that are being recorded.
+    """The traces that are being recorded."""
 
-    Args:
-        worker: the engine's.
-        tracer: the engine's, called in the engine's thread only.
-    """
-
-    def __init__(self, worker: EngineWorker, tracer: Tracer) -> None:
+    def __init__(self, worker: EngineWorker) -> None:
         self.worker = worker
-        self.tracer = tracer
+        self.numbers = itertools.count()
         self.running: set[Recording] = set()
 
     def open(self, seconds: float) -> Recording:
@@ -257,26 +202,25 @@ class Recording:
     def __init__(self, recordings: Recordings, seconds: float) -> None:
         self._recordings = recordings
         self._seconds = seconds
-        self.buffer = TraceBuffer()
+        self._number = next(recordings.numbers)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Record for the requested time, and yield the events as they come."""
-        worker, tracer, buffer = self._recordings.worker, self._recordings.tracer, self.buffer
-        clock = asyncio.get_running_loop().time
-        await asyncio.wrap_future(worker.call(lambda _: tracer.start(buffer)))
-        until_s = clock() + self._seconds
-        while (left_s := until_s - clock()) > 0 and not buffer.closed and not worker.draining:
+        worker, clock = self._recordings.worker, asyncio.get_running_loop().time
+        await asyncio.wrap_future(worker.call(EngineCalls.start_trace, self._number))
+        until_s, closed = clock() + self._seconds, False
+        while (left_s := until_s - clock()) > 0 and not closed and not worker.draining:
             await asyncio.sleep(min(left_s, FETCH_S))
-            yield buffer.fetch()
-        await asyncio.wrap_future(worker.call(lambda _: tracer.stop(buffer)))
-        yield buffer.fetch()
+            piece, closed = await asyncio.wrap_future(worker.call(EngineCalls.fetch_trace, self._number))
+            yield piece
+        yield await asyncio.wrap_future(worker.call(EngineCalls.stop_trace, self._number))
 
     def close(self) -> None:
         """Stop the recording, also if it is about to start: the engine's thread runs its calls in order."""
         recordings = self._recordings
         recordings.running.discard(self)
         with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
-            recordings.worker.call(lambda _: recordings.tracer.stop(self.buffer))
+            recordings.worker.call(EngineCalls.stop_trace, self._number)
 
 
 class TraceStream(Stream):

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from common.engine import Engine
+from common.engine_front import EngineFront
 from common.memory import return_freed_memory
 from common.server.errors import ApiError, from_exception
 from common.server.replies.answer import Answer
@@ -194,7 +194,7 @@ class Pulse:
     Rates are averages over the last `PULSE_EVERY_S` seconds.
     """
 
-    def __init__(self, engine: Engine, worker: EngineWorker) -> None:
+    def __init__(self, engine: EngineFront, worker: EngineWorker) -> None:
         self._engine = engine
         self._worker = worker
         self._remember()

@@ -54,7 +54,7 @@ class Metrics(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         engine, worker = self._service.engine, self._service.worker
-        model = engine.runner.model
+        model = engine.model
         types = {"dtype": str(model.dtype), "weights": str(model.weight_dtype)}
         info = GaugeMetricFamily(
             "infer:model_info", "1; the labels say what is served", labels=[*self._labels, *types]

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from common.engine import Engine
+from common.engine_front import EngineFront
 from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
 from common.server.replies.response_shapes import EventType, ResponseEvent, ResponseObject
@@ -202,7 +202,9 @@ _NO_RETRY = {SHOULD_RETRY: {"description": "the same would happen again", "schem
 _HEADERS = {500: _NO_RETRY, 503: _RETRY_AFTER, 504: _NO_RETRY}
 
 
-def openapi_document(app: FastAPI, engine: Engine, limits: Limits, root_path: str = "") -> dict[str, Any]:
+def openapi_document(
+    app: FastAPI, engine: EngineFront, limits: Limits, root_path: str = ""
+) -> dict[str, Any]:
     """Return the document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
     if app.openapi_schema is not None:
         return app.openapi_schema
@@ -262,7 +264,7 @@ def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
     return schemas
 
 
-def _add_limits(properties: dict[str, Any], engine: Engine, limits: Limits) -> None:
+def _add_limits(properties: dict[str, Any], engine: EngineFront, limits: Limits) -> None:
     """Add this server's limits to the fields that every body has."""
     properties["model"]["anyOf"][0]["enum"] = list(limits.models)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):

@@ -153,6 +153,11 @@ class ServerOptions(LimitOptions, CommonOptions):
         description="answer POST /pause and POST /resume, too, which act on everybody's requests; a server with "
         "--api-key answers them anyway",
     )
+    engine_process: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="on: the engine runs in a process of its own, beside the one that speaks HTTP; auto: on where "
+        "more than two cores are free",
+    )
     trace: Path | None = Field(
         default=None,
         description="file for a trace of all requests and steps, written while the server runs; "

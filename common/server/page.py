@@ -10,7 +10,7 @@ import html
 from importlib import resources
 from string import Template
 
-from common.engine import Engine
+from common.engine_front import EngineFront
 from common.request import SamplingParams
 
 #: Headers that restrict the page to its own script and style, and to this server.
@@ -49,7 +49,7 @@ COMPLETION = {
 }
 
 
-def render_page(engine: Engine, model_name: str, *, live_view: bool) -> str:
+def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str:
     """Return the page of an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("chat_page/page.html"))
     most_tokens = engine.max_seq_len - 1

@@ -11,9 +11,8 @@ Wrong options (`common.server.options`) end the command with exit code 2.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import gc
+import functools
 import logging
 import math
 import os
@@ -29,7 +28,11 @@ from typing import NoReturn
 import uvicorn
 
 from common.config import EngineConfig
+from common.engine_calls import EngineCalls
+from common.engine_process import EngineProcess
+from common.engine_thread import EngineThread
 from common.errors import StartupError
+from common.memory import freeze, freeze_objects
 from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
 from common.server.backlogs import Backlogs
@@ -40,10 +43,12 @@ from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
 from common.server.sockets import allow_open_files, listen, url_of
 from common.trace import TraceFile
-from common.worker import EngineWorker
+from common.worker import EngineHost, EngineWorker
 
 logger = logging.getLogger(__name__)
 
+#: With more cores, the engine gets a process of its own unless the options say otherwise.
+CORES_OF_ONE_PROCESS = 2
 LAST_WORDS_S = 1.0  # at shutdown, connections get at least this long to send their last bytes
 
 
@@ -88,7 +93,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     Raises:
         StartupError: the port is taken, the trace's file cannot be written, or the engine cannot be built.
     """
-    worker = EngineWorker(lambda: package.build_engine(config))
+    worker = EngineWorker(engine_host(package, options, config))
     limits = ConnectionLimits(
         connections=allow_open_files(options.max_connections),
         per_address=options.max_connections_per_address,
@@ -98,7 +103,8 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     )
     check_tls(options)  # before the model, whose loading may take minutes
     with listen(options) as listener:
-        trace = None if options.trace is None else TraceFile(options.trace)
+        if options.trace is not None:
+            TraceFile(options.trace).close()  # raises StartupError now, if it cannot be written
         engine = worker.build()
         names = options.served_model_name
         backlogs = Backlogs(options.max_unread_bytes, options.max_total_unread_bytes, options.send_timeout)
@@ -139,34 +145,38 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address} (open it in a browser)",
             shutdown_timeout_s=options.shutdown_timeout,
         )
-        if trace is not None:
-            service.tracer.start(trace)  # on this thread: the engine's thread is idle until the server runs
+        if options.trace is not None:
+            worker.call(EngineCalls.trace_to, options.trace)
         freeze_objects()
         server.run(sockets=[listener])
     if worker.running:
         logger.warning("the step in flight did not end within %g s: exiting without it", LAST_STEP_S)
         exit_at_once(0)  # every client has its answer: nobody waits for this step
-    if trace is not None:
-        service.tracer.stop(trace)
     if service.admission.busy:
         exit_at_once(0)  # threads work for clients that have left, and the interpreter would wait for them
     return 0
 
 
-def freeze_objects() -> None:
-    """Exclude the objects that exist by now from garbage collection.
-
-    These objects live as long as the server. A collection that scans them takes 0.1 to 0.2 s, in which no step is
-    planned and no client gets a token.
-    """
-    gc.collect()
-    freeze()
+def engine_host(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> EngineHost:
+    """Return the thread or the process that will build and run the engine."""
+    build = functools.partial(package.build_engine, config)
+    if not has_engine_process(options):
+        return EngineThread(build)
+    return EngineProcess(build, functools.partial(configure_logging, options.log_level, options.log_format))
 
 
-def freeze() -> None:
-    gc.freeze()
-    # At exit the interpreter does not destroy frozen objects, and libraries complain about objects that are left.
-    atexit.register(gc.unfreeze)
+def has_engine_process(options: ServerOptions) -> bool:
+    """Return whether the engine gets a process of its own, by `--engine-process`."""
+    if options.engine_process == "auto":
+        return free_cores() > CORES_OF_ONE_PROCESS
+    return options.engine_process == "on"
+
+
+def free_cores() -> int:
+    """Return the number of logical cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def check_tls(options: ServerOptions) -> None:

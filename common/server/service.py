@@ -13,7 +13,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from common.dialect import Dialect
-from common.engine import Engine
+from common.engine_front import EngineFront
 from common.errors import EngineDeadError
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies, Limits
@@ -21,7 +21,6 @@ from common.server.errors import unavailable
 from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
-from common.trace import Tracer
 from common.worker import EngineWorker
 
 
@@ -39,13 +38,12 @@ class Service:
         dialect: how the model marks its thoughts and its tool calls.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: the clients that watch the engine's steps; None: the live view is off.
-        tracer: traces the engine; call it in the engine's thread (`EngineWorker.call`).
         recordings: the traces that clients record.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineFront,
         worker: EngineWorker,
         model_names: tuple[str, ...],
         *,
@@ -69,15 +67,14 @@ class Service:
         self.limits = Limits(
             models=model_names,
             max_choices=engine.config.max_waiting_requests,
-            vocab_size=engine.runner.model.config.vocab_size,
+            vocab_size=engine.model.config.vocab_size,
         )
         self.dialect = dialect
         self.admission = Admission()
         self.intake = Intake(engine, worker, self.admission, self.limits, dialect)
         self.live_view = LiveView(worker) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
-        self.tracer = Tracer(engine)
-        self.recordings = Recordings(worker, self.tracer)
+        self.recordings = Recordings(worker)
 
     def require_health(self) -> None:
         """Check that the engine works.
@@ -98,9 +95,9 @@ class Service:
             )
 
 
-def fingerprint_of(engine: Engine, model_name: str) -> str:
+def fingerprint_of(engine: EngineFront, model_name: str) -> str:
     """Return the `system_fingerprint` of answers: a digest of version, phase, model and number types."""
-    model = engine.runner.model
+    model = engine.model
     version = importlib.metadata.version("infer-phases")
     named = (version, engine.phase.slug, model_name, str(model.dtype), str(model.weight_dtype))
     return f"fp_{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}"

@@ -29,7 +29,6 @@ from common.server.replies.shapes import (
 )
 from common.server.service import Served, Service
 from common.server.stream import EventStream
-from kernels.dispatch import kernels_on
 
 router = APIRouter()
 
@@ -127,11 +126,11 @@ async def version(service: Served) -> Response:
         "version": importlib.metadata.version("infer-phases"),
         "phase": engine.phase.slug,
         "torch": torch.__version__,
-        "device": str(engine.runner.model.device),
-        "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
-        "weights": str(engine.runner.model.weight_dtype).removeprefix("torch."),
-        "kernels": kernels_on(engine.runner.model.device),
-        "batch_invariant": engine.runner.model.batch_invariant,
+        "device": str(engine.model.device),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "weights": str(engine.model.weight_dtype).removeprefix("torch."),
+        "kernels": engine.kernels,
+        "batch_invariant": engine.model.batch_invariant,
     }
     return json_response(reply)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.engine import Engine
+from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput
 from common.worker import EngineWorker
@@ -307,7 +308,7 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
         await asyncio.gather(*(client(worker, number) for number in range(16)))
         assert await worker.drain(TIMEOUT_S)
         # Those who were cancelled at once may still be in the inbox.
-        await until(lambda: worker._held == 0)
+        await until(lambda: worker.num_waiting() == 0)
         await until(lambda: not engine.has_work)
     assert min(refused, finished, cancelled) > 0
     counters = engine.telemetry.counters
@@ -326,7 +327,7 @@ async def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
         await asyncio.sleep(0)
         outputs = await read(streams[1])  # the later stream has the id
         assert outputs[-1].finished
-        await until(lambda: worker._held == 0)
+        await until(lambda: worker.num_waiting() == 0)
 
 
 async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +475,7 @@ def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
     workers: list[EngineWorker] = []
 
     async def main() -> None:
-        worker = EngineWorker(lambda: engine)
+        worker = EngineWorker(EngineThread(lambda: engine))
         worker.start()
         workers.append(worker)
         submit(worker, "one", greedy(2))
@@ -483,7 +484,7 @@ def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
     asyncio.run(main())
     gate.open.set()
     asyncio.run(asyncio.wait_for(workers[0].stop(), TIMEOUT_S))
-    assert not workers[0]._thread.is_alive()
+    assert not workers[0].running
 
 
 # ---------------------------------------------------------------------- time

@@ -22,6 +22,7 @@ from benchmarks.servers import Setup, phase_target
 from benchmarks.workloads import CHAT_WORKLOADS
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
+from common import engine_calls
 from common.generate import ContiguousCache
 from common.kv import KVShape, Span, kv_bytes
 from common.memory import format_bytes
@@ -341,5 +342,5 @@ def test_limits_of_the_live_view_are_the_codes() -> None:
         r"at most (\d+) frames a second, .*? at most ([\d.]+) % .*? At most (\d+) may look", text
     )
     assert said is not None
-    limits = (live_view.MAX_FRAMES_PER_S, live_view.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
+    limits = (engine_calls.MAX_FRAMES_PER_S, engine_calls.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
     assert tuple(float(each) for each in said.groups()) == pytest.approx(limits)

@@ -32,6 +32,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.engine import Engine
+from common.engine_thread import EngineThread
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
 from common.server import serve, sockets
@@ -418,8 +419,8 @@ class LocalServer(Served):
     ) -> None:
         package = find_phase(phase)
         config = package.Config(device="cpu", dtype="float32", **options)
-        self.worker = EngineWorker(lambda: package.build_engine(config))
-        self.engine = self.worker.build()
+        thread = EngineThread(lambda: package.build_engine(config))
+        self.worker, self.engine = EngineWorker(thread), thread.build()
         self.listener = sockets.bind("127.0.0.1", 0)
         # A few hundred tokens suffice to fill what the kernel takes for a client that reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from common import engine_calls
 from common.engine import Engine
 from common.server import live_view
 from common.server.app import create_app
@@ -48,8 +49,8 @@ async def frames_until_idle(events: AsyncIterator[Event]) -> list[dict[str, Any]
 
 
 async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "MAX_FRAMES_PER_S", 1e6)  # every step has its frame
-    monkeypatch.setattr(live_view, "ENGINE_SHARE", 1e6)
+    monkeypatch.setattr(engine_calls, "MAX_FRAMES_PER_S", 1e6)  # every step has its frame
+    monkeypatch.setattr(engine_calls, "ENGINE_SHARE", 1e6)
     engine = engine_of()
     async with working(engine) as worker:
         viewer = LiveView(worker).open()
@@ -114,7 +115,7 @@ async def test_who_comes_in_the_middle_begins_with_a_frame_that_tells_everything
 
 
 async def test_frames_come_no_faster_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "MAX_FRAMES_PER_S", 10)
+    monkeypatch.setattr(engine_calls, "MAX_FRAMES_PER_S", 10)
     engine = engine_of()
     async with working(engine) as worker:
         viewer = LiveView(worker).open()

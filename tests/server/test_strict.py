@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.gated_server import SECRET
+from tests.server.gate import SECRET
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, assert_error, eventually
 
 PATH = "/openai/v1/completions"

@@ -1,0 +1,245 @@
+"""The part of an engine that prepares requests: prompts become token ids, and limits are checked.
+
+A server has this part where its clients are. The engine itself may run in a process of its own
+(`common.engine_process`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.allowed_tokens import AllowedTokens
+from common.config import EngineConfig
+from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
+from common.grammar import Grammar, GrammarCompiler, Matcher
+from common.models.config import ModelConfig
+from common.request import Request, SamplingParams
+from common.scheduling import Clock
+from common.telemetry import Telemetry
+from common.text import IncrementalDetokenizer, Tokenizer
+from kernels.dispatch import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase's number, names and idea, for messages and pages."""
+
+    number: int
+    slug: str  # the package's name
+    title: str
+    idea: str  # one line
+
+    @property
+    def default_port(self) -> int:
+        return 8000 + self.number
+
+
+class ModelFacts(Protocol):
+    """The facts about a model that a server needs. The model itself has them."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def weight_dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+
+
+class EngineFront(ABC):
+    """Prepares requests for an engine, and has its limits and its telemetry.
+
+    Attributes:
+        dead: the error that ended the engine; None while it runs.
+        default_params: sampling parameters of requests that name none, by the model's `generation_config.json`.
+        max_seq_len: the most tokens of one request, prompt and new ones.
+        paused: True from `Engine.pause` to `Engine.resume`: steps plan nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        phase: Phase,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        grammars: GrammarCompiler,
+        telemetry: Telemetry,
+        default_params: SamplingParams,
+        clock: Clock,
+    ) -> None:
+        assert config.max_seq_len is not None, "an engine's config has its max_seq_len resolved"
+        self.phase = phase
+        self.config = config
+        self.tokenizer = tokenizer
+        self.grammars = grammars
+        self.telemetry = telemetry
+        self.default_params = default_params
+        self.clock = clock
+        self.max_seq_len = config.max_seq_len
+        self.dead: EngineDeadError | None = None
+        self.paused = False
+        self._ids = itertools.count()
+
+    @property
+    @abstractmethod
+    def model(self) -> ModelFacts:
+        """The served model, or the facts about it."""
+
+    @property
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """The kernels that compute the model's passes, as `kernels_on` names them."""
+
+    @property
+    @abstractmethod
+    def has_priorities(self) -> bool:
+        """Whether requests may have a priority."""
+
+    @property
+    @abstractmethod
+    def pool_limit(self) -> int | None:
+        """The most tokens of one request that the KV memory allows; None: no limit of its own."""
+
+    @abstractmethod
+    def new_matcher(self, grammar: Grammar) -> Matcher | None:
+        """Check a grammar. Returns a matcher for one request; None if the engine's process makes it.
+
+        Raises: as `GrammarCompiler.new_matcher`.
+        """
+
+    # ------------------------------------------------------------------ requests
+
+    def create_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        cache_salt: str = "",
+        group: str = "",
+        arrived_s: float | None = None,
+        matcher: Matcher | None = None,
+        prediction: Sequence[int] = (),
+        priority: int = 0,
+    ) -> Request:
+        """Create a request after checking its prompt against this engine's limits. Any thread may call this.
+
+        Args:
+            prompt: text (the tokenizer adds its special tokens), or token ids (nothing is added).
+            params: how to sample and when to end.
+            request_id: unique among the live requests; generated if None.
+            cache_salt: only requests with the same salt share cached prefixes.
+            group: requests of one group, such as the choices of one answer, get one fair share of the seats.
+            arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
+                then.
+            matcher: the matcher of `params.grammar`, if it was made before.
+            prediction: tokens that the answer is expected to have; they change its speed, never its tokens.
+            priority: requests with a lower one go first.
+
+        Raises:
+            InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
+            InvalidRequestError: prompt and `max_new_tokens` are too long, a parameter names an unknown token, no
+                token may be sampled, or this phase has no priorities.
+            InvalidGrammarError: `params.grammar` cannot be used.
+        """
+        new_tokens = params.max_new_tokens
+        token_ids = self.tokenize(prompt, new_tokens) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
+        self._check_length(len(token_ids), new_tokens)  # first: later checks are slow on two megabytes of ids
+        vocab_size = self.model.config.vocab_size
+        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise InvalidPromptError(
+                f"token id {outside} is not in the vocabulary of {vocab_size}", param="prompt"
+            )
+        named: dict[str, Sequence[int]] = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [i for i, _ in params.logit_bias],
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for param, ids in named.items():
+            beyond = next((i for i in ids if not 0 <= i < vocab_size), None)
+            if beyond is not None:
+                raise InvalidRequestError(
+                    f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
+                )
+        if priority and not self.has_priorities:
+            raise InvalidRequestError(
+                f"priority: {self.phase.slug} serves requests as they arrive; send 0, or leave it out",
+                param="priority",
+            )
+        allowed = AllowedTokens.of(self.tokenizer, params.allowed_token_ids, params.bad_words)
+        if allowed is not None and allowed.is_empty:
+            raise InvalidRequestError("bad_words: they forbid every allowed token", param="bad_words")
+        if matcher is None and params.grammar is not None:
+            matcher = self.new_matcher(params.grammar)
+        return Request(
+            request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.model.config.eos_token_ids,
+            detokenizer=IncrementalDetokenizer(
+                self.tokenizer,
+                token_ids,
+                params.stop,
+                params.min_tokens,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            ),
+            cache_salt=cache_salt,
+            matcher=matcher,
+            allowed=allowed,
+            priority=priority,
+            group=group,
+            arrived_s=arrived_s,
+            # Ids beyond the model's vocabulary cannot be computed, and no answer has them.
+            prediction=tuple(itertools.takewhile(lambda token_id: token_id < vocab_size, prediction)),
+        )
+
+    def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a prompt's token ids. Any thread may call this.
+
+        Raises:
+            InvalidRequestError: the text is so long that prompt and `new_tokens` exceed the limit in any case.
+                Nothing was tokenized.
+        """
+        self._check_length(self.tokenizer.min_tokens(text), new_tokens, exact=False)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens of one request, prompt and new ones, that `max_seq_len` and the KV memory allow."""
+        return self.max_seq_len if self.pool_limit is None else min(self.max_seq_len, self.pool_limit)
+
+    def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
+        """Raise InvalidRequestError if a request is too long. `exact`: False if the prompt has `prompt_tokens` or
+        more."""
+        limit = self.max_request_tokens
+        at_least = "" if exact else "at least "
+        if prompt_tokens >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {at_least}{prompt_tokens} tokens; at most {limit - 1} leave room for an answer "
+                f"within this server's {limit}",
+                param="prompt",
+            )
+        if new_tokens >= limit:
+            raise InvalidRequestError(
+                f"max_tokens {new_tokens} leaves no room for a prompt; this server holds {limit} a request",
+                param="max_tokens",
+            )
+        if prompt_tokens + new_tokens > limit:
+            raise InvalidRequestError(
+                f"a prompt of {at_least}{prompt_tokens} tokens and max_tokens {new_tokens} make "
+                f"{at_least}{prompt_tokens + new_tokens}; this server holds {limit} a request",
+                param="max_tokens",
+            )

@@ -1,0 +1,332 @@
+"""An engine in a process of its own, so that HTTP and text take no time from its steps.
+
+```text
+front: HTTP, tokens to text, SSE                           engine's process: an `EngineThread`
+  event loop ── submit, cancel, call, abort, stop ───────> main thread ─> inbox ─┐
+             <─ planned: a step begins ───────────────────  engine thread        ├─> step ─> step ─> …
+             <─ stepped: token ids and log-probabilities ─  engine thread <──────┘
+```
+
+Each message is a pickled tuple, with its length before it, on a pair of sockets. A step sends two messages,
+whatever the number of its requests. The engine's process has no detokenizers: the front makes the text, finds stop
+strings, and then cancels the request. So the engine may compute a few tokens that no client gets.
+
+If the engine's process ends, its requests fail and the engine is dead. If the front ends, in whatever way, its end
+of the sockets closes, and the engine's process ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from common.commit import decode, fail
+from common.engine import Engine
+from common.engine_calls import EngineCalls
+from common.engine_front import EngineFront
+from common.engine_server import LENGTH, Facts, Model, State, new_request, packed, receive
+from common.engine_thread import STOPPED, Deliver
+from common.errors import EngineDeadError, ShuttingDownError, StartupError
+from common.grammar import Grammar, GrammarCompiler
+from common.models.registry import open_checkpoint
+from common.request import FinishReason, Request, StepOutput
+from common.step_trace import Frame
+from common.telemetry import Counters, StepRecord, Telemetry
+from kernels.dispatch import Kernels
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class GrammarChecker(GrammarCompiler):
+    """Checks grammars that the engine's process compiles."""
+
+    def compile_s(self, grammar: Grammar) -> float | None:
+        return None if self._verdicts.get(grammar) is None else 0.0
+
+
+class RemoteEngine(EngineFront):
+    """The front of an engine in another process."""
+
+    def __init__(self, facts: Facts) -> None:
+        checkpoint = open_checkpoint(facts.config.model)
+        tokenizer = checkpoint.tokenizer(facts.config.chat_template)
+        super().__init__(
+            phase=facts.phase,
+            config=facts.config,
+            tokenizer=tokenizer,
+            grammars=GrammarChecker(tokenizer, facts.model.config.eos_token_ids),
+            telemetry=Telemetry(),
+            default_params=facts.default_params,
+            clock=time.monotonic,
+        )
+        self._facts = facts
+
+    @property
+    def model(self) -> Model:
+        return self._facts.model
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._facts.kernels
+
+    @property
+    def has_priorities(self) -> bool:
+        return self._facts.has_priorities
+
+    @property
+    def pool_limit(self) -> int | None:
+        return self._facts.pool_limit
+
+    def new_matcher(self, grammar: Grammar) -> None:
+        self.grammars.check(grammar)
+
+
+class EngineProcess:
+    """Builds an engine in a process of its own and runs it there. The methods are those of `EngineThread`.
+
+    After `start`, call them in the event loop's thread only.
+
+    Args:
+        make_engine: builds the engine. It is pickled: a function of a module, or a `functools.partial` of one.
+        prepare: is called in the new process before that, to set up its log.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], prepare: Callable[[], None]) -> None:
+        self._work = make_engine, prepare
+        self._process: subprocess.Popen[bytes] | None = None
+        self._engine: RemoteEngine | None = None
+        self._state = State()
+        self._began_s: float | None = None  # the present step, on the clock of `time.monotonic`
+        self._submitted = 0
+        self._requests: dict[str, Request] = {}
+        self._outcomes: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._unsent: list[bytes] = []  # messages from before the event loop had the socket
+        self._writer: asyncio.StreamWriter | None = None
+        self._stopping = False
+
+    def build(self) -> RemoteEngine:
+        """Start the process and block until it has built its engine.
+
+        Raises:
+            StartupError: the engine cannot be built, or its process has ended.
+        """
+        self._link, theirs = socket.socketpair()
+        # As in `multiprocessing`, modules are found where this process finds them.
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from common.engine_server import serve; serve({theirs.fileno()})"
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # a terminal's Ctrl-C goes to the front only
+            )
+        try:
+            self._link.sendall(packed(self._work))
+            built, self._state = receive(self._link)
+        except (EOFError, OSError):
+            raise StartupError(f"the engine's process {self._ending()} before the engine was built") from None
+        if isinstance(built, Exception):
+            raise built
+        self._engine = RemoteEngine(built)
+        return self._engine
+
+    @property
+    def engine(self) -> RemoteEngine:
+        assert self._engine is not None, "`build` was called"
+        return self._engine
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine's process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def step_s(self) -> float:
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    def start(self, deliver: Deliver, publish: Callable[[Frame | None], None]) -> None:
+        self._deliver, self._publish = deliver, publish
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    def queue_room(self) -> int:
+        return self._state.queue_room - self._in_inbox
+
+    def num_waiting(self) -> int:
+        return self._state.waiting + self._in_inbox
+
+    @property
+    def _in_inbox(self) -> int:
+        return self._submitted - self._state.taken
+
+    # ------------------------------------------------------------------ to the engine's process
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        dead = self.engine.dead
+        if dead is not None:
+            asyncio.get_running_loop().call_soon(self._deliver, [fail(request, dead) for request in requests])
+            return
+        self._requests |= {request.request_id: request for request in requests}
+        self._submitted += len(requests)
+        self._send("submit", [new_request(request) for request in requests])
+
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
+        self._send("cancel", request_id, reason)
+
+    def call(
+        self, function: Callable[Concatenate[EngineCalls, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        if self._stopping:
+            raise ShuttingDownError(STOPPED)
+        outcome: Future[T] = Future()
+        if self.engine.dead is not None and not self.running:
+            outcome.set_exception(self.engine.dead)
+            return outcome
+        number = next(self._numbers)
+        self._outcomes[number] = outcome
+        self._send("call", number, function, args, kwargs)
+        return outcome
+
+    def abort(self, error: Exception) -> None:
+        self._requests.clear()
+        self._send("abort", error)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._send("stop")
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Block until the process has ended, for at most `timeout_s` seconds."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+
+    def _send(self, *message: object) -> None:
+        if self._writer is None:
+            self._unsent.append(packed(message))
+        elif not self._writer.is_closing():
+            self._writer.write(packed(message))
+
+    # ------------------------------------------------------------------ from the engine's process
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        reader, self._writer = await asyncio.open_connection(sock=self._link, limit=2**22)
+        self._writer.writelines(self._unsent)
+        self._unsent.clear()
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                self._take(*pickle.loads(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the process has ended
+        except Exception:  # a bug: the engine's outputs can no longer be followed
+            logger.exception("a message of the engine's process failed")
+            self._process.kill()
+        self._writer.close()
+        if not self._stopping:
+            await asyncio.to_thread(self._process.wait)
+            self._fail_all()
+
+    def _take(self, kind: str, *content: Any) -> None:
+        if kind == "frame":
+            self._publish(*content)
+            return
+        self._state, *rest = content
+        self.engine.paused, self.engine.dead = self._state.paused, self._state.dead
+        if kind == "planned":
+            self._began_s, begun = rest
+            for request in filter(None, map(self._requests.get, begun)):
+                request.scheduled_s = self._began_s
+        elif kind == "stepped":
+            self._take_step(*rest)
+        else:
+            number, result, error = rest
+            _settle(self._outcomes.pop(number), result, error)
+
+    def _take_step(
+        self, rows: Iterable[Sequence[Any]], step: Sequence[Any] | None, next_begins_s: float | None
+    ) -> None:
+        self._began_s = next_begins_s
+        if step is not None:
+            record, counters, accepted_at = step
+            telemetry = self.engine.telemetry
+            telemetry.counters, telemetry.accepted_at = Counters(*counters), accepted_at
+            telemetry.records.append(StepRecord(*record))
+        outputs = [output for row in rows if (output := self._with_text(*row)) is not None]
+        if outputs:
+            self._deliver(outputs)
+
+    def _with_text(
+        self,
+        request_id: str,
+        token_id: int | None,
+        _: str,
+        ended: bool,
+        reason: FinishReason | None,
+        *rest: Any,
+    ) -> StepOutput | None:
+        """Return an output with its text; None if the request has ended here already, by a stop string."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        text = ""
+        if token_id is not None:
+            try:
+                text, reason = decode(request, token_id, reason)
+            except Exception as error:
+                logger.exception("request %s failed", request_id)
+                self.cancel(request_id)
+                del self._requests[request_id]
+                return fail(request, error)
+            if reason is not None and not ended:
+                self.cancel(request_id, reason)
+        ended = ended or reason is not None
+        if ended:
+            del self._requests[request_id]
+        return StepOutput(request_id, token_id, text, ended, reason, *rest)
+
+    def _fail_all(self) -> None:
+        """Fail every request and every call: the process has ended by itself."""
+        error = EngineDeadError(f"the engine's process {self._ending()}; restart the server")
+        logger.error(error)
+        self.engine.dead, self._began_s = error, None
+        outputs = [fail(request, error) for request in self._requests.values()]
+        self._requests.clear()
+        self._deliver(outputs)
+        for outcome in self._outcomes.values():
+            _settle(outcome, None, error)
+        self._outcomes.clear()
+
+    def _ending(self) -> str:
+        """Return how the process ended, for a message."""
+        assert self._process is not None
+        code = self._process.wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _settle(outcome: Future[Any], result: object, error: Exception | None) -> None:
+    if not outcome.set_running_or_notify_cancel():  # its client has left
+        return
+    if error is None:
+        outcome.set_result(result)
+    else:
+        outcome.set_exception(error)

@@ -1,0 +1,295 @@
+"""The process of an engine: messages between it and its front (`common.engine_process`), and its main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from common.allowed_tokens import AllowedTokens
+from common.commit import fail
+from common.config import EngineConfig
+from common.engine import Engine
+from common.engine_front import Phase
+from common.engine_thread import EngineThread
+from common.errors import EngineDeadError, StartupError
+from common.memory import freeze_objects
+from common.models.config import ModelConfig
+from common.request import FinishReason, Request, SamplingParams, StepOutput
+from common.scheduling import StepPlan
+from common.step_trace import Frame
+from common.telemetry import Counters, StepRecord
+from kernels.dispatch import Kernels
+
+logger = logging.getLogger(__name__)
+
+LENGTH = struct.Struct("!Q")  # of a message, in bytes
+
+
+def packed(message: object) -> bytes:
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)) + data
+
+
+def receive(link: socket.socket) -> Any:
+    """Block until a message has come. Raises EOFError: the other process has ended."""
+    (length,) = LENGTH.unpack(_receive_bytes(link, LENGTH.size))
+    return pickle.loads(_receive_bytes(link, length))
+
+
+def _receive_bytes(link: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = link.recv(min(count - len(data), 2**20))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+# ---------------------------------------------------------------------- messages
+
+
+class Model(NamedTuple):
+    """The facts about the engine's model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    batch_invariant: bool
+
+
+class Facts(NamedTuple):
+    """The values of a new engine that its front needs."""
+
+    phase: Phase
+    config: EngineConfig
+    default_params: SamplingParams
+    model: Model
+    kernels: Kernels
+    has_priorities: bool
+    pool_limit: int | None
+
+    @classmethod
+    def of(cls, engine: Engine) -> Facts:
+        model = Model(*(getattr(engine.model, name) for name in Model._fields))
+        limits = engine.has_priorities, engine.pool_limit
+        return cls(engine.phase, engine.config, engine.default_params, model, engine.kernels, *limits)
+
+
+class State(NamedTuple):
+    """The engine's state as of a message."""
+
+    taken: int = 0  # requests that have left the inbox since the start
+    waiting: int = 0
+    queue_room: int = 0
+    paused: bool = False
+    dead: EngineDeadError | None = None
+
+
+class NewRequest(NamedTuple):
+    """The fields of a request that the engine's process needs; all but the text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int]
+    cache_salt: str
+    allowed: AllowedTokens | None
+    priority: int
+    group: str
+    prediction: Sequence[int]
+    arrived_s: float | None
+
+
+new_request = operator.attrgetter(*NewRequest._fields)
+
+
+def _getter(of: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that returns the values of a dataclass's fields; faster than `dataclasses.astuple`."""
+    return operator.attrgetter(*(field.name for field in fields(of)))
+
+
+_output_values, _record_values, _counter_values = map(_getter, (StepOutput, StepRecord, Counters))
+
+
+def row(output: StepOutput) -> tuple[Any, ...]:
+    """Return an output's fields. An error that is not the project's may not be picklable: its text is sent."""
+    error = output.error
+    if error is not None and type(error).__module__ != StartupError.__module__:
+        output = replace(output, error=RuntimeError(f"{type(error).__name__}: {error}"))
+    return _output_values(output)
+
+
+# ---------------------------------------------------------------------- the engine's process
+
+
+def serve(descriptor: int) -> None:
+    """Build and run an engine as the process at the other end of a socket says. Does not return.
+
+    Args:
+        descriptor: of the socket.
+    """
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the front gets them, too, and ends this process in good order
+        signal.signal(number, lambda *_: None)
+    link = socket.socket(fileno=descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        make_engine, prepare = receive(link)
+        prepare()
+        ServingThread(link, make_engine).serve()
+    logging.shutdown()
+    os._exit(0)  # at once, even while the engine is inside a step: nobody is left to read its outputs
+
+
+class ServingThread(EngineThread):
+    """An engine's thread whose outputs go to a front."""
+
+    def __init__(self, link: socket.socket, make_engine: Callable[[], Engine]) -> None:
+        super().__init__(self._make)
+        self._link = link
+        self._make_from = make_engine
+        self._sending = threading.Lock()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="compiling")
+        self._uncompiled: set[str] = set()  # ids of requests whose grammars are being compiled
+        self._submitted = 0
+        self._sent = State()
+        self._record: StepRecord | None = None  # of a step that the front does not know yet
+
+    def serve(self) -> None:
+        """Run the engine until the front says `stop`. Raises EOFError: the front has ended."""
+        self._thread.start()
+        while True:
+            kind, *content = receive(self._link)
+            if kind == "submit":
+                self._submit_new([NewRequest(*each) for each in content[0]])
+            elif kind == "cancel":
+                self._cancel_new(*content)
+            elif kind == "call":
+                self._call(*content)
+            elif kind == "abort":
+                self.abort(*content)
+            else:
+                self.stop()
+                self.join()
+                return
+
+    # ------------------------------------------------------------------ from the front
+
+    def _submit_new(self, requests: Sequence[NewRequest]) -> None:
+        constrained = {new.request_id: new for new in requests if new.params.grammar is not None}
+        others = [Request(**new._asdict()) for new in requests if new.params.grammar is None]
+        with self._wakeup:
+            self._submitted += len(requests)
+            self._uncompiled.update(constrained)
+            self.submit(others)
+        for new in constrained.values():
+            self._compiling.submit(self._compile, new)
+
+    def _compile(self, new: NewRequest) -> None:
+        """Submit a request with a matcher of its grammar, which the front has checked."""
+        grammar = new.params.grammar
+        assert grammar is not None
+        try:
+            request = Request(**new._asdict(), matcher=self.engine.grammars.compile(grammar))
+        except Exception as error:
+            logger.exception("the grammar of request %s failed", new.request_id)
+            self._uncompiled.discard(new.request_id)
+            failed = fail(Request(**new._asdict()), error)
+            self._send("stepped", self._state(), [row(failed)], None, self._next_begins_s())
+            return
+        with self._wakeup:
+            self._uncompiled.discard(new.request_id)
+            self.submit([request])
+
+    def _cancel_new(self, request_id: str, reason: FinishReason) -> None:
+        if request_id in self._uncompiled:  # cancelled after it is submitted
+            self._compiling.submit(self.cancel, request_id, reason)
+        else:
+            self.cancel(request_id, reason)
+
+    def _call(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
+        def answer(outcome: Future[Any]) -> None:
+            error = outcome.exception()
+            self._send("answered", self._state(), number, None if error else outcome.result(), error)
+
+        self.call(function, *args, **kwargs).add_done_callback(answer)
+
+    # ------------------------------------------------------------------ to the front
+
+    def _make(self) -> Engine:
+        """Build the engine, and tell the front of it."""
+        try:
+            engine = self._make_from()
+        except BaseException as error:
+            if not isinstance(error, StartupError):
+                logger.exception("the engine could not be built")
+                error = StartupError(f"the engine could not be built: {type(error).__name__}: {error}")
+            self._send(error, self._sent)
+            raise
+        engine.plan_watchers.append(self._planned)
+        engine.watchers.append(self._stepped)
+        freeze_objects()
+        room = engine.scheduler.queue_room()
+        self._sent = State(queue_room=room)
+        self._send(Facts.of(engine), self._sent)
+        return engine
+
+    def _state(self) -> State:
+        engine = self.engine
+        with self._wakeup:
+            taken = self._submitted - len(self._uncompiled) - len(self._arrived)
+            scheduler = engine.scheduler
+            return State(taken, scheduler.num_waiting, scheduler.queue_room(), engine.paused, engine.dead)
+
+    def _planned(self, plan: StepPlan) -> None:
+        begun = [chunk.request.request_id for chunk in plan.prefill if chunk.is_first]
+        self._sent = self._state()
+        self._send("planned", self._sent, time.monotonic(), begun)
+
+    def _stepped(self, record: StepRecord, _: StepPlan, __: Sequence[StepOutput]) -> None:
+        self._record = record
+
+    def _hand_back(self, outputs: list[StepOutput]) -> None:
+        state, record = self._state(), self._record
+        if not outputs and record is None and state == self._sent:
+            return
+        self._sent, self._record = state, None
+        step = None
+        if record is not None:
+            telemetry = self.engine.telemetry
+            step = _record_values(record), _counter_values(telemetry.counters), telemetry.accepted_at
+        self._send("stepped", state, [row(output) for output in outputs], step, self._next_begins_s())
+
+    def _next_begins_s(self) -> float | None:
+        """Return the time if the next step begins now; None if the thread is going to wait for work."""
+        return time.monotonic() if self.engine.is_due else None
+
+    def _turn(self) -> bool:
+        stopping = super()._turn()
+        self._hand_back([])
+        return stopping
+
+    def _publish_frame(self, frame: Frame | None) -> None:
+        self._send("frame", frame)
+
+    def _send(self, *message: object) -> None:
+        # OSError: the front has ended, and the main thread ends this process.
+        with self._sending, contextlib.suppress(OSError):
+            self._link.sendall(packed(message))

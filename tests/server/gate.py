@@ -1,0 +1,67 @@
+"""A gate before every forward pass of an engine, which orders open, hold and break.
+
+An engine in a process of its own reads its orders from a FIFO, to which `gated_server` passes them on.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.engine import Engine
+from common.phases import find_phase
+
+SECRET = "the-secret-inside-the-server"
+
+ORDERS = ("hold", "open", "fail", "nan", "heal")
+
+gate = threading.Event()
+gate.set()
+broken = ""
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def obey(order: str) -> None:
+    """Put an order into force, and echo it."""
+    global broken
+    if order == "hold":
+        gate.clear()
+    elif order == "open":
+        gate.set()
+    else:
+        broken = "" if order == "heal" else order
+    say(order)
+
+
+def obey_all(orders: Path) -> None:
+    with orders.open() as lines:
+        for line in lines:
+            obey(line.strip())
+
+
+def before_pass(*_: object) -> None:
+    if not gate.is_set():
+        say("held")
+        gate.wait()
+    if broken == "fail":
+        raise RuntimeError(SECRET)
+
+
+def after_pass(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(logits, torch.nan) if broken == "nan" else logits
+
+
+def build_engine(phase: str, orders: Path | None, config: Any) -> Engine:
+    """Build a phase's engine behind the gate. `orders`: the FIFO, if the engine has a process of its own."""
+    engine = find_phase(phase).build_engine(config)
+    engine.runner.model.register_forward_pre_hook(before_pass)
+    engine.runner.model.register_forward_hook(after_pass)
+    if orders is not None:
+        threading.Thread(target=obey_all, args=(orders,), daemon=True).start()
+    return engine

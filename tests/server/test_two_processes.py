@@ -1,0 +1,283 @@
+"""`--engine-process on`: answers are those of one process, and the end of either process is a good end of both.
+
+With `INFER_ENGINE_PROCESS=on` in the environment, other tests start their servers in this form, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from common.engine_process import EngineProcess
+from common.errors import StartupError
+from common.phases import find_phase
+from common.server.options import read_options
+from common.server.serve import CORES_OF_ONE_PROCESS, has_engine_process
+from tests.server.support import (
+    BATCH,
+    HANG_S,
+    PHASES,
+    QUEUE,
+    ServerProcess,
+    assert_error,
+    called_from_python,
+    eventually,
+    hold_a_full_batch,
+    in_background,
+    post,
+    slow_but_on,
+)
+
+ON = ("--engine-process", "on")
+
+
+def engine_of(server: int) -> psutil.Process:
+    """The engine's process of a server's."""
+    found: list[psutil.Process] = []
+
+    def has_started() -> bool:
+        found[:] = [
+            child
+            for child in psutil.Process(server).children()
+            if "engine_server" in " ".join(child.cmdline())
+        ]
+        return len(found) == 1
+
+    eventually(has_started)
+    return found[0]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+@pytest.fixture(scope="module", params=slow_but_on("phase7_chunked"))
+def phase(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def start_split(phase: str, *flags: str) -> ServerProcess:
+    """A gated server whose engine has a process of its own."""
+    limits = "--max-batch-size", str(BATCH), "--max-waiting-requests", str(QUEUE)
+    return ServerProcess(
+        phase, *ON, *limits, *called_from_python(phase), *flags, module="tests.server.gated_server"
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_split(phase: str) -> Iterator[ServerProcess]:
+    with start_split(phase) as server:
+        yield server
+        assert "Traceback" not in "".join(server.log)
+
+
+@pytest.fixture
+def split(shared_split: ServerProcess) -> Iterator[ServerProcess]:
+    shared_split.begin_test()
+    yield shared_split
+    shared_split.order("open")
+    shared_split.assert_serves()
+
+
+@pytest.fixture
+def mortal_split(phase: str) -> Iterator[ServerProcess]:
+    with start_split(phase) as server:
+        yield server
+
+
+# ---------------------------------------------------------------------- answers
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": 40},
+    "seeded": {"max_tokens": 40, "temperature": 1, "seed": 5, "top_p": 0.9, "n": 2},
+    "scored": {"max_tokens": 6, "logprobs": 3, "echo": True},
+    "penalized": {"max_tokens": 30, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "stopped": {"max_tokens": 60, "stop": ["the", "and"]},
+    "stopped, stop string included": {"max_tokens": 60, "stop": ["the"], "include_stop_str_in_output": True},
+    "by a grammar": {"max_tokens": 30, "structured_outputs": {"regex": "[a-z]{3,8} [0-9]{2}"}},
+    "without bad words": {"max_tokens": 30, "bad_words": ["the", "was"]},
+    "by a grammar, EOS ignored": {
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "structured_outputs": {"regex": "[a-z ]+"},
+    },
+}
+
+
+def test_answers_are_those_of_one_process(phase: str) -> None:
+    found: dict[str, list[Any]] = {}
+    for form in ("on", "off"):
+        with ServerProcess(phase, "--engine-process", form) as server:
+            alone = [server.complete(**fields) for fields in REQUESTS.values()]
+            unseeded = server.complete(temperature=1, max_tokens=30)
+            together = [
+                each.result(HANG_S)
+                for each in in_background(
+                    len(REQUESTS), lambda number: post(server, **list(REQUESTS.values())[number]).json()
+                )
+            ]
+            found[form] = [
+                (answer["choices"], answer["usage"]["completion_tokens"])
+                for answer in (*alone, unseeded, *together)
+            ]
+    assert found["on"] == found["off"]
+
+
+def test_a_stop_string_ends_the_request_in_the_engine(split: ServerProcess) -> None:
+    text = split.text(max_tokens=200, ignore_eos=True)
+    word = text.split()[20]
+    expected = text[: text.index(word)]
+    choice = split.complete(max_tokens=200, ignore_eos=True, stop=[word])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
+    eventually(lambda: split.counters()["requests_finished"] == 2)
+    assert split.counters()["requests_cancelled"] == 0
+    assert split.counters()["decode_tokens"] < 300, "it was not computed to its length"
+
+
+# ---------------------------------------------------------------------- load
+
+
+def test_the_front_answers_while_a_pass_runs_and_counts_as_one_process_does(split: ServerProcess) -> None:
+    batch = hold_a_full_batch(split)
+    for path in ("/health", "/ready", "/version", "/metrics", "/telemetry", "/v1/models"):
+        assert split.client.get(path).status_code == 200
+    crowd = in_background(QUEUE + 3, lambda _: post(split))
+    eventually(lambda: sum(each.done() for each in crowd) == 3)
+    for each in crowd:
+        if each.done():
+            assert_error(each.result(), 503, None, "queue_full")
+    assert "vllm:num_requests_waiting{" in split.client.get("/metrics").text
+    split.order("open")
+    assert [each.result(HANG_S).status_code for each in crowd].count(200) == QUEUE
+    assert batch.result(HANG_S).status_code == 200
+    assert split.counters()["requests_finished"] == BATCH + QUEUE
+
+
+def test_a_client_that_leaves_frees_its_place(split: ServerProcess) -> None:
+    with split.streaming(max_tokens=1500, ignore_eos=True) as events:
+        next(events)
+    eventually(lambda: split.counters()["requests_cancelled"] == 1)
+    eventually(lambda: split.client.get("/telemetry").json()["steps"][-1]["active"] == 0)
+
+
+def test_a_request_is_cancelled_while_its_grammar_is_compiled(split: ServerProcess) -> None:
+    schema = {"type": "integer", "multipleOf": 7919}
+    grammar = {"structured_outputs": {"json": schema}}
+    split.complete(max_tokens=4, **grammar)  # its verdict is known from now on
+    with split.streaming(max_tokens=1000, n=3, **grammar):
+        pass
+    eventually(lambda: split.counters()["requests_added"] == 4)
+    eventually(split._is_idle)
+
+
+# ---------------------------------------------------------------------- steps that are watched
+
+
+def test_the_live_view_and_traces_come_from_the_engines_process(split: ServerProcess) -> None:
+    with split.client.stream("GET", "/steps") as viewer:
+        lines = viewer.iter_lines()
+        assert next(lines) == "event: begin"
+        answer = in_background(1, lambda _: post(split, max_tokens=50, ignore_eos=True))[0]
+        assert any(line.startswith("data: ") and '"key":true' in line for line in lines)
+        assert answer.result(HANG_S).status_code == 200
+    recording = in_background(1, lambda _: split.client.get("/trace?seconds=1").json())[0]
+    eventually(lambda: bool(post(split, max_tokens=3)) and recording.done())
+    assert {event["name"] for event in recording.result()} >= {"plan", "first token"}
+
+
+# ---------------------------------------------------------------------- the end of a process
+
+
+def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerProcess) -> None:
+    server = mortal_split
+    engine = engine_of(server.process.pid)
+    with server.streaming(max_tokens=4000, ignore_eos=True) as events:
+        next(events)
+        hold = in_background(BATCH + 2, lambda _: post(server, max_tokens=4000, ignore_eos=True))
+        eventually(lambda: server.counters()["requests_added"] == BATCH + 3)
+        engine.kill()
+        *_, (name, data) = events
+    assert (name, data["error"]["code"]) == ("error", "engine_dead")
+    assert "killed by SIGKILL" in data["error"]["message"]
+    for each in hold:
+        assert_error(each.result(HANG_S), 503, None, "engine_dead")
+    for path in ("/health", "/ready"):
+        assert_error(server.client.get(path), 503, None, "engine_dead")
+    assert_error(server.post(), 503, None, "engine_dead")
+    assert_error(server.client.post("/reset_prefix_cache", json={}), 503, None, "engine_dead")
+    assert server.client.get("/metrics").status_code == 200
+    server.signal()
+    assert server.wait() == 0
+    server.read_the_rest()
+    assert "Traceback" not in server.log_text
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_killed_front_leaves_no_engine_behind(mortal_split: ServerProcess, computes: bool) -> None:
+    engine = engine_of(mortal_split.process.pid)
+    if computes:
+        hold_a_full_batch(mortal_split)
+    mortal_split.process.kill()
+    eventually(lambda: has_ended(engine))
+
+
+def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
+    """A terminal sends it to every process of the command."""
+    command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu", *ON]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "ready: " in line:
+                engine = engine_of(process.pid)
+                os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) == 0
+    assert "SIGINT: finishing what runs" in log[-1]
+    assert has_ended(engine)
+
+
+def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
+    command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu", *ON]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        engine = engine_of(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) == 130
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines()[-1] == "interrupted"
+    eventually(lambda: has_ended(engine))
+
+
+# ---------------------------------------------------------------------- the start
+
+
+@pytest.mark.parametrize(
+    ("make_engine", "says"),
+    [
+        (functools.partial(os._exit, 3), "ended with exit code 3 before the engine was built"),
+        (functools.partial(int, "no engine"), "could not be built: ValueError: invalid literal"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_is_one_line(make_engine: Callable[[], Any], says: str) -> None:
+    with pytest.raises(StartupError, match=says):
+        EngineProcess(make_engine, functools.partial(os.nice, 0)).build()
+
+
+@pytest.mark.parametrize("cores", [1, CORES_OF_ONE_PROCESS, CORES_OF_ONE_PROCESS + 1])
+def test_auto_goes_by_the_free_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr("common.server.serve.free_cores", lambda: cores)
+    package = find_phase(PHASES[0])
+    for form, expected in (("auto", cores > 2), ("on", True), ("off", False)):
+        options, _ = read_options(package, ["--engine-process", form])
+        assert has_engine_process(options) is expected
