@@ -23,8 +23,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <deque>
 #include <limits>
+#include <list>
 #include <memory>
 #include <vector>
 
@@ -192,6 +192,8 @@ struct Task {
   int64_t position;       // of the first query
   int64_t queries, group; // how many, and heads that share the KV head
   int64_t head;           // the KV head
+
+  const T* query(int64_t row, int64_t size) const { return q + row / group * query_stride + row % group * size; }
 };
 
 // Scores to weights, of the tile of columns that begins at `first`: each row's largest score and sum of weights.
@@ -234,87 +236,6 @@ __attribute__((noinline)) void merge(const Part& so_far, const Part& tile, int64
   }
 }
 
-// ---------------------------------------------------------------------- few rows
-
-// One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
-// values copied. The loops below read them where they lie (see few_rows.h).
-#ifdef INFER_FEW_ROWS
-
-template <typename T>
-constexpr bool kHasLoops = kPair<T> == 2;
-
-// Columns of a sequence are apart in memory: all are fetched before the first is needed.
-void fetch_ahead(const c10::BFloat16* store, const int64_t* places, int64_t count, int64_t size) {
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(store + places[i] + d);
-}
-
-// scores [rows, count] = queries keys^T. The sixteen lanes are rows of queries, turned as in `multiply_keys`.
-void multiply_keys_in_place(
-    const c10::BFloat16* turned, const c10::BFloat16* keys, const int64_t* places, int64_t rows, int64_t count,
-    int64_t size, float* scores) {
-  constexpr int64_t kAtOnce = 8;  // columns, each a sum of its own: an addition waits for the one before
-  for (int64_t first = 0; first < count; first += kAtOnce) {
-    __m512 sums[kAtOnce] = {};
-    const c10::BFloat16* own[kAtOnce];
-    for (int64_t i = 0; i < kAtOnce; ++i) own[i] = keys + places[std::min(first + i, count - 1)];
-    for (int64_t d = 0; d < size; d += 2) {
-      const auto queries = reinterpret_cast<__m512bh>(_mm512_load_si512(turned + d * kFewRows));
-      for (int64_t i = 0; i < kAtOnce; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], pair_in_all_lanes(own[i] + d), queries);
-    }
-    alignas(64) float by_column[kAtOnce][kFewRows];
-    std::memcpy(by_column, sums, sizeof(sums));
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t i = 0; i < kAtOnce; ++i) scores[row * kColumns + first + i] = by_column[i][row];
-  }
-}
-
-// sums [rows, size] = weights values, 32 features at a time. Two columns side by side make the pairs of a product:
-// unpacking leaves features 0 to 3 of each eight in one register, and 4 to 7 in another.
-template <int64_t rows>
-void add_values(
-    const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count, int64_t size,
-    float* sums) {
-  const __m512i first_features = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-  const __m512i last_features = _mm512_add_epi32(first_features, _mm512_set1_epi32(8));
-  for (int64_t d = 0; d < size; d += 32) {
-    __m512 lower[rows] = {}, upper[rows] = {};
-    for (int64_t i = 0; i < count; i += 2) {
-      const __m512i value = _mm512_loadu_si512(values + places[i] + d);
-      const __m512i next = i + 1 < count ? _mm512_loadu_si512(values + places[i + 1] + d) : __m512i{};
-      const auto low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(value, next));
-      const auto high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(value, next));
-      for (int64_t row = 0; row < rows; ++row) {
-        const auto pair = pair_in_all_lanes(weights + row * kColumns + i);
-        lower[row] = _mm512_dpbf16_ps(lower[row], pair, low);
-        upper[row] = _mm512_dpbf16_ps(upper[row], pair, high);
-      }
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-      float* to = sums + row * size + d;
-      _mm512_storeu_ps(to, _mm512_permutex2var_ps(lower[row], first_features, upper[row]));
-      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(lower[row], last_features, upper[row]));
-    }
-  }
-}
-
-// The same for 1 to 16 rows: eight, four, two and one at a time.
-template <int64_t rows = 8>
-void add_values_of(
-    int64_t left, const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count,
-    int64_t size, float* sums) {
-  for (; left >= rows; left -= rows, weights += rows * kColumns, sums += rows * size)
-    add_values<rows>(weights, values, places, count, size, sums);
-  if constexpr (rows > 1) add_values_of<rows / 2>(left, weights, values, places, count, size, sums);
-}
-
-#else
-
-template <typename T>
-constexpr bool kHasLoops = false;
-
-#endif
-
 // Some neighbouring tiles of columns.
 struct Range {
   int64_t first, last;  // the first column of the first tile; the column before which the last one ends
@@ -327,6 +248,159 @@ Range seen_by(const Task<T>& task, int64_t window) {
   return {first_seen / kColumns * kColumns, task.position + task.queries};
 }
 
+// ---------------------------------------------------------------------- few rows
+
+// One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
+// values copied. The loops below read them where they lie (see few_rows.h).
+#ifdef INFER_FEW_ROWS
+
+template <typename T>
+constexpr bool kHasLoops = kPair<T> == 2;
+
+constexpr int64_t kRowsAtOnce = 8;  // of queries: sums that stay in registers beside sixteen columns
+
+// Fetches the keys or values of a tile, which lie apart: into the first-level cache (locality 3) or the second (2).
+template <int locality>
+void fetch_ahead(const c10::BFloat16* store, const int64_t* places, int64_t count, int64_t size) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(store + places[i] + d, 0, locality);
+}
+
+// Fetches the tile of one KV head that begins at a column and ends before `last` at most.
+void fetch_tile(
+    const Columns& columns, int64_t head, int64_t first, int64_t last, const c10::BFloat16* k_store,
+    const c10::BFloat16* v_store) {
+  int64_t places[kColumns];
+  const int64_t count = std::min(kColumns, last - first);
+  columns.locate(head, first, first + count, places);
+  fetch_ahead<2>(k_store, places, count, columns.size);
+  fetch_ahead<2>(v_store, places, count, columns.size);
+}
+
+// A square of 32-bit numbers, sixteen rows of sixteen, to its columns.
+inline void transpose(__m512i (&square)[kLanes]) {
+  __m512i half[kLanes];
+  for (int64_t i = 0; i < kLanes; i += 2) {
+    half[i] = _mm512_unpacklo_epi32(square[i], square[i + 1]);
+    half[i + 1] = _mm512_unpackhi_epi32(square[i], square[i + 1]);
+  }
+  for (int64_t i = 0; i < kLanes; i += 4)
+    for (int64_t j = 0; j < 2; ++j) {
+      square[i + 2 * j] = _mm512_unpacklo_epi64(half[i + j], half[i + j + 2]);
+      square[i + 2 * j + 1] = _mm512_unpackhi_epi64(half[i + j], half[i + j + 2]);
+    }
+  // Row i + j now has, of rows i to i + 3, columns j, 4 + j, 8 + j and 12 + j.
+  for (int64_t j = 0; j < 4; ++j) {
+    const __m512i even = _mm512_shuffle_i32x4(square[j], square[4 + j], 0x88);
+    const __m512i odd = _mm512_shuffle_i32x4(square[j], square[4 + j], 0xdd);
+    const __m512i lower_even = _mm512_shuffle_i32x4(square[8 + j], square[12 + j], 0x88);
+    const __m512i lower_odd = _mm512_shuffle_i32x4(square[8 + j], square[12 + j], 0xdd);
+    half[j] = _mm512_shuffle_i32x4(even, lower_even, 0x88);
+    half[4 + j] = _mm512_shuffle_i32x4(odd, lower_odd, 0x88);
+    half[8 + j] = _mm512_shuffle_i32x4(even, lower_even, 0xdd);
+    half[12 + j] = _mm512_shuffle_i32x4(odd, lower_odd, 0xdd);
+  }
+  std::copy_n(half, kLanes, square);
+}
+
+// scores [rows, count] = queries keys^T, sixteen columns at a time: a lane is a column. Keys are turned in registers.
+template <int64_t rows>
+void multiply_keys_in_place(
+    const c10::BFloat16* queries, const c10::BFloat16* keys, const int64_t* places, int64_t count, int64_t size,
+    float* scores) {
+  for (int64_t first = 0; first < count; first += kLanes) {
+    __m512 sums[rows] = {};
+    for (int64_t d = 0; d < size; d += 2 * kLanes) {
+      __m512i pairs[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i)
+        pairs[i] = _mm512_loadu_si512(keys + places[std::min(first + i, count - 1)] + d);
+      transpose(pairs);
+      for (int64_t i = 0; i < kLanes; ++i)
+        for (int64_t row = 0; row < rows; ++row) {
+          const auto query = pair_in_all_lanes(queries + row * size + d + 2 * i);
+          sums[row] = _mm512_dpbf16_ps(sums[row], query, reinterpret_cast<__m512bh>(pairs[i]));
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) _mm512_storeu_ps(scores + row * kColumns + first, sums[row]);
+  }
+}
+
+// sums [rows, size] = weights values, `parts` times 32 features at a time. Two columns side by side make the pairs of a
+// product: unpacking leaves features 0 to 3 of each eight in one register, and 4 to 7 in another.
+template <int64_t rows, int64_t parts>
+void add_values(
+    const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count, int64_t size,
+    float* sums) {
+  const __m512i first_features = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i last_features = _mm512_add_epi32(first_features, _mm512_set1_epi32(8));
+  for (int64_t begin = 0; begin < size; begin += 32 * parts) {
+    __m512 lower[rows][parts] = {}, upper[rows][parts] = {};
+    for (int64_t i = 0; i < count; i += 2) {
+      __m512bh low[parts], high[parts];
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t d = begin + 32 * part;
+        const __m512i value = _mm512_loadu_si512(values + places[i] + d);
+        const __m512i next = i + 1 < count ? _mm512_loadu_si512(values + places[i + 1] + d) : __m512i{};
+        low[part] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(value, next));
+        high[part] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(value, next));
+      }
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto pair = pair_in_all_lanes(weights + row * kColumns + i);
+        for (int64_t part = 0; part < parts; ++part) {
+          lower[row][part] = _mm512_dpbf16_ps(lower[row][part], pair, low[part]);
+          upper[row][part] = _mm512_dpbf16_ps(upper[row][part], pair, high[part]);
+        }
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t part = 0; part < parts; ++part) {
+        float* to = sums + row * size + begin + 32 * part;
+        _mm512_storeu_ps(to, _mm512_permutex2var_ps(lower[row][part], first_features, upper[row][part]));
+        _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(lower[row][part], last_features, upper[row][part]));
+      }
+  }
+}
+
+// `compute_tiles` for few rows.
+template <typename Next, typename Finish>
+void compute_few(
+    Scratch<c10::BFloat16>& scratch, const Task<c10::BFloat16>& task, Range range, const Columns& columns,
+    const c10::BFloat16* k_store, const c10::BFloat16* v_store, float scale, int64_t window, const Next& next,
+    const Finish& finish) {
+  const int64_t size = columns.size, count = task.queries * task.group;
+  c10::BFloat16* queries = scratch.queries.data();
+  for (int64_t row = 0; row < count; ++row)
+    std::memcpy(queries + row * size, task.query(row, size), size * sizeof(*queries));
+  for (int64_t first = range.first; first < range.last; first += kColumns) {
+    if (first + kColumns < range.last)
+      fetch_tile(columns, task.head, first + kColumns, range.last, k_store, v_store);
+    const Part tile = next();
+    const int64_t seen = std::min(kColumns, range.last - first), width = (seen + 31) / 32 * 32;
+    int64_t places[kColumns];
+    columns.locate(task.head, first, first + seen, places);
+    fetch_ahead<3>(k_store, places, seen, size);
+    fetch_ahead<3>(v_store, places, seen, size);
+    in_groups<kRowsAtOnce>(count, [&](auto rows, int64_t row) {
+      float* scores = scratch.scores.data() + row * kColumns;
+      multiply_keys_in_place<rows>(queries + row * size, k_store, places, seen, size, scores);
+    });
+    weigh(scratch, task, tile, first, width, scale, window);
+    in_groups<kRowsAtOnce>(count, [&](auto rows, int64_t row) {
+      // Sums of 64 features fit into the registers for up to four rows.
+      const auto add = rows <= 4 && size % 64 == 0 ? add_values<rows, rows <= 4 ? 2 : 1> : add_values<rows, 1>;
+      add(scratch.weights.data() + row * kColumns, v_store, places, seen, size, tile.sums + row * size);
+    });
+    finish(tile);
+  }
+}
+
+#else
+
+template <typename T>
+constexpr bool kHasLoops = false;
+
+#endif
+
 // A task's parts of some tiles, one after the other: each is written to what next() returns, and handed to
 // finish(part).
 template <typename T, typename Next, typename Finish>
@@ -334,13 +408,18 @@ void compute_tiles(
     Scratch<T>& scratch, const Task<T>& task, Range range, const Columns& columns, const T* k_store, const T* v_store,
     float scale, int64_t window, Next next, Finish finish) {
   const int64_t size = columns.size, count = task.queries * task.group;
+  if constexpr (kHasLoops<T>) {
+    if (count <= kFewRows && size % 32 == 0 && has_librarys_bits()) {
+      compute_few(scratch, task, range, columns, k_store, v_store, scale, window, next, finish);
+      return;
+    }
+  }
   // Filled up to a multiple of 16: a product is compiled for every size it meets, so sizes must come again.
   const int64_t rows = (count + kFewRows - 1) / kFewRows * kFewRows;
-  [[maybe_unused]] const bool few = rows == kFewRows && size % 32 == 0 && has_librarys_bits();
   for (int64_t row = 0; row < rows; ++row) {
     T* query = scratch.queries.data() + row * size;
     if (row < count)
-      std::memcpy(query, task.q + row / task.group * task.query_stride + row % task.group * size, size * sizeof(T));
+      std::memcpy(query, task.query(row, size), size * sizeof(T));
     else
       std::fill_n(query, size, T(0));
   }
@@ -350,19 +429,6 @@ void compute_tiles(
   for (int64_t first = range.first; first < range.last; first += kColumns) {
     const Part tile = next();
     const int64_t seen = std::min(kColumns, range.last - first), width = (seen + kWidth - 1) / kWidth * kWidth;
-    if constexpr (kHasLoops<T>) {
-      if (few) {
-        int64_t places[kColumns];
-        columns.locate(task.head, first, first + seen, places);
-        fetch_ahead(k_store, places, seen, size);
-        fetch_ahead(v_store, places, seen, size);
-        multiply_keys_in_place(scratch.turned.data(), k_store, places, count, seen, size, scratch.scores.data());
-        weigh(scratch, task, tile, first, width, scale, window);
-        add_values_of(count, scratch.weights.data(), v_store, places, seen, size, tile.sums);
-        finish(tile);
-        continue;
-      }
-    }
     gather(scratch, columns, k_store, v_store, task.head, first, first + seen, width);
     multiply_keys(scratch, rows, count, size, width);
     weigh(scratch, task, tile, first, width, scale, window);
@@ -507,7 +573,7 @@ at::Tensor attention(
     Parts* parts;
   };
   std::vector<Piece> pieces;
-  std::deque<Parts> parts;
+  std::list<Parts> parts;
   for (int64_t i = 0; i < int64_t(tiles.size()); ++i) {
     const auto& tile = tiles[i];
     const bool cut = threads > 1 && tile.queries == 1 && tile.columns > piece;
@@ -527,25 +593,39 @@ at::Tensor attention(
     put(pass, v.const_data_ptr<T>(), v.stride(0), values);
     const T* queries = q.const_data_ptr<T>();
     T* result = out.mutable_data_ptr<T>();
+    const auto task_of = [&](const Piece& piece) {
+      const Tile& tile = tiles[piece.tile];
+      const int64_t token = pass.offsets[tile.sequence] + tile.first;
+      return Task<T>{
+          queries + token * q.stride(0) + piece.head * group * size,
+          result + (token * heads + piece.head * group) * size, q.stride(0), heads * size,
+          pass.position(tile.sequence, tile.first), tile.queries, group, piece.head};
+    };
+    const auto range_of = [&](const Piece& piece) {
+      const Range all = seen_by(task_of(piece), window);
+      const int64_t first = all.first + piece.first * kColumns;
+      return Range{first, std::min(all.last, first + piece.count * kColumns)};
+    };
     std::atomic<int64_t> next{0};
     at::parallel_for(0, std::min<int64_t>(threads, pieces.size()), 1, [&](int64_t, int64_t) {
       Scratch<T>& scratch = scratch_of_this_thread<T>(size);
       for (int64_t i = next++; i < int64_t(pieces.size()); i = next++) {
-        const auto& [index, head, first, count, shared] = pieces[i];
-        const Tile& tile = tiles[index];
-        const int64_t token = pass.offsets[tile.sequence] + tile.first;
-        const Task<T> task{
-            queries + token * q.stride(0) + head * group * size, result + (token * heads + head * group) * size,
-            q.stride(0), heads * size, pass.position(tile.sequence, tile.first), tile.queries, group, head};
-        const Columns columns = pass.columns(tile.sequence);
-        if (shared == nullptr) {
-          attend<T>(scratch, task, columns, keys, values, float(scale), window);
-          continue;
+        if constexpr (kHasLoops<T>) {
+          if (i + threads < int64_t(pieces.size())) {  // likely this thread's next
+            const Piece& soon = pieces[i + threads];
+            const Range range = range_of(soon);
+            const Columns columns = pass.columns(tiles[soon.tile].sequence);
+            fetch_tile(columns, soon.head, range.first, range.last, keys, values);
+          }
         }
-        const Range all = seen_by(task, window);
-        const int64_t begin = all.first + first * kColumns;
-        const Range own{begin, std::min(all.last, begin + count * kColumns)};
-        attend_piece<T>(scratch, task, own, *shared, columns, keys, values, float(scale), window);
+        const Piece& piece = pieces[i];
+        const Task<T> task = task_of(piece);
+        const Columns columns = pass.columns(tiles[piece.tile].sequence);
+        if (piece.parts == nullptr)
+          attend<T>(scratch, task, columns, keys, values, float(scale), window);
+        else
+          attend_piece<T>(
+              scratch, task, range_of(piece), *piece.parts, columns, keys, values, float(scale), window);
       }
       at::native::cpublas::brgemm_release(kPair<T> == 2);
     });

@@ -11,6 +11,8 @@
 
 #include <ATen/native/CPUBlas.h>
 
+#include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -26,6 +28,22 @@ inline __m512bh pair_in_all_lanes(const c10::BFloat16* from) {
   int32_t pair;
   std::memcpy(&pair, from, sizeof(pair));
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+// Calls function(n) with a constant n from 1 to `most` that equals `value`.
+template <int64_t most, typename Function>
+void with_constant(int64_t value, const Function& function) {
+  if constexpr (most > 1)
+    if (value < most) return with_constant<most - 1>(value, function);
+  function(std::integral_constant<int64_t, most>{});
+}
+
+// Calls function(n, first) for `rows` rows in nearly equal groups: n rows, a constant of at most `most`, from `first`.
+template <int64_t most, typename Function>
+void in_groups(int64_t rows, const Function& function) {
+  const int64_t groups = (rows + most - 1) / most, each = (rows + groups - 1) / groups;
+  for (int64_t first = 0; first < rows; first += each)
+    with_constant<most>(std::min(each, rows - first), [&](auto count) { function(count, first); });
 }
 
 // Returns whether sums of a thousand products have the library's bits, tried once.

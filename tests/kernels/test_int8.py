@@ -128,13 +128,13 @@ def test_a_row_has_the_same_bits_beside_others(dtype: torch.dtype, outputs: int,
 def test_few_rows_of_plain_weights_have_the_bits_of_many(
     dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
-    """Up to six rows are multiplied by our own loop, more by the library."""
+    """Up to sixteen rows are multiplied by our own loop, more by the library."""
     panels = pack_linear(draw(outputs, inputs, dtype=dtype))
     assert panels is not None
     x = draw(256, inputs, dtype=dtype, seed=1)
     together = packed_linear(x, panels, outputs)
-    for rows in range(1, 9):
-        for first in range(0, 256 - rows, 7):
+    for rows in range(1, 18):
+        for first in range(0, 256 - rows, 15):
             alone = packed_linear(x[first : first + rows], panels, outputs)
             assert torch.equal(alone, together[first : first + rows]), (first, rows)
 
@@ -142,7 +142,8 @@ def test_few_rows_of_plain_weights_have_the_bits_of_many(
 def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     (_, layer), _ = layers_of(dtype, 960, 1536)
     one, *more = on_threads(
-        (1, 2, 3), lambda: [layer(draw(rows, 1536, dtype=dtype, seed=rows)) for rows in (1, 3, 33, 300)]
+        (1, 2, 3),
+        lambda: [layer(draw(rows, 1536, dtype=dtype, seed=rows)) for rows in (1, 3, 7, 20, 33, 300)],
     )
     assert all(torch.equal(a, b) for others in more for a, b in zip(one, others, strict=True))
 

@@ -118,7 +118,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype):
 
     def compute() -> list[Tensor]:
         found = []
-        for rows in (1, 3, 100, 1000):
+        for rows in (1, 3, 13, 100, 1000):
             x = draw(rows, 1536, dtype=dtype, seed=rows)
             found += [packed_linear(x, packed, 960), gated_act_native(x, "gelu_tanh")]
             found += [rms_norm_native(x, weight, 1e-6), *fused_add_rms_norm_native(x, x, weight, 1e-6)]
@@ -169,7 +169,7 @@ def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, wind
     columns = 530  # three tiles
     form = {"dtype": dtype, "heads": heads, "size": size, "window": window, "drawn": columns}
     whole = attend([(columns, columns)], **form)
-    for chunk in (1, 7, 64, 130, 300):
+    for chunk in (1, 5, 7, 64, 130, 300):
         for end in (1, 2, 63, 64, 65, 129, 192, 255, 256, 257, 300, 320, 511, 512, 513, columns):
             queries = min(chunk, end)
             assert torch.equal(attend([(queries, end)], **form), whole[end - queries : end]), (chunk, end)
