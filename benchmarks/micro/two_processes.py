@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.micro import medians, say
 from benchmarks.servers import RunningServer, Target, find_phase_module
-from benchmarks.tables import Cell, MeasuredTable
+from benchmarks.tables import MeasuredTable
 
 MODEL = "zoo:llama-tiny"
 TOKEN_EVENT = b"event: token"
@@ -120,7 +120,6 @@ def compare(
         new_tokens: of each answer
         turns: of each; medians are shown
     """
-    rows: list[list[Cell]] = []
     table = MeasuredTable(
         name="two_processes",
         title="one process against two",
@@ -137,7 +136,7 @@ def compare(
             *("streams", "server", "tokens / s", "step to step, ms", "engine's step, ms"),
             *("processor time a step: front, ms", "engine's process, ms"),
         ],
-        rows=rows,
+        rows=[],
     )
     for count in streams:
         found: dict[str, list[Found]] = {form: [] for form in FORMS}
@@ -147,5 +146,5 @@ def compare(
                 say(f"{count} streams, turn {turn + 1}, {FORMS[form]}: {found[form][-1]}")
         for form, each in found.items():
             *numbers, engine_ms = medians(each)
-            rows.append([count, FORMS[form], *numbers, engine_ms or None])
+            table.rows.append([count, FORMS[form], *numbers, engine_ms or None])
         yield table
