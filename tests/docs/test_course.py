@@ -130,8 +130,10 @@ def test_the_three_requests_show_what_their_pages_say() -> None:
         assert same[0] == same[1], "phase 6 changes the memory only"
         assert each[9].finished < each[8].finished
         assert each[9].gap < each[8].gap
-        assert each[10].finished < each[9].finished
         assert each[10].gap >= each[9].gap
+    assert question[10].finished < question[9].finished
+    assert document[10].finished < document[9].finished
+    assert turn[10].finished > turn[9].finished, "it waits for longer steps"
     assert document[7].first > document[6].first
     assert turn[8].first < turn[7].first / 3
     assert turn[9].first > turn[8].first
