@@ -114,12 +114,16 @@ def lone_arrivals(run: Replay) -> list[float]:
 
 
 def replayed_runs(results: Path) -> dict[Group, list[Replay]]:
-    """Replay all complete runs of phases below a folder that have their engine steps. Returns them by group."""
+    """Replay all complete runs of phases below a folder that have their engine steps. Returns them by group.
+
+    Runs with guesses are left out: which guesses come true depends on the text, and a replay has no text.
+    """
     usable = [
         run
         for each in load_comparisons(results)
         for run in each.runs
         if run.status == "ok" and run.engine_steps and run.server.options is not None
+        if not any(run.engine_steps.get("drafts", ()))
     ]
     found: dict[Group, list[Replay]] = defaultdict(list)
     for run in track(usable, "replaying", transient=True):

@@ -18,7 +18,7 @@ from simulator.predict import figures, simulate_run
 from simulator.prices import PRICES, SYNCHRONOUS, Fit, Group, costs_table, find_cost, load_fits
 from simulator.replay import options_of, replay
 
-LINEUP = "20261123-030937"  # the comparison whose timelines are all published
+LINEUP = "20261125-140318"  # the published comparison of all phases
 
 
 @functools.cache
@@ -27,13 +27,13 @@ def published() -> list[Together]:
 
 
 def committed(workload: str, phase: int) -> Run:
-    """The first run of a phase in the published line-up."""
+    """The run of a phase in the published line-up that has its timeline."""
     return next(
         run.model_copy(deep=True)
         for each in published()
         if each.key[:2] == (LINEUP, workload)
         for run in each.runs
-        if run.server.label == f"phase {phase}"
+        if run.server.label == f"phase {phase}" and run.requests
     )
 
 
