@@ -116,7 +116,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add = publish_.add_argument
     add("--results", type=Path, default=LOCAL, help=f"folder with the runs ({LOCAL})")
     add("--out", type=Path, default=RESULTS, help=f"folder to publish in ({RESULTS})")
-    add("--only", nargs="+", default=[], help="names of comparisons, such as 20261123-030937")
+    add("--only", nargs="+", default=[], help="names of comparisons, such as 20261125-140318")
     add(
         "--timelines",
         default="typical",
