@@ -142,27 +142,48 @@ def ratio(
     return f"×{found[model]:.2f}" if model in found else "(not measured yet)"
 
 
-def ratios(workload: str, before: str, after: str, line: str, results: Path = RESULTS) -> str:
-    """Like `ratio`, for each model that was measured, such as `×0.45 (dummy:a), ×0.50 (dummy:b)`."""
-    found = model_ratios(workload, before, after, line, results)
-    return ", ".join(f"×{value:.2f} (`{model}`)" for model, value in found) or "(not measured yet)"
-
-
-def criterion(*asked: tuple[str, str, str, str, str], results: Path = RESULTS) -> str:
+def criterion(
+    *asked: tuple[str, str, str, str, str], model: str | None = None, results: Path = RESULTS
+) -> str:
     """Return the last two cells of a measured criterion: whether it is met, and the ratios beside their bounds.
 
     Args:
-        asked: for each figure the arguments of `ratios`, then a bound that every model must keep, such as `≥ 1.25`.
+        asked: for each figure the first arguments of `ratio`, then a bound for every model, such as `≥ 1.25`.
+        model: the one model that must keep them; None: every model that was measured.
     """
     kept: list[bool] = []
     shown: list[str] = []
     for workload, before, after, line, bound in asked:
-        sign, number = bound.split()
-        values = [value for _, value in model_ratios(workload, before, after, line, results)]
-        kept += [value >= float(number) if sign == "≥" else value <= float(number) for value in values]
-        shown.append(
-            f"`{workload}`: {line} {ratios(workload, before, after, line, results)} (asked: {bound})"
-        )
+        found = [
+            (name, value)
+            for name, value in model_ratios(workload, before, after, line, results)
+            if model in {None, name}
+        ]
+        kept += [_keeps(value, bound) for _, value in found]
+        said = ", ".join(f"×{value:.2f} (`{name}`)" for name, value in found) or "(not measured yet)"
+        shown.append(f"`{workload}`: {line} {said} (asked: {bound})")
+    return _criterion(kept, shown)
+
+
+def cells_criterion(table: str, column: str, *asked: tuple[str, str]) -> str:
+    """Like `criterion`, for cells of one column of a measured table.
+
+    Args:
+        table: the table's name.
+        asked: for each cell the key of its row, as `measured_cell` takes it, and a bound.
+    """
+    cells = [(row, measured_cell(table, column, row), bound) for row, bound in asked]
+    shown = [f"{row}: {value} (asked: {bound})" for row, value, bound in cells]
+    return _criterion([_keeps(float(value), bound) for _, value, bound in cells], shown)
+
+
+def _keeps(value: float, bound: str) -> bool:
+    """Return whether a value keeps a bound such as `≥ 1.25`. Both are compared as they are shown."""
+    sign, number = bound.split()
+    return round(value, 2) >= float(number) if sign == "≥" else round(value, 2) <= float(number)
+
+
+def _criterion(kept: Sequence[bool], shown: Sequence[str]) -> str:
     status = ("met" if all(kept) else "**missed**") if kept else "not measured"
     return f"{status} | {'<br>'.join(shown)}"
 

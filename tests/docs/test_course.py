@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.phases import find_phase, phase_names
-from docs.building import charts, overrides, stories, three
+from docs.building import overrides, stories, three
 from tests.docs.support import ROOT
 
 PHASE_PAGES = {name: ROOT / "docs" / "phases" / f"{name.partition('_')[2]}.md" for name in phase_names()}
@@ -74,27 +74,10 @@ def test_a_criterion_names_the_file_of_its_tests(phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", phase_names())
-def test_a_measured_criterion_is_met_or_missed_as_the_page_says(phase: str) -> None:
+def test_whether_a_measured_criterion_is_met_is_computed(phase: str) -> None:
     done_when = section(PHASE_PAGES[phase], "Done when")
-    rows = re.findall(r"^\| .+ \| (.+) \| (.+\(asked: .+) \|$", done_when, re.MULTILINE)
-    assert rows or "{{ criterion(" in done_when  # such a row is computed when the site is built
-    for status, shown in rows:
-        met = []
-        asked = re.findall(
-            r'\{\{ (ratios?|measured_cell)\((".+?")(?:, model="(.+?)")?\) \}\} \(asked: (≥|≤) ([\d.]+)\)',
-            shown,
-        )
-        assert len(asked) == shown.count("(asked: ")
-        for function, arguments, model, sign, bound in asked:
-            words = re.findall(r'"(.+?)"', arguments)
-            if function == "measured_cell":
-                values = [float(charts.measured_cell(*words))]
-            else:
-                found = dict(stories.model_ratios(*words))
-                values = list(found.values()) if function == "ratios" else [found[model or "dummy:llama-60m"]]
-            assert values
-            met += [value >= float(bound) if sign == "≥" else value <= float(bound) for value in values]
-        assert status == ("met" if all(met) else "**missed**"), shown
+    assert "criterion(" in done_when
+    assert "(asked: " not in done_when, "a bound beside a figure, with a status written by hand"
 
 
 # ---------------------------------------------------------------------- the start page, and the three requests
@@ -131,10 +114,9 @@ def test_the_three_requests_show_what_their_pages_say() -> None:
         assert each[9].finished < each[8].finished
         assert each[9].gap < each[8].gap
         assert each[10].gap >= each[9].gap
-    assert question[10].finished < question[9].finished
-    assert document[10].finished < document[9].finished
-    assert turn[10].finished > turn[9].finished, "it waits for longer steps"
     assert document[7].first > document[6].first
     assert turn[8].first < turn[7].first / 3
     assert turn[9].first > turn[8].first
-    assert document[10].first > document[9].first
+    assert all(each[10].first > each[9].first for each in (document, turn))
+    assert all(each[10].finished < each[9].finished for each in (question, document))
+    assert turn[10].finished > turn[9].finished

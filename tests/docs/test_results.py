@@ -137,11 +137,9 @@ def test_verdicts_and_ratios_take_three_complete_runs_of_each_server(tmp_path: P
     measured = {"results": tmp_path}
     for repeat in (1, 2, 3):
         assert stories.ratio(*COMPARED, "TTFT p99", **measured) == "(not measured yet)"
-        assert stories.ratios(*COMPARED, "TTFT p99", **measured) == "(not measured yet)"
         save(tmp_path, repeats=[repeat])
         assert any(verdicts(section(tmp_path)).values()) == (repeat == 3)
     assert stories.ratio(*COMPARED, "TTFT p99", **measured) == "×0.50"
-    assert stories.ratios(*COMPARED, "TTFT p99", **measured) == "×0.50 (`dummy:llama-60m`)"
     assert stories.ratio(*COMPARED, "TTFT p99", "dummy:other", **measured) == "(not measured yet)"
     a_run("phase 5", 5, repeat=3, status="failed", metrics=None).save(tmp_path)
     assert not any(verdicts(section(tmp_path)).values())
@@ -158,6 +156,18 @@ def test_a_criterion_is_met_if_every_model_keeps_every_bound(tmp_path: Path) -> 
     two = stories.criterion((*throughput, "≥ 1.25"), (*COMPARED, "TTFT p99", "≤ 0.4"), results=tmp_path)
     assert two.startswith("**missed** | ")
     assert two.count("<br>") == 1
+    assert stories.criterion((*throughput, "≥ 1.26"), model="dummy:other", results=tmp_path).startswith(
+        "not measured | `continuous_batching`: output tokens / s (not measured yet)"
+    )
+
+
+def test_a_criterion_of_cells_is_met_if_every_cell_keeps_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stories, "measured_cell", lambda _table, _column, row: {"a": "1.5", "b": "0.97"}[row])
+    met = stories.cells_criterion("table", "column", ("a", "≥ 1.5"), ("b", "≤ 0.97"))
+    assert met == "met | a: 1.5 (asked: ≥ 1.5)<br>b: 0.97 (asked: ≤ 0.97)"
+    assert stories.cells_criterion("table", "column", ("a", "≥ 1.5"), ("b", "≥ 1")).startswith(
+        "**missed** | "
+    )
 
 
 def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
