@@ -144,7 +144,7 @@ class _JsonReader(PartsReader):
         return True
 
     def _rest(self) -> bool:
-        """The rest of a call's object behind its arguments, which is left out."""
+        """State after a call's arguments: drop the text up to the end of the call's object, which nobody needs."""
         end = self._end.find(self._held)
         self._held = "" if end is None else self._held[end:]
         if end is None:

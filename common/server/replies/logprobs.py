@@ -150,5 +150,5 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatToke
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+    """Return the log-probability, or `LOWEST_LOGPROB` if it is lower: JSON has no infinity."""
     return max(logprob, LOWEST_LOGPROB)

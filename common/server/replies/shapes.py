@@ -97,8 +97,8 @@ class Usage(TypedDict):
 
 
 class Logprobs(TypedDict):
-    """One entry for each sampled token, and before them for each token of an echoed prompt. Nothing comes before a
-    prompt's first: null."""
+    """One entry for each token: those of an echoed prompt first, then those of the answer. The first token of a
+    prompt has no log-probability: its entries are null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -63,7 +63,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class StructuredOutputs(VllmStructuredFields):
-    """vLLM's field for answers of a form: exactly one of these."""
+    """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields is set."""
 
     model_config = BODY
 

@@ -185,7 +185,7 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
 
 
 def _schema_of(grammar: Grammar) -> dict[str, Any] | None:
-    """Return the JSON Schema of a grammar; None if it is another grammar, or no object."""
+    """Return a grammar's JSON Schema. None if the grammar is of another kind, or its schema is no JSON object."""
     try:
         schema = json.loads(grammar.text) if grammar.kind == "json_schema" else None
     except ValueError:
