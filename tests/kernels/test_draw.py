@@ -48,7 +48,13 @@ def settings_of(rows: list[tuple[tuple[float, float, float, float], float]], voc
     return torch.tensor(table, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 3, 31, MOST_COLUMNS, MOST_COLUMNS + 1, 3 * MOST_COLUMNS - 1])
+@pytest.mark.parametrize(
+    "vocab",
+    [
+        *(1, 2, 3, 31, MOST_COLUMNS + 1),
+        *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (MOST_COLUMNS, 3 * MOST_COLUMNS - 1)),
+    ],
+)
 def test_every_filter_draws_what_a_sort_draws(triton_device: str, vocab: int) -> None:
     rows = [(each, uniform) for each in FILTERS for uniform in (0.0, 0.37, LAST)]
     table, scores = settings_of(rows, vocab), rows_of(len(rows), vocab)

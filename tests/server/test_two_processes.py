@@ -248,6 +248,7 @@ def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
     assert has_ended(engine)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
     command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu", *ON]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
