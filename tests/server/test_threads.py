@@ -66,7 +66,7 @@ def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
         assert "Traceback" not in server.log_text
 
 
-#: A server whose engine is built as the test says.
+#: A server whose engine is built as the test says, in the process that the test starts.
 BUILDING = """
 import sys, types
 import torch
@@ -79,7 +79,7 @@ def build_engine(config):
 package = serve.find_phase("phase4_static")
 own = types.SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
 serve.find_phase = lambda name: own
-serve.main("phase4_static", ["--port", "0"])
+serve.main("phase4_static", ["--port", "0", "--engine-process", "off"])
 """
 
 
