@@ -144,10 +144,8 @@ def serve(descriptor: int) -> None:
     Args:
         descriptor: of the socket.
     """
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the front gets them, too, and ends this process in good order
+    # The front gets these signals, too, and ends this process in good order.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     link = socket.socket(fileno=descriptor)
     with contextlib.suppress(EOFError, OSError):

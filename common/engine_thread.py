@@ -54,12 +54,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STOPPED = "the server was stopped"
-QUEUE_FULL = (
-    "the queue, which holds {limit} requests (the server's option --max-waiting-requests), has no room for {count} "
-    "more; try again shortly"
-)
 
 Deliver = Callable[[list[StepOutput]], None]
+
+
+def queue_full(limit: int, count: int) -> QueueFullError:
+    """Return the error for `count` requests that a queue of `limit` places cannot take."""
+    return QueueFullError(
+        f"the queue, which holds {limit} requests (the server's option --max-waiting-requests), has no room for "
+        f"{count} more; try again shortly"
+    )
 
 
 class EngineThread:
@@ -230,8 +234,7 @@ class EngineThread:
             request = self._arrived.popleft()
             try:
                 if not self.engine.add_request(request):
-                    limit = self.engine.config.max_waiting_requests
-                    raise QueueFullError(QUEUE_FULL.format(limit=limit, count=1))  # noqa: TRY301 - fails as others do
+                    raise queue_full(self.engine.config.max_waiting_requests, 1)  # noqa: TRY301 - fails as others do
             except Exception as error:
                 outputs.append(fail(request, error))
         for request_id, reason in self._cancelled:

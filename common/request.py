@@ -152,13 +152,9 @@ class Request:
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
-    is_plain: bool = field(
-        init=False
-    )  # sampled from logits as they are, and not reported: no grammar, bias, …
+    is_plain: bool = field(init=False)  # no grammar, bias, …, logprobs: its logits are sampled as they are
     takes_best: bool = field(init=False)  # greedy among all tokens, without penalties, biases or logprobs
-    waits_for_its_tokens: bool = field(
-        init=False
-    )  # grammar, penalties, …: read a token, then sample the next
+    waits_for_its_tokens: bool = field(init=False)  # grammar, …: its token is read before the next is sampled
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
     prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit

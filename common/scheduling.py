@@ -71,6 +71,9 @@ class StepPlan:
         )
 
 
+MOST_WEIGHTS = 256.0  # in times of a row: more cannot be told from noise
+
+
 class RowCost(NamedTuple):
     """The time of a decode step without its rows, in times of a row. The defaults are a small model's on two cores.
 
@@ -81,6 +84,13 @@ class RowCost(NamedTuple):
 
     weights: float = 20.0
     host: float = 2.0
+
+    @classmethod
+    def of(cls, one_s: float, many_s: float, rows: int, host_s: float) -> RowCost:
+        """Return the cost by the seconds of two steps, of one row and of `rows` rows. Each has `host_s` of the
+        host's."""
+        row_s = max((many_s - one_s) / (rows - 1), one_s / MOST_WEIGHTS)
+        return cls(weights=max(1.0, (one_s - host_s) / row_s - 1), host=host_s / row_s)
 
 
 class Scheduler(ABC):

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 TRIALS = 8
 HOST_S = 3e-4  # seconds of host work in a step, roughly
 ROWS = 32  # of the wider of the two steps that are timed
-MOST_WEIGHTS = 256.0  # in times of a row: more cannot be told from noise
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:
@@ -121,9 +120,10 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
     (one_s, host_s), (many_s, _) = best.values()
     if not many_s:
         return None
-    row_s = max((many_s - one_s) / (ROWS - 1), one_s / MOST_WEIGHTS)
+    cost = RowCost.of(one_s, many_s, ROWS, host_s)
+    row_s = one_s / (cost.weights + 1 + cost.host)
     logger.info("a pass of one row takes %.2f ms, and each row more %.2f ms", 1e3 * one_s, 1e3 * row_s)
-    return RowCost(weights=max(1.0, (one_s - host_s) / row_s - 1), host=host_s / row_s)
+    return cost
 
 
 def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0) -> float:

@@ -20,8 +20,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from common.commit import terminal_output
 from common.engine_calls import EngineCalls
 from common.engine_front import EngineFront
-from common.engine_thread import QUEUE_FULL, STOPPED, Deliver
-from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
+from common.engine_thread import STOPPED, Deliver, queue_full
+from common.errors import EngineDeadError, ShuttingDownError
 from common.request import Request, StepOutput
 from common.step_trace import Frame
 from common.telemetry import RequestTelemetry, RequestTimes
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 class EngineHost(Protocol):
-    """Runs an engine: `EngineThread` in this process, `EngineProcess` in another."""
+    """Runs an engine: `EngineThread` in this process, whose docstrings say what each method does; `EngineProcess`
+    in another."""
 
     @property
     def engine(self) -> EngineFront: ...
@@ -251,7 +252,7 @@ class EngineWorker:
         alone = not self._streams and not self._held
         kept = 0 if count == 1 or alone else limit // 4
         if count > self.queue_room() - kept:
-            raise QueueFullError(QUEUE_FULL.format(limit=limit, count=count))
+            raise queue_full(limit, count)
 
     def _check_accepting(self) -> None:
         if self.dead is not None:

@@ -141,13 +141,9 @@ class PipelinedRunner(ChunkedRunner):
                 batch = TokenBatch(torch.cat([self.latest[seats], token_ids]), positions, logit_rows)
                 return (self.model(batch, view),)
 
-            inputs = [layout.seats[:decoding], batch.token_ids[decoding:]]
-            inputs += [batch.positions, batch.logit_rows]
-            inputs += [
-                layout.rows,
-                layout.host.query_offsets,
-                layout.host.kv_lengths,
-            ]  # read by native kernels only
+            inputs = [layout.seats[:decoding], batch.token_ids[decoding:], batch.positions, batch.logit_rows]
+            # Read by native kernels only:
+            inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]
             work = self.stream.submit("forward", forward, inputs, fetch=False)
         self.telemetry.current.passes += 1
         view.advance()
@@ -197,7 +193,7 @@ class PipelinedRunner(ChunkedRunner):
         sent = move_together([seats, *asked.values()], self.model.device)
 
         def sample(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            seats, *tensors = others[launched.draws :]  # drawn tokens are sampled again
+            seats, *tensors = others[-len(sent) :]  # before them: tokens that the pass has drawn, if it has
             fields: dict[str, Any] = dict(zip(asked, tensors, strict=True))
             sampled = choose(logits, SamplingInputs(**fields, top=top))
             # A row without a token ends its request when it is read. Until then any token id will do.

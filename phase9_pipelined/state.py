@@ -32,9 +32,7 @@ class LaunchedPass:
     shares: tuple[PassShare, ...]
     requests: tuple[Request, ...]  # of each sampled row, in order
     work: Pending  # the work submitted last: the forward pass, later its sampling
-    draws: bool = (
-        False  # the forward pass itself draws tokens, from its logits and the requests' parameters alone
-    )
+    draws: bool = False  # the forward pass has drawn tokens, too, which are right for plain requests
 
 
 @dataclass(slots=True, eq=False)

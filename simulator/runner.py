@@ -23,7 +23,7 @@ from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
 from common.scheduling import RowCost, Scheduler, StepPlan
 from common.streams import Pending
-from common.warm_up import MOST_WEIGHTS, ROWS
+from common.warm_up import ROWS
 from phase9_pipelined import Runner as PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
 from phase10_speculative import Runner as SpeculativeRunner
@@ -155,10 +155,10 @@ def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
         runner.acceptance = acceptance
         runner._draw = random.Random(0)
         cost = runner.cost
-        one_s, many_s = (cost.pass_s(Work(0, 0, 0, rows, 0, rows)) for rows in (1, 1 + ROWS))
-        row_s = max((many_s - one_s) / ROWS, one_s / MOST_WEIGHTS)
         if scheduler.row_cost is not None:
-            scheduler.row_cost = RowCost(one_s / row_s - 1, cost.host_step_s / row_s)
+            host_s = cost.host_step_s
+            one_s, many_s = (host_s + cost.pass_s(Work(0, 0, 0, rows, 0, rows)) for rows in (1, ROWS))
+            scheduler.row_cost = RowCost.of(one_s, many_s, ROWS, host_s)
         drafter = Guesses(never=not acceptance)
 
         def new_drafter(request: Request) -> Drafter:  # noqa: ARG001 - the same for all
