@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.request import Request
 from common.runner import PassShare
-from common.sampling import GREEDY, settings_of
+from common.sampling_inputs import GREEDY, settings_of
 from kernels.draw import SETTINGS, SeatState
 
 #: Random numbers that are sent together.

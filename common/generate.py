@@ -12,7 +12,8 @@ from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput
-from common.sampling import TokenMasks, read_logprobs, sample
+from common.sampling import read_logprobs, sample
+from common.sampling_inputs import TokenMasks
 
 
 class ContiguousCache(KVPool):

@@ -25,7 +25,8 @@ from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput, TokenLogprobs
-from common.sampling import Sampled, TokenMasks, read_logprobs, sample
+from common.sampling import Sampled, read_logprobs, sample
+from common.sampling_inputs import TokenMasks
 from common.scheduling import PrefillChunk, StepPlan
 from common.streams import Stream
 from common.telemetry import Telemetry

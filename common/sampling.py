@@ -23,27 +23,17 @@ infinity, has no token.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.allowed_tokens import Mask
-from common.errors import GrammarFailedError
-from common.request import Request, SamplingParams, TokenLogprobs
+from common.request import Request, TokenLogprobs
+from common.sampling_inputs import SamplingInputs, TokenMasks
 from kernels.dispatch import use_triton
-from kernels.draw import NOT_A_TOKEN, SETTINGS, draw_triton
-from kernels.transfer import move_together
-
-#: Bounds that temperatures are clamped to: above 0, and within float32.
-COLDEST, HOTTEST = 1e-5, torch.finfo(torch.float32).max
+from kernels.draw import NOT_A_TOKEN, draw_triton
 
 #: Number of most likely tokens that are sorted first. Of 128,256 tokens, one thread found 256 in 0.3 ms and 1,024
 #: in 0.6 ms, and sorted all in 13 ms. So 1,024 pays if it saves one row in forty the full sort.
@@ -64,146 +54,6 @@ class Sampled(NamedTuple):
     logprobs: Tensor | None = None
     top_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
-
-
-class SamplingInputs(NamedTuple):
-    """The sampling parameters of a pass's rows as tensors. A tensor is None if no row uses its feature.
-
-    They hold everything that depends on the requests, so that `choose` is a function of tensors.
-
-    Attributes:
-        settings: [S, 5] float64, temperature, filters and random number of each row, if any row samples: see
-            `_Settings`.
-        unordered, ordered: [U] and [O] int64, the sampled rows that need no sorted tokens, and those that do. The
-            other rows are greedy.
-        biased: [2, b] int32, rows and tokens whose scores get a bias.
-        biases: [b] float32, the biases.
-        penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
-        penalties: [S, 3] float64, repetition, frequency and presence penalty of each row that has any.
-        held_back: [2, m] int64, rows and tokens that may not be sampled yet.
-        masked: [C] int64, the rows that have a mask.
-        words: [C, W] int32, their masks: see `TokenMasks`.
-        reported: [L] int64, the rows that report log-probabilities.
-        top: number of most likely tokens that are reported with them.
-    """
-
-    settings: Tensor | None = None
-    unordered: Tensor | None = None
-    ordered: Tensor | None = None
-    biased: Tensor | None = None
-    biases: Tensor | None = None
-    penalised: Tensor | None = None
-    penalties: Tensor | None = None
-    held_back: Tensor | None = None
-    masked: Tensor | None = None
-    words: Tensor | None = None
-    reported: Tensor | None = None
-    top: int = 0
-
-    @classmethod
-    def of(
-        cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
-    ) -> SamplingInputs:
-        """Collect the requests' parameters, row by row. A request with several rows in sequence samples one token
-        in each of them, as if the tokens before were its `drafts`."""
-        settings: list[Sequence[float]] = [GREEDY] * len(requests)
-        drawn: tuple[list[int], list[int]] = ([], [])
-        reported: list[int] = []
-        penalised: list[npt.NDArray[np.int32]] = []
-        penalties: npt.NDArray[np.float64] | None = None
-        held_back: list[tuple[int, int]] = []
-        biased: list[npt.NDArray[np.int32]] = []
-        biases: list[npt.NDArray[np.float32]] = []
-        ahead = 0  # tokens that the same request samples in earlier rows
-        before: Request | None = None
-        for row, request in enumerate(requests):
-            if request.takes_best:
-                continue
-            ahead = ahead + 1 if request is before else 0
-            before = request
-            params, counts = request.params, request.token_counts
-            if not params.greedy:
-                # A row's own parameters choose its code path, so that other rows do not change its result.
-                drawn[is_ordered(params)].append(row)
-                settings[row] = settings_of(request, ahead, vocab)
-            if params.logprobs is not None:
-                reported.append(row)
-            if request.token_biases is not None:
-                biased.append(request.token_biases.at_row(row))
-                biases.append(request.token_biases.values)
-            if counts is not None:
-                penalties = np.zeros((len(requests), 3)) if penalties is None else penalties
-                counts.catch_up(request.token_ids)
-                penalised.append(counts.guessed(row, request.drafts[:ahead]) if ahead else counts.at_row(row))
-                penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-            if request.matcher is None:
-                held_back += [(row, token_id) for token_id in request.held_back_token_ids(ahead)]
-
-        def rows(values: Sequence[int]) -> Tensor | None:
-            return torch.tensor(values) if values else None
-
-        def joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor | None:
-            """Concatenate arrays: always a copy, since each array changes in later steps."""
-            return torch.from_numpy(np.concatenate(arrays, axis=-1)) if arrays else None
-
-        inputs = cls(
-            settings=torch.tensor(settings, dtype=torch.float64) if any(drawn) else None,
-            unordered=rows(drawn[0]),
-            ordered=rows(drawn[1]),
-            biased=joined(biased),
-            biases=joined(biases),
-            penalised=joined(penalised),
-            penalties=None if penalties is None else torch.from_numpy(penalties),
-            held_back=torch.tensor(held_back).T.contiguous() if held_back else None,
-            masked=None if masks is None else rows(masks.rows),
-            words=None if masks is None else masks.words,
-            reported=rows(reported),
-            top=min(max((requests[row].params.logprobs or 0 for row in reported), default=0), vocab),
-        )
-        hosts = inputs.tensors()
-        moved: dict[str, Any] = dict(zip(hosts, move_together(list(hosts.values()), device), strict=True))
-        return inputs._replace(**moved)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are tensors, by name: all fields that are not None, except `top`."""
-        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenMasks:
-    """The tokens that grammars, `allowed_token_ids` and `bad_words` allow in some rows of a pass.
-
-    Attributes:
-        rows: the C rows that have a mask.
-        words: [C, W] int32, on the host. Row `rows[c]` may choose token i if bit i % 32 of `words[c, i // 32]` is
-            set.
-    """
-
-    rows: tuple[int, ...]
-    words: Tensor
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the masks for the next tokens, or None if no row has one. Blocks until they are computed.
-
-        A row whose matcher fails has no mask. Its sampled token is never used: committing it raises the matcher's
-        error, which fails that request alone.
-        """
-        first_rows: dict[Request, int] = {}
-        for row, request in enumerate(requests):
-            if request.is_masked and not request.is_terminal:
-                first_rows.setdefault(request, row)
-        for request in first_rows:  # start all masks before waiting for the first
-            if request.matcher is not None:
-                request.matcher.begin_mask()
-        masks: dict[int, Mask] = {}
-        for request, row in first_rows.items():
-            with contextlib.suppress(GrammarFailedError):
-                masks.update(enumerate(request.masks(), start=row))
-        if not masks:
-            return None
-        words = np.stack(list(masks.values()))
-        return cls(tuple(masks), torch.from_numpy(words.view(np.int32)))
 
 
 def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None = None) -> Sampled:
@@ -323,27 +173,6 @@ class _Settings(NamedTuple):
     def at(cls, table: Tensor, rows: Tensor) -> _Settings:
         """Return the settings in some rows of a table [S, 5]."""
         return cls(*table[rows].unsqueeze(2).unbind(1))
-
-
-#: A greedy row in the table of `_Settings`.
-GREEDY = (0.0,) * SETTINGS
-
-
-def is_ordered(params: SamplingParams) -> bool:
-    """Return whether a sampled row's tokens are compared with the random number by rank, not by id."""
-    return params.top_k is not None or params.top_p < 1.0
-
-
-def settings_of(request: Request, ahead: int, vocab: int) -> tuple[float, ...]:
-    """Return a sampled request's row in the table of `_Settings`. `ahead`: as for `Request.next_uniform`."""
-    params = request.params
-    return (
-        min(max(params.temperature, COLDEST), HOTTEST),
-        min(params.top_k or vocab, vocab) if is_ordered(params) else 0.0,
-        params.top_p if params.top_p < 1.0 else math.inf,  # no sum reaches infinity: nothing is filtered
-        params.min_p,
-        request.next_uniform(ahead),
-    )
 
 
 def _below(best: Tensor, scores: Tensor) -> Tensor:

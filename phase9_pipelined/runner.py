@@ -30,7 +30,8 @@ from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
 from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
-from common.sampling import Sampled, SamplingInputs, choose
+from common.sampling import Sampled, choose
+from common.sampling_inputs import SamplingInputs
 from common.scheduling import StepPlan
 from common.streams import Pending, Stream, open_stream
 from common.telemetry import Telemetry

@@ -18,7 +18,8 @@ from common.grammar import Grammar, Matcher
 from common.llm import LLM
 from common.phases import find_phase, phase_names
 from common.request import Request
-from common.sampling import TokenMasks, sample
+from common.sampling import sample
+from common.sampling_inputs import TokenMasks
 from tests.engine_helpers import (
     EOS,
     VOCAB,

@@ -20,7 +20,8 @@ from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestErr
 from common.models.layers import CausalLM
 from common.phases import find_phase, phase_names
 from common.request import Request, RequestState, SamplingParams, StepOutput
-from common.sampling import Sampled, TokenMasks, sample
+from common.sampling import Sampled, sample
+from common.sampling_inputs import TokenMasks
 from common.scheduling import StepPlan
 from common.telemetry import StepRecord
 from tests.engine_helpers import (

@@ -17,14 +17,8 @@ from torch import Tensor
 
 import common.sampling
 from common.request import Request, SamplingParams
-from common.sampling import (
-    FIRST_CANDIDATES,
-    SamplingInputs,
-    TokenMasks,
-    choose,
-    read_logprobs,
-    sample,
-)
+from common.sampling import FIRST_CANDIDATES, choose, read_logprobs, sample
+from common.sampling_inputs import SamplingInputs, TokenMasks
 from kernels import native
 from kernels.dispatch import HAS_TRITON
 from kernels.draw import NOT_A_TOKEN

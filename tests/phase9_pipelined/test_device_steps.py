@@ -14,7 +14,8 @@ from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
 from common.request import Request, SamplingParams
-from common.sampling import SamplingInputs, choose
+from common.sampling import choose
+from common.sampling_inputs import SamplingInputs
 from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool
 from tests.device import META, Copies, Launches, MetaStream, Peak, use_kernels
