@@ -28,12 +28,7 @@ NUMBERS = 1000
 NUMBER = 0.62  # the random number in the picture
 SHOWN = 6  # tokens with a row of their own in the table
 
-#: Settings in the picture, and more of them in the table.
-DRAWN = {
-    "temperature 1": SamplingParams(),
-    "temperature 0.5": SamplingParams(temperature=0.5),
-    "top-k 3": SamplingParams(top_k=3),
-}
+#: Settings in the table, and those of them that are in the picture.
 COUNTED = {
     "temperature 1": SamplingParams(),
     "temperature 0.5": SamplingParams(temperature=0.5),
@@ -42,6 +37,7 @@ COUNTED = {
     "top-p 0.7": SamplingParams(top_p=0.7),
     "min-p 0.2": SamplingParams(min_p=0.2),
 }
+PICTURED = ("temperature 1", "temperature 0.5", "top-k 3")
 
 
 class NumberedRequest(Request):
@@ -90,12 +86,14 @@ def interval_picture() -> str:
     """Draw the interval from 0 to 1 under three settings: a piece for each token that the numbers choose."""
     left, width, height, between = 112, 448, 30, 40
     shapes = []
-    for row, (name, params) in enumerate(DRAWN.items()):
+    for row, name in enumerate(PICTURED):
         top = 8 + between * row
         shapes.append(text(0, top + 20, name, "label"))
         x = float(left)
         kinds = itertools.cycle(("decode", "prefill"))
-        for (token, run), kind in zip(itertools.groupby(drawn(params, _numbers())), kinds, strict=False):
+        for (token, run), kind in zip(
+            itertools.groupby(drawn(COUNTED[name], _numbers())), kinds, strict=False
+        ):
             length = len(list(run)) / NUMBERS * width
             shapes.append(
                 f'<rect class="{kind}" x="{x:.1f}" y="{top}" width="{max(length - 1, 0.5):.1f}" height="{height}"/>'

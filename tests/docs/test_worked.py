@@ -132,7 +132,7 @@ def test_spellings_are_counted(text: str, ways: int) -> None:
 
 def test_pieces_of_the_interval_are_as_the_page_says() -> None:
     numbers = [place / 200 for place in range(200)]
-    plain, cold, three = (filters.drawn(params, numbers) for params in filters.DRAWN.values())
+    plain, cold, three = (filters.drawn(filters.COUNTED[name], numbers) for name in filters.PICTURED)
     for tokens in (plain, cold, three):
         assert len(list(itertools.groupby(tokens))) == len(set(tokens)), "a token has one piece"
     [(first, _), *others] = Counter(plain).most_common(3)
