@@ -100,6 +100,7 @@ def run(stage: Stage, out: Path, deadline_s: float) -> list[dict[str, Any]]:
     return list(run_stage(9, stage, out, deadline_s, interpreted=False))
 
 
+@pytest.mark.slow
 def test_a_failure_or_a_hang_stops_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that ignores SIGTERM and has a child is killed with it."""
     (tmp_path / "hangs.py").write_text(

@@ -172,7 +172,7 @@ def test_what_would_change_the_numbers_is_refused(entries: dict[str, Any], tmp_p
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_loading_needs_the_models_memory_and_little_more(dtype: str, tmp_path: Path) -> None:
     """The embedding is most of this model: in float32 it alone would be twice the whole in bfloat16."""
     file = save_large(tmp_path / "large.gguf")

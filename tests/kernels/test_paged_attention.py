@@ -286,7 +286,7 @@ def test_the_launch_follows_from_what_the_host_knows(monkeypatch, sequences, win
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("window", [600, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, window, dtype):
     """Decoded alone, verified with guesses, or prefilled in chunks of any size, beside any neighbours."""
     options = {"heads": heads, "window": window, "dtype": dtype, "device": triton_device}

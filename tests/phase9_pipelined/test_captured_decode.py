@@ -90,7 +90,7 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
 )
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("prefill_chunk_size", [4, 64])
+@pytest.mark.parametrize("prefill_chunk_size", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By each seat's own parameters and numbers, of which three are sent together: after a preemption, at
     another's seat, beside requests whose tokens are sampled after the graph, and beside chunks of prompts."""
