@@ -252,30 +252,26 @@ Range seen_by(const Task<T>& task, int64_t window) {
 
 // One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
 // values copied. The loops below read them where they lie (see few_rows.h).
-#ifdef INFER_FEW_ROWS
-
-template <typename T>
-constexpr bool kHasLoops = kPair<T> == 2;
-
-constexpr int64_t kRowsAtOnce = 8;  // of queries: sums that stay in registers beside sixteen columns
 
 // Fetches the keys or values of a tile, which lie apart: into the first-level cache (locality 3) or the second (2).
-template <int locality>
-void fetch_ahead(const c10::BFloat16* store, const int64_t* places, int64_t count, int64_t size) {
+template <int locality, typename T>
+void fetch_ahead(const T* store, const int64_t* places, int64_t count, int64_t size) {
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(store + places[i] + d, 0, locality);
+    for (int64_t d = 0; d < size; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(store + places[i] + d, 0, locality);
 }
 
 // Fetches the tile of one KV head that begins at a column and ends before `last` at most.
+template <typename T>
 void fetch_tile(
-    const Columns& columns, int64_t head, int64_t first, int64_t last, const c10::BFloat16* k_store,
-    const c10::BFloat16* v_store) {
+    const Columns& columns, int64_t head, int64_t first, int64_t last, const T* k_store, const T* v_store) {
   int64_t places[kColumns];
   const int64_t count = std::min(kColumns, last - first);
   columns.locate(head, first, first + count, places);
   fetch_ahead<2>(k_store, places, count, columns.size);
   fetch_ahead<2>(v_store, places, count, columns.size);
 }
+
+#ifdef __AVX512F__
 
 // A square of 32-bit numbers, sixteen rows of sixteen, to its columns.
 inline void transpose(__m512i (&square)[kLanes]) {
@@ -303,6 +299,79 @@ inline void transpose(__m512i (&square)[kLanes]) {
   std::copy_n(half, kLanes, square);
 }
 
+inline void transpose(Vector<float> (&square)[kWide]) { transpose(reinterpret_cast<__m512i(&)[kLanes]>(square)); }
+
+#elif defined(__AVX2__)
+
+// A square of numbers, eight rows of eight, to its columns.
+inline void transpose(Vector<float> (&square)[kWide]) {
+  Vector<float> half[kWide];
+  for (int64_t i = 0; i < kWide; i += 2) {
+    half[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
+    half[i + 1] = _mm256_unpackhi_ps(square[i], square[i + 1]);
+  }
+  for (int64_t i = 0; i < kWide; i += 4)
+    for (int64_t j = 0; j < 2; ++j) {
+      square[i + 2 * j] = _mm256_shuffle_ps(half[i + j], half[i + j + 2], 0x44);
+      square[i + 2 * j + 1] = _mm256_shuffle_ps(half[i + j], half[i + j + 2], 0xee);
+    }
+  // Row i + j now has, of rows i to i + 3, columns j and 4 + j.
+  for (int64_t j = 0; j < 4; ++j) {
+    half[j] = _mm256_permute2f128_ps(square[j], square[4 + j], 0x20);
+    half[4 + j] = _mm256_permute2f128_ps(square[j], square[4 + j], 0x31);
+  }
+  std::copy_n(half, kWide, square);
+}
+
+#else
+
+inline void transpose(Vector<float> (&square)[kWide]) {
+  for (int64_t i = 0; i < kWide; ++i)
+    for (int64_t j = 0; j < i; ++j) {
+      const float number = square[i][j];
+      square[i][j] = square[j][i];
+      square[j][i] = number;
+    }
+}
+
+#endif
+
+template <typename T>
+constexpr int64_t kRowsAtOnce = 4;  // of queries: sums that stay in registers beside the columns of a register
+
+// scores [rows, count] = queries keys^T, a register of columns at a time: a lane is a column. Keys are turned in
+// registers.
+template <int64_t rows>
+void multiply_keys_in_place(
+    const float* queries, const float* keys, const int64_t* places, int64_t count, int64_t size, float* scores) {
+  for (int64_t first = 0; first < count; first += kWide) {
+    Vector<float> sums[rows] = {};
+    for (int64_t d = 0; d < size; d += kWide) {
+      Vector<float> numbers[kWide];
+      for (int64_t i = 0; i < kWide; ++i) numbers[i] = load(keys + places[std::min(first + i, count - 1)] + d);
+      transpose(numbers);
+      for (int64_t i = 0; i < kWide; ++i)
+        for (int64_t row = 0; row < rows; ++row) sums[row] += numbers[i] * queries[row * size + d + i];
+    }
+    for (int64_t row = 0; row < rows; ++row) store(sums[row], scores + row * kColumns + first);
+  }
+}
+
+// sums [rows, size] = weights values.
+template <int64_t rows>
+void add_values(
+    const float* weights, const float* values, const int64_t* places, int64_t count, int64_t size, float* sums) {
+  constexpr int64_t parts = 2;
+  for (int64_t d = 0; d < size; d += parts * kWide)
+    add_products<rows, parts>(
+        weights, kColumns, count, [&](int64_t i) { return values + places[i] + d; }, sums + d, size, /*begun=*/false);
+}
+
+#ifdef INFER_FEW_ROWS
+
+template <>
+constexpr int64_t kRowsAtOnce<c10::BFloat16> = 8;
+
 // scores [rows, count] = queries keys^T, sixteen columns at a time: a lane is a column. Keys are turned in registers.
 template <int64_t rows>
 void multiply_keys_in_place(
@@ -328,7 +397,7 @@ void multiply_keys_in_place(
 // sums [rows, size] = weights values, `parts` times 32 features at a time. Two columns side by side make the pairs of a
 // product: unpacking leaves features 0 to 3 of each eight in one register, and 4 to 7 in another.
 template <int64_t rows, int64_t parts>
-void add_values(
+void add_features(
     const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count, int64_t size,
     float* sums) {
   const __m512i first_features = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
@@ -361,14 +430,24 @@ void add_values(
   }
 }
 
+template <int64_t rows>
+void add_values(
+    const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count, int64_t size,
+    float* sums) {
+  // Sums of 64 features fit into the registers for up to four rows.
+  const auto add = rows <= 4 && size % 64 == 0 ? add_features<rows, rows <= 4 ? 2 : 1> : add_features<rows, 1>;
+  add(weights, values, places, count, size, sums);
+}
+
+#endif
+
 // `compute_tiles` for few rows.
-template <typename Next, typename Finish>
+template <typename T, typename Next, typename Finish>
 void compute_few(
-    Scratch<c10::BFloat16>& scratch, const Task<c10::BFloat16>& task, Range range, const Columns& columns,
-    const c10::BFloat16* k_store, const c10::BFloat16* v_store, float scale, int64_t window, const Next& next,
-    const Finish& finish) {
+    Scratch<T>& scratch, const Task<T>& task, Range range, const Columns& columns, const T* k_store, const T* v_store,
+    float scale, int64_t window, const Next& next, const Finish& finish) {
   const int64_t size = columns.size, count = task.queries * task.group;
-  c10::BFloat16* queries = scratch.queries.data();
+  T* queries = scratch.queries.data();
   for (int64_t row = 0; row < count; ++row)
     std::memcpy(queries + row * size, task.query(row, size), size * sizeof(*queries));
   for (int64_t first = range.first; first < range.last; first += kColumns) {
@@ -380,25 +459,26 @@ void compute_few(
     columns.locate(task.head, first, first + seen, places);
     fetch_ahead<3>(k_store, places, seen, size);
     fetch_ahead<3>(v_store, places, seen, size);
-    in_groups<kRowsAtOnce>(count, [&](auto rows, int64_t row) {
+    in_groups<kRowsAtOnce<T>>(count, [&](auto rows, int64_t row) {
       float* scores = scratch.scores.data() + row * kColumns;
       multiply_keys_in_place<rows>(queries + row * size, k_store, places, seen, size, scores);
     });
     weigh(scratch, task, tile, first, width, scale, window);
-    in_groups<kRowsAtOnce>(count, [&](auto rows, int64_t row) {
-      // Sums of 64 features fit into the registers for up to four rows.
-      const auto add = rows <= 4 && size % 64 == 0 ? add_values<rows, rows <= 4 ? 2 : 1> : add_values<rows, 1>;
-      add(scratch.weights.data() + row * kColumns, v_store, places, seen, size, tile.sums + row * size);
+    in_groups<kRowsAtOnce<T>>(count, [&](auto rows, int64_t row) {
+      const T* weights = scratch.weights.data() + row * kColumns;
+      add_values<rows>(weights, v_store, places, seen, size, tile.sums + row * size);
     });
     finish(tile);
   }
 }
 
-#else
-
+// Whether there are loops for few rows of a type.
 template <typename T>
-constexpr bool kHasLoops = false;
+constexpr bool kHasLoops = true;
 
+#ifndef INFER_FEW_ROWS
+template <>
+constexpr bool kHasLoops<c10::BFloat16> = false;
 #endif
 
 // A task's parts of some tiles, one after the other: each is written to what next() returns, and handed to
@@ -409,7 +489,7 @@ void compute_tiles(
     float scale, int64_t window, Next next, Finish finish) {
   const int64_t size = columns.size, count = task.queries * task.group;
   if constexpr (kHasLoops<T>) {
-    if (count <= kFewRows && size % 32 == 0 && has_librarys_bits()) {
+    if (count <= kFewRows && size % 32 == 0 && has_librarys_bits(T{})) {
       compute_few(scratch, task, range, columns, k_store, v_store, scale, window, next, finish);
       return;
     }

@@ -2,6 +2,7 @@
 #include "few_rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -36,11 +37,28 @@ void pack_into(const at::Tensor& weight, at::Tensor& packed) {
   });
 }
 
+// Returns whether bfloat16 holds all numbers of a float32 matrix exactly: their lower halves are zero.
+bool fits_bfloat16(const at::Tensor& weight) {
+  std::atomic<bool> fits{true};
+  at::parallel_for(0, weight.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end && fits; ++row) {
+      const auto* bits = static_cast<const uint32_t*>(weight.const_data_ptr()) + row * weight.stride(0);
+      uint32_t seen = 0;
+      for (int64_t input = 0; input < weight.size(1); ++input) seen |= bits[input];
+      if (seen & 0xffff) fits = false;
+    }
+  });
+  return fits;
+}
+
 // `group` neighbouring inputs lie side by side in a panel: the two that a bfloat16 dot-product instruction adds at
-// once, or one where x is float32.
-at::Tensor pack_linear(const at::Tensor& weight, int64_t group) {
-  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+// once, or one where x is float32. A checkpoint in bfloat16 that is computed in float32 stays bfloat16 here: half the
+// bytes of the same numbers.
+at::Tensor pack_linear(const at::Tensor& given, int64_t group) {
+  const int64_t outputs = given.size(0), inputs = given.size(1);
   TORCH_CHECK(inputs % group == 0, "an odd number of inputs cannot be packed: ", inputs);
+  const bool narrow = given.scalar_type() == at::kFloat && fits_bfloat16(given);
+  const at::Tensor weight = narrow ? given.to(at::kBFloat16) : given;
   auto packed = at::empty({(outputs + kPanel - 1) / kPanel, inputs / group, kPanel, group}, weight.options());
   switch (weight.element_size()) {
     case 1: pack_into<uint8_t>(weight, packed); break;
@@ -50,15 +68,22 @@ at::Tensor pack_linear(const at::Tensor& weight, int64_t group) {
   return packed;
 }
 
-// ---------------------------------------------------------------------- int8 weights
+// ---------------------------------------------------------------------- narrow weights
 
-// to[i] = from[i], exactly: an int8 has at most eight significant bits, as many as a bfloat16 holds.
-template <typename T>
-void widen(const int8_t* from, T* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(float(from[i]));
+// to[i] = from[i], exactly, for panels: they have a multiple of 64 weights. An int8 has at most eight significant bits,
+// as many as a bfloat16 holds.
+template <typename W>
+void widen(const W* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += kWide) store(widened(from + i), to + i);
 }
 
-#ifdef INFER_FEW_ROWS
+#ifndef INFER_FEW_ROWS
+
+void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from_float<c10::BFloat16>(float(from[i]));
+}
+
+#else
 
 // The lower and upper bytes of the bfloat16 numbers 0 to 127.
 struct BytesOfNumbers {
@@ -98,8 +123,6 @@ class Widener {
   __m512i upper_[2] = {_mm512_load_si512(kBytes.upper), _mm512_load_si512(kBytes.upper + 64)};
 };
 
-// The plain loop above, for panels: they have a multiple of 64 weights.
-template <>
 void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
   const Widener widener;
   __m512i parts[2];
@@ -195,16 +218,40 @@ void multiply_few(
   }
 }
 
+#endif
+
+constexpr int64_t kFloatRows = 6;      // of float32 in one call
+constexpr int64_t kInputsAtOnce = 64;  // so much of a panel stays in the first-level cache while all rows meet it
+
+// The same for float32.
+template <typename W>
+void multiply_few(
+    const float* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin = 0,
+    int64_t end = 2) {
+  for (int64_t input = 0; input < inputs; input += kInputsAtOnce) {
+    const W* own = panel + input * kPanel;
+    in_groups<kFloatRows>(rows, [&](auto n, int64_t row) {
+      constexpr int64_t parts = std::min<int64_t>(kPanel / 2 / kWide, n * 4 < kFloatSums ? 4 : 2);
+      for (int64_t output = begin * kPanel / 2; output < end * kPanel / 2; output += parts * kWide)
+        add_products<n, parts>(
+            x + row * stride + input, stride, std::min(kInputsAtOnce, inputs - input),
+            [&](int64_t i) { return own + i * kPanel + output; }, sums + row * kPanel + output, kPanel,
+            /*begun=*/input > 0);
+    });
+  }
+}
+
 // How many rows are few: where it takes less time to widen weights again than to have the library read them widened,
-// or, in bfloat16, where the library's start and end weigh.
+// or, where they are not narrower than x, where the library's start and end weigh.
 template <typename T, typename W>
-constexpr int64_t kFewRows = sizeof(T) > 2 ? 0 : sizeof(W) == 1 ? kTileRows : 16;
+constexpr int64_t kFewRows = sizeof(W) < sizeof(T) ? kTileRows : kFloatRows;
 
+#ifdef INFER_FEW_ROWS
+template <>
+constexpr int64_t kFewRows<c10::BFloat16, c10::BFloat16> = 16;
 #else
-
-template <typename T, typename W>
-constexpr int64_t kFewRows = 0;
-
+template <typename W>
+constexpr int64_t kFewRows<c10::BFloat16, W> = 0;
 #endif
 
 // ---------------------------------------------------------------------- the product
@@ -226,7 +273,7 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   const W* weights = packed.const_data_ptr<W>();
   constexpr bool paired = sizeof(T) == 2, narrow = sizeof(W) < sizeof(T);
   if constexpr (kFewRows<T, W> > 0) {
-    if (tokens > 0 && tokens <= kFewRows<T, W> && has_librarys_bits()) {
+    if (tokens > 0 && tokens <= kFewRows<T, W> && has_librarys_bits(T{})) {
       constexpr int64_t grain = halves ? 1 : 2;
       at::parallel_for(0, panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
         alignas(64) float sums[kTileRows * kPanel];
@@ -271,10 +318,11 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
 
 template <typename T, bool halves, typename Finish>
 void multiply(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
-  if (packed.scalar_type() == at::kChar)
-    multiply_by<T, int8_t, halves>(x, packed, finish);
-  else
-    multiply_by<T, T, halves>(x, packed, finish);
+  switch (packed.scalar_type()) {
+    case at::kChar: return multiply_by<T, int8_t, halves>(x, packed, finish);
+    case at::kBFloat16: return multiply_by<T, c10::BFloat16, halves>(x, packed, finish);
+    default: return multiply_by<T, T, halves>(x, packed, finish);
+  }
 }
 
 // sums[i] = sums[i] * scales[i] + biases[i], where there are such.
