@@ -20,8 +20,12 @@ the number of inputs. oneDNN's own products have that property for two or more r
 
 **Each new number of rows costs time once.** The library compiles a small product for each number of rows up to 32,
 each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would cost
-more: a decode step's time grows with every row, in every step. Up to 16 rows of bfloat16 need no such product where
-the processor has the instructions that `few_rows.h` uses.
+more: a decode step's time grows with every row, in every step. Few rows need no such product: they have loops of
+their own (`few_rows.h`), in bfloat16 where the processor has the instructions.
+
+**bfloat16 weights, float32 rows.** A float32 matrix whose numbers are all bfloat16 numbers, as those of most
+checkpoints are, is kept in bfloat16. A core widens weights where it multiplies them, which is exact, so a row has the
+bits that it has with float32 panels.
 
 **int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see `kernels.int8`). A
 core widens weights to the type of x, in its registers or its cache. That is exact: an int8 has at most eight
@@ -51,7 +55,8 @@ def pack_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | No
         dtype: the type of x; default: the type of `weight`, which may only differ from it if it is int8.
 
     Returns:
-        [ceil(N / 64), K / 2, 64, 2], for float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero.
+        [ceil(N / 64), K / 2, 64, 2], for float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero. A float32
+        weight becomes bfloat16 if that holds it exactly.
     """
     dtype = dtype or weight.dtype
     if not has_native_products(weight, dtype) or weight.shape[1] % 2:

@@ -248,7 +248,10 @@ def read_fully(file: BinaryIO, view: memoryview) -> None:
 
 
 def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
-    """Fill a dummy's weights: normally distributed with deviation 0.02, and norms that do not scale."""
+    """Fill a dummy's weights: normally distributed with deviation 0.02, and norms that do not scale.
+
+    Weights are numbers of the checkpoint's type, as those of a real checkpoint are.
+    """
     model.materialise(device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -256,3 +259,4 @@ def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
             parameter.data.fill_(1.0 - model.config.norm_offset)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
+            parameter.data.copy_(parameter.data.to(model.config.dtype))

@@ -65,6 +65,27 @@ def test_linear(dtype, outputs, inputs):
     assert_is_linear(lambda x, *bias: packed_linear(x, packed, outputs, *bias), weight, lambda y: y)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(65, 42), (960, 576), (576, 1536)])
+def test_bfloat16_weights_in_float32_are_kept_in_half_the_bytes(outputs: int, inputs: int) -> None:
+    """They are the same numbers, so the same bits come out. One other number, and the weights stay float32."""
+    weight = draw(2 * outputs, inputs, dtype=BF16).float() / 8
+    other = weight.clone()
+    other[-1, -1] += 2**-20 * other[-1, -1]
+    (narrow, wide), (gated, wide_gated) = (
+        [pack(each) for each in (weight, other)] for pack in (pack_linear, pack_gated_linear)
+    )
+    for packed, dtype in ((narrow, BF16), (gated, BF16), (wide, FP32), (wide_gated, FP32)):
+        assert packed is not None
+        assert packed.dtype == dtype
+    for rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 32, 33, 100):
+        x = draw(rows, inputs, seed=rows)
+        y = packed_linear(x, narrow, 2 * outputs), packed_linear(x, wide, 2 * outputs)
+        assert torch.equal(y[0][:, :-1], y[1][:, :-1])
+        torch.testing.assert_close(y[0].double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+        z = [packed_gated_linear(x, panels, outputs, "silu") for panels in (gated, wide_gated)]
+        assert torch.equal(z[0][:, :-1], z[1][:, :-1])
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("size", "inputs"), [(1, 2), (31, 16), (32, 42), (33, 576), (96, 64)])
