@@ -33,7 +33,6 @@ TESTS = {
     "MEASURED": "tests/kernels/test_batch_invariance.py::test_native_kernels_are_batch_invariant",
     "NORMS": NATIVE + "test_a_row_has_the_same_bits_wherever_it_lies",
     "LINEAR": NATIVE + "test_a_linear_layers_row_has_the_same_bits_beside_others",
-    "PACKED": NATIVE + "test_linear",
     "INT8": INT8 + "test_a_row_has_the_same_bits_beside_others",
     "EXACT": INT8 + "test_products_are_those_of_float64",
     "KEPT": INT8 + "test_a_panel_that_a_thread_kept_is_no_other_layers",
