@@ -5,6 +5,9 @@ A Python version that is not on the machine is skipped. `PIP_ARGS` goes to pip a
 
 import os
 import shlex
+import shutil
+import sys
+from pathlib import Path
 
 import nox
 
@@ -36,7 +39,9 @@ def lowest(session: nox.Session) -> None:
     """
     torch = ["--no-deps", "torch"]  # uv keeps a version that is installed
     session.install(*ARGUMENTS, "-c", "constraints.txt", *torch)
-    uv = ["uv", "pip", "install", *ARGUMENTS, "--python", session.virtualenv.location]
+    # Where make installs it, beside nox, is not on PATH.
+    program = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    uv = [program, "pip", "install", *ARGUMENTS, "--python", session.virtualenv.location]
     lowest = ["--resolution", "lowest-direct", "--override", "constraints.txt"]
     session.run_install(*uv, *lowest, "-e", ".[dev,docs]", external=True)
     suite(session)

@@ -76,7 +76,7 @@ class GGUFTensor:
             for first in range(0, rows, step):
                 places = order[first : first + step]
                 stored = np.empty((len(places), row_bytes), np.uint8)
-                read_fully(file, memoryview(stored).cast("B"))  # type: ignore[arg-type]  # ndarray is a Buffer
+                read_fully(file, stored.data.cast("B"))
                 values = torch.from_numpy(gguf.dequantize(stored, kind)) - self.added
                 flat.index_copy_(0, places, values.to(flat))
 

@@ -54,7 +54,7 @@ class StoredTensor:
         buffer = target if direct else torch.empty(self.shape, dtype=self.dtype)
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
-            read_fully(file, memoryview(buffer.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # ndarray is a Buffer
+            read_fully(file, buffer.view(-1).view(torch.uint8).numpy().data)
         if not direct:
             target.copy_(buffer)
 

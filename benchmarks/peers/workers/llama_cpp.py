@@ -70,7 +70,7 @@ class LlamaCpp(SteppingWorker):
             raise RuntimeError(f"llama_decode: {status}")
         for sequence, row in rows:
             logits = llama_cpp.llama_get_logits_ith(self._context, row)
-            token = int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+            token = int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
             sequence.pending = [token]
             sequence.generated += 1
             if sequence.generated == sequence.max_tokens:
