@@ -6,7 +6,8 @@
 #   make gpu OUT=DIR     everything that waits for a GPU, in six stages (STAGE=2 for one); installs nothing (PYTHON=python3
 #                        names an interpreter); on a machine without a GPU at toy sizes
 #   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
-#   make test-slow       the suites that take longer
+#   make test-slow       the tests that take longer
+#   make test-forms      ordinary tests in other forms: without native kernels, and with the engine in its own process
 #   make test-browser    the server's page and the site in chromium, which must be on the machine
 #   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
 #   make test-checkpoints   real models against transformers; downloads them (330 MB) to the user's cache folder
@@ -46,8 +47,8 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python
 PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) benchmarks/report.py benchmarks/results.py
 CAPTIONS := docs/assets/plots/captions.json
 
-.PHONY: help gpu demo serve compare cluster learn check step test test-slow test-browser test-clients test-checkpoints
-.PHONY: test-cluster lint size format bench plots wheel test-wheel test-pythons test-lowest docs docs-version docs-serve
+.PHONY: help gpu demo serve compare cluster learn check step test test-slow test-forms test-browser test-clients
+.PHONY: test-checkpoints test-cluster lint size format bench plots wheel test-wheel test-pythons test-lowest docs docs-version docs-serve
 .PHONY: clean distclean
 
 # Prints the comment at the top of this file.
@@ -94,10 +95,12 @@ cluster: .venv/cluster
 test: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
-# The second line is for machines without a compiler: what the ordinary suite asks of models, of the torch references.
-# The third runs the server's ordinary tests with the engine in a process of its own.
 test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
+
+# First as on a machine without a compiler: what the ordinary suite asks of models, of the torch references. Then the
+# server's ordinary tests with the engine in a process of its own.
+test-forms: .venv/full
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
 	INFER_ENGINE_PROCESS=on OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/server
 

@@ -165,8 +165,8 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     held = str(dtype)
     if checkpoint.quantization is not None:
         held = f"{checkpoint.quantization}, dequantized to {held.removeprefix('torch.')}"
-    if model.weight_dtype != dtype:
-        held += f", {str(model.weight_dtype).removeprefix('torch.')} weights"
+    if model.is_quantized:
+        held += ", int8 weights"
     invariant = "" if model.batch_invariant else "not "
     logger.info(
         "loaded %s (%s, %s, %s kernels, %sbatch invariant) in %.1f s",

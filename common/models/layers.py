@@ -360,14 +360,8 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The type of the linear layers' weights: int8 if they are quantized.
-
-        Native kernels that compute in float32 keep a bfloat16 checkpoint's weights in bfloat16.
-        """
-        if self.is_quantized:
-            return torch.int8
-        kept = {self.dtype if layer.packed is None else layer.packed.dtype for layer in self.linear_layers()}
-        return kept.pop() if len(kept) == 1 else self.dtype
+        """The type of the linear layers' weights: int8 if they are quantized."""
+        return torch.int8 if self.is_quantized else self.dtype
 
     def pack(self) -> None:
         """Replace the weights of all linear layers by their form for native CPU kernels, layer by layer.
