@@ -48,8 +48,8 @@ PLOTTED := $(shell find benchmarks/results) $(wildcard benchmarks/plots/*.py) be
 CAPTIONS := docs/assets/plots/captions.json
 
 .PHONY: help gpu demo serve compare cluster learn check step test test-slow test-forms test-browser test-clients
-.PHONY: test-checkpoints test-cluster lint size format bench plots wheel test-wheel test-pythons test-lowest docs docs-version docs-serve
-.PHONY: clean distclean
+.PHONY: test-checkpoints test-cluster lint size format bench plots wheel test-wheel test-pythons test-lowest docs
+.PHONY: docs-version docs-serve clean distclean
 
 # Prints the comment at the top of this file.
 help:

@@ -24,8 +24,8 @@ more: a decode step's time grows with every row, in every step. Few rows need no
 their own (`few_rows.h`), in bfloat16 where the processor has the instructions.
 
 **bfloat16 weights, float32 rows.** A float32 matrix whose numbers are all bfloat16 numbers, as those of most
-checkpoints are, is kept in bfloat16. A core widens weights where it multiplies them. That is exact, so a row has the
-bits that it has with float32 panels.
+checkpoints are, is kept in bfloat16. A core widens weights where it multiplies them. That is exact, so a row has
+the bits that it has with float32 panels.
 
 **int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see `kernels.int8`). A
 core widens weights to the type of x, in its registers or its cache. That is exact: an int8 has at most eight
