@@ -31,6 +31,7 @@ from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from common.warm_up import warm_up
+from kernels.batch_invariance import whole_sums
 from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.native import load_native_kernels
 from kernels.paged_attention import SPLIT_COLUMNS
@@ -155,9 +156,8 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
         model.quantize()
     if native:
         model.pack()
-    if device.type == "cuda":  # parts of a sum are added in float32
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if device.type == "cuda":
+        whole_sums()
     if native or device.type == "cuda":
         model.measure_batch_invariance()
     _run_every_kind_of_pass(model)

@@ -25,6 +25,8 @@ OUTPUTS = 100_000  # outputs of a product computed row by row: with fewer, a rar
 COUNTS = (2, 3, 16, 17, 64)  # numbers of rows that are tried besides one and the largest
 FEWEST_ROWS, MOST_ROWS = 32, 256  # bounds of the largest number of rows that is tried
 MOST_WORK = 2**30  # multiplications of the largest trial: wider products are tried with fewer rows
+# On a GPU. cuBLAS has other kernels for 200 rows than for 100, and trials take no time.
+COUNTS_ON_GPU, MOST_ROWS_ON_GPU = (*COUNTS, 8, 32, 100, 128, 200, 256, 512), 1024
 
 COLUMNS = (
     600  # columns of the sequence that attention is tried on: more than one tile, and one split, of a kernel
@@ -56,6 +58,17 @@ class Heads:
     size: int
 
 
+def whole_sums() -> None:
+    """Make cuBLAS add each output of a 16-bit product in float32, by one processor: no split-K, in this process.
+
+    On an NVIDIA H200 all its kernels that divide no sum give a row the same bits, whatever the number of rows.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the other library has no such setting
+    reduced_precision, split_k = False, False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced_precision, split_k
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced_precision, split_k
+
+
 @torch.inference_mode()
 def is_batch_invariant(
     products: Iterable[Product], heads: Heads, dtype: torch.dtype, device: torch.device = HOST
@@ -82,13 +95,15 @@ def is_batch_invariant(
 def product_keeps_bits(product: Product, dtype: torch.dtype, device: torch.device = HOST) -> bool:
     """Return whether rows of a product have the same bits one by one, a few together, and all together."""
     work = product.inputs * product.outputs
-    most = max(min(MOST_ROWS, MOST_WORK // work), FEWEST_ROWS)
+    on_gpu = device.type == "cuda"
+    most = MOST_ROWS_ON_GPU if on_gpu else max(min(MOST_ROWS, MOST_WORK // work), FEWEST_ROWS)
+    counts = COUNTS_ON_GPU if on_gpu else COUNTS
     x = _draw(most, product.inputs, dtype=dtype, device=device)
     together = product.compute(x)
     singles = min(most, -(-OUTPUTS // product.outputs))
     pieces = [slice(row, row + 1) for row in range(singles)]
     # The last rows: computed with all others, they have other places in the product's tiles.
-    pieces += [slice(most - count, most) for count in COUNTS if count < most]
+    pieces += [slice(most - count, most) for count in counts if count < most]
     return all(torch.equal(product.compute(x[rows]), together[rows]) for rows in pieces)
 
 

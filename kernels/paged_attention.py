@@ -62,6 +62,9 @@ NO_WINDOW = 2**31 - 1
 #: Columns of a split, a multiple of every tile's columns. Results depend on it: see the module.
 SPLIT_COLUMNS = 512
 
+#: Tiles of columns whose keys and values a program holds at a time, loads under way included. Changes no bit.
+STAGES = 3
+
 #: The most programs that share the splits of a tile. Beyond it, a program computes several splits.
 MOST_PROGRAMS = 32
 
@@ -349,7 +352,7 @@ def paged_attention_triton(
             tile_columns=tile_columns,
             tile_dim=tile_dim,
             num_warps=num_warps,
-            num_stages=3,
+            num_stages=STAGES,
             enable_fp_fusion=False,  # or the two kernels could round a merge differently
         )
         if split_rows:

@@ -9,7 +9,7 @@ column.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.micro import Dtype, say
-from benchmarks.micro.on_device import DEVICE, describe, measure_machine, seconds_of
+from benchmarks.micro.on_device import DEVICE, describe, measure_machine, repeated, seconds_of
 from benchmarks.tables import Cell, MeasuredTable
 from common.kv import KVShape, KVView, Span
 from common.models.registry import open_checkpoint
@@ -58,12 +58,6 @@ def view_of(shape: KVShape, sequences: int, context: int, queries: int) -> tuple
     return view, sequences * context * shape.bytes_per_token
 
 
-def repeated(call: Callable[[], Tensor]) -> Tensor:
-    for _ in range(REPEATS):
-        out = call()
-    return out
-
-
 def times_of(
     shape: KVShape, heads: int, sequences: int, context: int, queries: int
 ) -> tuple[float, float, int]:
@@ -73,7 +67,7 @@ def times_of(
     q = draw(sequences * queries, heads, shape.head_dim)
     k, v = (draw(sequences * queries, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     scale = shape.head_dim**-0.5
-    ours_s = seconds_of(lambda: repeated(lambda: view.attend(0, q, k, v, scale=scale, window=None)))
+    ours_s = seconds_of(repeated(lambda: view.attend(0, q, k, v, scale=scale, window=None), REPEATS))
     keys, values = (draw(sequences, shape.num_kv_heads, context, shape.head_dim) for _ in range(2))
     rows = q.view(sequences, queries, heads, shape.head_dim).transpose(1, 2)
 
@@ -82,7 +76,7 @@ def times_of(
             rows, keys, values, scale=scale, is_causal=queries > 1, enable_gqa=heads != shape.num_kv_heads
         )
 
-    return ours_s / REPEATS, seconds_of(lambda: repeated(torchs)) / REPEATS, size
+    return ours_s / REPEATS, seconds_of(repeated(torchs, REPEATS)) / REPEATS, size
 
 
 def kernels(

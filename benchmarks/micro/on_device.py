@@ -129,6 +129,26 @@ def seconds_of(run: Callable[[], object], times: int = 5) -> float:
     return best
 
 
+def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
+    """Return a function that makes a call so many times: on a GPU the replay of a graph, as decode steps make it.
+
+    Launched one by one, a GPU's small kernels take less time than the host takes to launch them.
+    """
+
+    def calls() -> None:
+        for _ in range(times):
+            call()
+
+    if DEVICE.type == "cpu":
+        return calls
+    call()  # compiles, and puts on the device what later calls find there
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        calls()
+    return graph.replay
+
+
 def _synchronize() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

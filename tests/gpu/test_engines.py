@@ -26,7 +26,14 @@ PLACES = [
     *(pytest.param(("cuda", name), marks=pytest.mark.gpu, id=f"cuda-{name}") for name in MODELS),
 ]
 LENGTHS = (3, 18, 1, 9)
-OPTIONS = {"max_batch_size": 3, "max_seq_len": 64, "prefill_chunk_size": 16, "draft_rows": 16}
+#: `num_blocks`: by itself a pool takes most of a GPU's memory, also of other tests.
+OPTIONS = {
+    "max_batch_size": 3,
+    "max_seq_len": 64,
+    "num_blocks": 12,
+    "prefill_chunk_size": 16,
+    "draft_rows": 16,
+}
 
 Loaded = tuple[CausalLM, Tokenizer]
 Orders = list[tuple[list[int], SamplingParams]]

@@ -131,9 +131,9 @@ def test_every_query_sees_what_the_rule_shows_it(triton_device, form):
     sequences=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), min_size=1, max_size=4),
     block_size=st.integers(1, 40),
     window=st.none() | st.integers(1, 100),
-    group=st.integers(1, 5),
+    group=st.sampled_from([1, 3, 5]),  # a GPU compiles each pair of these two anew
     heads_kv=st.integers(1, 2),
-    head_dim=st.integers(1, 48),
+    head_dim=st.sampled_from([1, 3, 16, 41]),
     seed=st.integers(0, 2**16),
 )
 def test_any_pass_follows_the_rule(

@@ -222,6 +222,7 @@ def test_captured_or_called_the_tokens_are_the_same(depth: int) -> None:
             dtype="float32",
             max_seq_len=128,
             max_batch_size=6,
+            num_blocks=48,
             pipeline_depth=depth,
             **options,
         )
