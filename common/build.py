@@ -31,8 +31,8 @@ from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from common.warm_up import warm_up
-from kernels.batch_invariance import whole_sums
 from kernels.dispatch import INTERPRETED, kernels_on
+from kernels.few_rows_linear import whole_sums
 from kernels.native import load_native_kernels
 from kernels.paged_attention import SPLIT_COLUMNS
 

@@ -385,7 +385,11 @@ class CudaStream(Stream):
     def _capture(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> CudaGraph:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        return CudaGraph(function, inputs, self._memory)
+        try:
+            return CudaGraph(function, inputs, self._memory)
+        except RuntimeError:
+            self._memory = None  # a capture that failed keeps its pool occupied: the next one gets another
+            raise
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -127,6 +127,7 @@ class PagedIndices:
         split_rows: number of leading queries whose splits are programs of their own, on the host. Their tiles have
             all queries of their sequences.
         max_length: an upper bound of these sequences' columns, on the host.
+        tile_queries: the most queries of a tile, on the host; 1: every sequence has one query.
     """
 
     block_table: Tensor
@@ -134,6 +135,7 @@ class PagedIndices:
     tiles: Tensor
     split_rows: int
     max_length: int
+    tile_queries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class AttentionLayout:
             device_tables=tables,
         )
         layout.positions, layout.write_addresses = rows.positions, rows.addresses
-        layout._paged = PagedIndices(tables, layout.positions, rows.tiles, count, longest)
+        layout._paged = PagedIndices(tables, layout.positions, rows.tiles, count, longest, 1)
         return layout
 
     @cached_property
@@ -225,6 +227,7 @@ class AttentionLayout:
         Returns:
             The others, on the device.
         """
+        tile_queries = self._tile_queries(tile_queries)
         hosts = self.rows, self._host_positions, self.host_write_addresses, self._tiles(tile_queries), *others
         moved = move_together(hosts, self.device)
         self.seats, self.positions, self.write_addresses, tiles, *sent = moved
@@ -299,8 +302,13 @@ class AttentionLayout:
     def paged(self, tile_queries: int) -> PagedIndices:
         """Return the indices of all sequences for the paged kernel, in tiles of at most so many queries."""
         if self._paged is None:  # a model's layers all have the same tiles
+            tile_queries = self._tile_queries(tile_queries)
             self._paged = self._with_tiles(self._moved(self._tiles(tile_queries)), tile_queries)
         return self._paged
+
+    def _tile_queries(self, most: int) -> int:
+        """Return the most queries of a tile: 1 if every sequence has one query, else `most`."""
+        return most if max(self.query_lengths, default=0) > 1 else 1
 
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
         """Return the addresses of columns, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
@@ -334,6 +342,7 @@ class AttentionLayout:
             tiles=tiles,
             split_rows=sum(self.query_lengths[:leading]),
             max_length=max(self.kv_lengths[:leading], default=0),
+            tile_queries=tile_queries,
         )
 
     def _build_decode_groups(self, window: int | None) -> list[DecodeGroup]:

@@ -26,7 +26,7 @@ COUNTS = (2, 3, 16, 17, 64)  # numbers of rows that are tried besides one and th
 FEWEST_ROWS, MOST_ROWS = 32, 256  # bounds of the largest number of rows that is tried
 MOST_WORK = 2**30  # multiplications of the largest trial: wider products are tried with fewer rows
 # On a GPU. cuBLAS has other kernels for 200 rows than for 100, and trials take no time.
-COUNTS_ON_GPU, MOST_ROWS_ON_GPU = (*COUNTS, 8, 32, 100, 128, 200, 256, 512), 1024
+COUNTS_ON_GPU, MOST_ROWS_ON_GPU = (*COUNTS, 8, 32, 65, 100, 128, 200, 256, 512), 1024
 
 COLUMNS = (
     600  # columns of the sequence that attention is tried on: more than one tile, and one split, of a kernel
@@ -56,17 +56,6 @@ class Heads:
     queries: int
     keys: int
     size: int
-
-
-def whole_sums() -> None:
-    """Make cuBLAS add each output of a 16-bit product in float32, by one processor: no split-K, in this process.
-
-    On an NVIDIA H200 all its kernels that divide no sum give a row the same bits, whatever the number of rows.
-    """
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # the other library has no such setting
-    reduced_precision, split_k = False, False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced_precision, split_k
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced_precision, split_k
 
 
 @torch.inference_mode()

@@ -73,6 +73,15 @@ def gated_act_native(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    def gate_up_product(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton has no types
+        """Return `activation(gate) * up`, all float32."""
+        # gelu_tanh(x) = x/2 * (1 + tanh(z)) with z = sqrt(2/pi) * (x + 0.044715 x^3), and
+        # (1 + tanh(z)) / 2 = sigmoid(2z): so this too is a gate times a sigmoid, and needs no tanh.
+        steepened = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        openness = tl.sigmoid(gate if activation == "silu" else steepened)
+        return gate * openness * up
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
     def _gated_act_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         gate_up_ptr, out_ptr, row_stride, size, activation: tl.constexpr, tile: tl.constexpr
     ):
@@ -84,12 +93,7 @@ if HAS_TRITON:
         source = gate_up_ptr + row * row_stride + columns
         gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(source + size, mask=mask, other=0.0).to(tl.float32)
-
-        # gelu_tanh(x) = x/2 * (1 + tanh(z)) with z = sqrt(2/pi) * (x + 0.044715 x^3), and
-        # (1 + tanh(z)) / 2 = sigmoid(2z): so this too is a gate times a sigmoid, and needs no tanh.
-        steepened = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        openness = tl.sigmoid(gate if activation == "silu" else steepened)
-        out = gate * openness * up
+        out = gate_up_product(gate, up, activation)
         tl.store(out_ptr + row * size + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -104,6 +108,13 @@ def gated_act_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     tile = min(1024, triton.next_power_of_2(size))
     with device_guard(gate_up):
         _gated_act_kernel[(tokens, triton.cdiv(size, tile))](
-            gate_up, out, gate_up.stride(0), size, activation=activation, tile=tile, num_warps=4
+            gate_up,
+            out,
+            gate_up.stride(0),
+            size,
+            activation=activation,
+            tile=tile,
+            num_warps=4,
+            enable_fp_fusion=False,  # or `kernels.few_rows_linear` could round differently
         )
     return out

@@ -36,15 +36,21 @@ column 0, and a row's splits are merged in order, whoever merges them:
 
 A decoding sequence has few rows, so each of its splits is a program of its own, and a second, small kernel merges
 them (flash-decoding, Dao et al., 2023). A prompt has many tiles, so a program walks all splits of its tile and
-merges in registers. Both are one compiled kernel with one shape of tile, and the compiler may not fuse a product
-with a sum. So a token that is decoded, prefilled in any chunk, or verified as a guess gets the same bits. A column
-that is hidden from a row has a weight of 0, which changes no bit.
+merges in registers. Decode takes tiles of few rows, since it has few. All other passes take larger ones.
+
+Whatever a tile's shape, a row's numbers are computed alike. A tensor core adds the products of an output in the
+order of their columns. The largest score is the same in any order. A sum of weights would not be, so it is a
+product with a column of ones. And the compiler may not fuse a product with a sum. So a token that is decoded,
+prefilled in any chunk, or verified as a guess gets the same bits. A column that is hidden from a row has a weight
+of 0, which changes no bit.
 
 Positions are read on the device. So a short sequence beside a long one costs little more than alone, and a captured
 launch may be replayed while its sequences grow.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,9 +67,6 @@ NO_WINDOW = 2**31 - 1
 
 #: Columns of a split, a multiple of every tile's columns. Results depend on it: see the module.
 SPLIT_COLUMNS = 512
-
-#: Tiles of columns whose keys and values a program holds at a time, loads under way included. Changes no bit.
-STAGES = 3
 
 #: The most programs that share the splits of a tile. Beyond it, a program computes several splits.
 MOST_PROGRAMS = 32
@@ -226,9 +229,10 @@ if HAS_TRITON:
                 new_top = tl.maximum(top, tl.max(scores, axis=1))
                 shrink = tl.exp2(top - _base(new_top))
                 weights = tl.exp2(scores - _base(new_top)[:, None])
-                total = total * shrink + tl.sum(weights, axis=1)
                 v = tl.load(v_head + offsets, mask=kv_mask, other=0.0)
                 sums = sums * shrink[:, None] + _weigh(weights, v)
+                ones = tl.full([tile_columns, 16], 1.0, v.dtype)  # a product has at least 16 columns
+                total = total * shrink + tl.max(_weigh(weights, ones), axis=1)
                 top = new_top
             if is_split:
                 at = places * num_splits + split % num_splits
@@ -313,9 +317,9 @@ def paged_attention_triton(
     table = indices.block_table if indices.block_table.stride(1) == 1 else indices.block_table.contiguous()
     positions = indices.positions.contiguous()
     group = heads // heads_kv
-    tile_rows, tile_columns, tile_dim, num_warps = _tile(group, head_dim, q.dtype.itemsize)
+    tile = _tile(group, head_dim, q.dtype.itemsize, decodes=indices.tile_queries == 1)
     # The columns that the queries of a tile see may begin and end within a split.
-    most = indices.max_length if window is None else window + tile_rows // group - 1 + SPLIT_COLUMNS - 1
+    most = indices.max_length if window is None else window + tile.rows // group - 1 + SPLIT_COLUMNS - 1
     num_splits = -(-min(most, indices.max_length) // SPLIT_COLUMNS)
     split_rows = indices.split_rows if num_splits > 1 else 0
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
@@ -348,11 +352,11 @@ def paged_attention_triton(
             group=group,
             head_dim=head_dim,
             split_columns=SPLIT_COLUMNS,
-            tile_rows=tile_rows,
-            tile_columns=tile_columns,
-            tile_dim=tile_dim,
-            num_warps=num_warps,
-            num_stages=STAGES,
+            tile_rows=tile.rows,
+            tile_columns=tile.columns,
+            tile_dim=tile.dims,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             enable_fp_fusion=False,  # or the two kernels could round a merge differently
         )
         if split_rows:
@@ -366,7 +370,7 @@ def paged_attention_triton(
                 num_splits,
                 head_dim=head_dim,
                 split_columns=SPLIT_COLUMNS,
-                tile_dim=tile_dim,
+                tile_dim=tile.dims,
                 num_warps=1,
                 enable_fp_fusion=False,
             )
@@ -374,22 +378,34 @@ def paged_attention_triton(
 
 
 def queries_per_tile(group: int, dtype: torch.dtype) -> int:
-    """Return the most queries of a tile, for `group` query heads to a KV head."""
-    return _tile(group, 16, dtype.itemsize)[0] // group
+    """Return the most queries of a tile in passes that do not only decode, for `group` query heads to a KV head."""
+    return _tile(group, 16, dtype.itemsize, decodes=False).rows // group
 
 
-def _tile(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return (rows, columns, dimensions, warps) of a tile: a query of one head is a row.
+class _Tile(NamedTuple):
+    """A tile's rows, columns and padded dimensions; the warps of its program; and the tiles of columns that the
+    program holds at a time, those on their way included."""
 
-    Tile sides are powers of two, and at least 16 for `tl.dot`. All passes use one shape, since another might add in
-    another order. Decode fills few rows of a tile, and prompts would gain from more. With 32 rows, decode still
-    spends less time on products than on loads. In float32, which has no tensor cores, it would not. A tile's keys
-    take 16 KiB: even with the next tiles prefetched, several programs fit into one processor's shared memory.
+    rows: int
+    columns: int
+    dims: int
+    warps: int
+    stages: int
+
+
+def _tile(group: int, head_dim: int, itemsize: int, *, decodes: bool) -> _Tile:
+    """Return a program's tile. A query of one head is a row.
+
+    Tile sides are powers of two, and at least 16 for `tl.dot`. In decode a sequence has a row for each head of a
+    group, and loads take the time. Other passes have many rows, and reuse what they load. In float32, which has no
+    tensor cores, few rows are the best for both. A tile's keys take 16 KiB: even with the next tiles on their way,
+    several programs fit into one processor's shared memory.
     """
-    rows = max(32 if itemsize == 2 else 16, _power_of_2(group))
+    few = decodes or itemsize == 4
+    rows = max(16 if few else 64, _power_of_2(group))
     dims = max(16, _power_of_2(head_dim))
     columns = min(128, max(16, 16384 // (dims * itemsize)))
-    return rows, columns, dims, 8 if rows * dims >= 8192 else 4
+    return _Tile(rows, columns, dims, 8 if rows * dims >= 16384 else 4, 2 if dims >= 128 else 3)
 
 
 def _power_of_2(number: int) -> int:

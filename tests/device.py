@@ -22,6 +22,7 @@ import common.sampling
 import kernels.attention
 import kernels.decode_rows
 import kernels.draw
+import kernels.few_rows_linear
 import kernels.gated_act
 import kernels.paged_attention
 import kernels.rms_norm
@@ -142,7 +143,10 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
     layers, runner = common.models.layers, phase9_pipelined.runner
     for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling, runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
-    for module in (k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw, k.decode_rows):
+    monkeypatch.setattr(k.few_rows_linear, "takes", lambda x: x.shape[0] <= k.few_rows_linear.FEW_ROWS)
+    for module in (
+        *(k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw, k.decode_rows, k.few_rows_linear),
+    ):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Kernel(name, found))
 

@@ -34,7 +34,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 44
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 56
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -44,8 +44,9 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_fused_add_rms_norm_kernel": 1,
         "_rope_kernel": 3,  # alone; with writes; with norms and writes
         "_gated_act_kernel": 1,
-        "_paged_attention_kernel": 1,
+        "_paged_attention_kernel": 2,  # decode alone; any other pass
         "_merge_splits_kernel": 1,
+        "_few_rows_linear_kernel": 4,  # up to 16 rows and up to 64; alone and gated
         "_decode_rows_kernel": 1,
         "_draw_kernel": 3,  # greedy rows alone; with settings; by seat
     }
@@ -59,6 +60,7 @@ def compile_all() -> None:
 
     from kernels.decode_rows import _decode_rows_kernel
     from kernels.draw import MOST_COLUMNS, _draw_kernel
+    from kernels.few_rows_linear import _few_rows_linear_kernel
     from kernels.gated_act import _gated_act_kernel
     from kernels.rms_norm import _fused_add_rms_norm_kernel, _rms_norm_kernel
     from kernels.rope import _rope_kernel
@@ -78,6 +80,7 @@ def compile_all() -> None:
     norms = writes | {"has_norms": True}
     del norms["q_weight_ptr"], norms["k_weight_ptr"]
     drawn = {"tile": MOST_COLUMNS}
+    few = {"tile_rows": 16, "tile_outputs": 32, "tile_inputs": 128}
     no_seats = dict.fromkeys(("seats_ptr", "columns_ptr", "latest_ptr", "positions_ptr"))
     variants = [
         (_rms_norm_kernel, tile),
@@ -88,6 +91,8 @@ def compile_all() -> None:
         (_rope_kernel, norms),
         (_gated_act_kernel, {"activation": "silu", "tile": 1024}),
         (_gated_act_kernel, {"activation": "gelu_tanh", "tile": 1024}),
+        (_few_rows_linear_kernel, few | {"activation": None}),
+        (_few_rows_linear_kernel, few | {"activation": "silu", "bias_ptr": None}),
         (_decode_rows_kernel, {"tile": 128}),
         (_draw_kernel, drawn | {"has_settings": True, "by_seat": True}),
         (_draw_kernel, drawn | no_seats | {"has_settings": True, "by_seat": False}),
@@ -121,10 +126,15 @@ def compile_paged_attention() -> None:
 
     from kernels.paged_attention import SPLIT_COLUMNS, _merge_splits_kernel, _paged_attention_kernel, _tile
 
+    whole = {"split_columns": SPLIT_COLUMNS}
+
     # Partial results are float32 whatever the store is.
     types = dict.fromkeys(("partial_ptr", "tops_ptr", "totals_ptr"), "*fp32")
     types |= {"table_ptr": "*i32", "tiles_ptr": "*i32", "positions_ptr": "*i64", "scale_log2": "fp32"}
-    variants = []
+    variants = [
+        (_merge_splits_kernel, whole | {"head_dim": 80, "tile_dim": 128}, element, 1, 3)
+        for element in ("bf16", "fp32")
+    ]
     for group, head_dim, element, itemsize in (
         (1, 64, "bf16", 2),
         (4, 80, "fp16", 2),
@@ -135,12 +145,11 @@ def compile_paged_attention() -> None:
         (128, 128, "bf16", 2),
         (1, 256, "fp32", 4),
     ):
-        rows, columns, dims, warps = _tile(group, head_dim, itemsize)
-        constants = {"group": group, "tile_rows": rows, "tile_columns": columns}
-        variants.append((_paged_attention_kernel, constants, head_dim, dims, element, warps))
-    variants += [(_merge_splits_kernel, {}, 80, 128, element, 1) for element in ("bf16", "fp32")]
-    for kernel, tile, head_dim, dims, element, warps in variants:
-        constants = tile | {"head_dim": head_dim, "split_columns": SPLIT_COLUMNS, "tile_dim": dims}
+        for tile in {_tile(group, head_dim, itemsize, decodes=decodes) for decodes in (True, False)}:
+            constants = whole | {"group": group, "tile_rows": tile.rows, "tile_columns": tile.columns}
+            constants |= {"head_dim": head_dim, "tile_dim": tile.dims}
+            variants.append((_paged_attention_kernel, constants, element, tile.warps, tile.stages))
+    for kernel, constants, element, warps, stages in variants:
         signature = {
             name: "constexpr"
             if name in constants
@@ -158,7 +167,7 @@ def compile_paged_attention() -> None:
             compiled = compile_source(
                 source,
                 target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": warps, "num_stages": 3, "enable_fp_fusion": False},
+                options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False},
             )
             assert "cubin" in compiled.asm
             assert compiled.metadata.shared <= shared_bytes
@@ -182,6 +191,7 @@ def count_compilations() -> None:
     from kernels.attention_layout import PagedIndices
     from kernels.decode_rows import decode_rows_triton
     from kernels.draw import SeatState, draw_at_seats_triton, draw_triton
+    from kernels.few_rows_linear import FEW_ROWS, few_rows_gated_linear_triton, few_rows_linear_triton
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
@@ -205,6 +215,9 @@ def count_compilations() -> None:
         for norms in (None, HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1.0)):
             norm_rope_write_triton(qkv, norms, angles, angles, written, written, addresses)
         gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
+        if tokens <= FEW_ROWS:
+            few_rows_linear_triton(x, torch.ones(hidden, hidden))
+            few_rows_gated_linear_triton(x, torch.ones(2 * hidden, hidden), "silu")
         draw_triton(torch.ones(tokens, 5000), torch.ones(tokens, 5, dtype=torch.float64))
         draw_triton(torch.ones(tokens, 5000))
         seats = torch.zeros(tokens, dtype=torch.int64)
@@ -215,16 +228,17 @@ def count_compilations() -> None:
             decode_rows_triton(seats, seats, seats, tables, block_size)
     for block_size in BLOCK_SIZES:
         for batch in TOKENS:
-            q = torch.ones(batch, heads, head_dim)
+            q = torch.ones(batch, heads, head_dim, dtype=torch.bfloat16)
             for blocks in (1, 3, 16):
-                store = torch.empty(blocks, block_size, heads_kv, head_dim)
+                store = torch.empty(blocks, block_size, heads_kv, head_dim, dtype=torch.bfloat16)
                 table = torch.zeros(batch, blocks, dtype=torch.int32)
                 tiles = torch.zeros(batch, 3, dtype=torch.int32)
                 positions = torch.zeros(batch, dtype=torch.int64)
                 for window in (None, 1, 16, 100):
                     for length in (1, 600, 5000):
-                        indices = PagedIndices(table, positions, tiles, batch // 2, length)
-                        paged_attention_triton(q, store, store, indices, scale=1.0, window=window)
+                        for queries in (1, 5, 16):
+                            indices = PagedIndices(table, positions, tiles, batch // 2, length, queries)
+                            paged_attention_triton(q, store, store, indices, scale=1.0, window=window)
     print(json.dumps({kernel: len(keys) for kernel, keys in found.items()}))
 
 

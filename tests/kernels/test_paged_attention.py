@@ -83,7 +83,7 @@ class Case:
 
 def no_queries(table: Tensor) -> PagedIndices:
     positions = torch.zeros(0, dtype=torch.int64, device=table.device)
-    return PagedIndices(table, positions, torch.zeros(0, 3, dtype=torch.int32, device=table.device), 0, 0)
+    return PagedIndices(table, positions, torch.zeros(0, 3, dtype=torch.int32, device=table.device), 0, 0, 1)
 
 
 def assert_exact(actual: Tensor, case: Case) -> None:
@@ -299,7 +299,7 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
             alone = slice(first, first + count)
             tiles = torch.tensor([[1, 0, count]], dtype=torch.int32, device=triton_device)
             indices = PagedIndices(
-                case.indices.block_table, case.indices.positions[alone], tiles, count, 1100
+                case.indices.block_table, case.indices.positions[alone], tiles, count, 1100, count
             )
             result = paged_attention_triton(
                 case.q[alone], case.k_store, case.v_store, indices, scale=SCALE, window=window
@@ -463,6 +463,7 @@ def test_what_does_not_fit_is_named(change, message):
         "tiles": torch.zeros(2, 3, dtype=torch.int32),
         "split_rows": 0,
         "max_length": 0,
+        "tile_queries": 1,
     }
     arguments = {
         "q": torch.ones(2, 4, 8),

@@ -1,0 +1,204 @@
+"""Linear layers on a GPU whose outputs are one sum each, so that a row has the same bits in any batch.
+
+cuBLAS chooses a kernel by the number of rows. With few rows and a long sum there are too few outputs to keep all
+processors busy. So it lets several add parts of each sum (split-K). Then the parts are added, and one output in a
+few hundred has another last bit than a sum in one piece:
+
+```text
+256 rows    ((w0 x0 + w1 x1) + w2 x2) + … + w8191 x8191                            one processor, in order
+1 row       (w0 x0 + … + w4095 x4095)  +  (w4096 x4096 + … + w8191 x8191)          two processors
+```
+
+cuBLAS can be told not to divide sums (`whole_sums`). Its kernels then agree for 64 rows and more. But for fewer it
+has no fast kernel left: on an NVIDIA H200, a product that took 14 µs takes 186 µs. So few rows get the kernel of
+this module. A tensor core adds products in the order of the inputs, whatever the shape of the tiles. So a loop over
+tiles of inputs gives the bits of cuBLAS. That was measured on that GPU for the sizes of several models. At start, a
+server tries its model's products on its own GPU (`kernels.batch_invariance`).
+
+A gated MLP's first product computes a tile of gates and the tile of their ups in one program, and writes
+`activation(gate) * up`: one launch instead of two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.dispatch import HAS_TRITON, device_guard
+from kernels.gated_act import gated_act
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from kernels.gated_act import gate_up_product
+
+#: The most rows for which cuBLAS is not asked.
+FEW_ROWS = 64
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def whole_sums() -> None:
+    """Make cuBLAS add each output of a 16-bit product in float32 and in one piece: no split-K, in this process."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the other library has no such setting
+    reduced_precision, split_k = False, False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced_precision, split_k
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced_precision, split_k
+
+
+def linear_on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `y = x W^T (+ b)`: `few_rows_linear_triton` for few rows of 16 bits on a GPU, else cuBLAS.
+
+    Args:
+        x: [T, K], the last dimension contiguous.
+        weight: [N, K], contiguous, the type of x.
+        bias: [N], the type of x.
+
+    Returns:
+        [T, N]. Sums are float32 and rounded once.
+    """
+    if takes(x):
+        return few_rows_linear_triton(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def gated_linear_on_gpu(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """Compute `activation(x G^T) * (x U^T)`: in one launch for few rows, else by cuBLAS and `gated_act`.
+
+    Args:
+        x: [T, K], as for `linear_on_gpu`.
+        weight: [2F, K], the rows of the F gates G, then those of the F ups U.
+        activation: one of `kernels.gated_act.ACTIVATIONS`.
+        bias: [2F], in the same order.
+
+    Returns:
+        [T, F]. Both products are rounded before the activation, and the result once more.
+    """
+    if takes(x):
+        return few_rows_gated_linear_triton(x, weight, activation, bias)
+    return gated_act(F.linear(x, weight, bias), activation)
+
+
+def takes(x: Tensor) -> bool:
+    """Return whether the kernel computes a product with x [T, K]."""
+    return HAS_TRITON and x.is_cuda and x.dtype in HALVES and x.shape[0] <= FEW_ROWS
+
+
+# --- Triton --------------------------------------------------------------------------------------------
+
+if HAS_TRITON:
+
+    @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # Triton has no types
+    def _few_rows_linear_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        out_ptr,
+        num_rows,
+        outputs,
+        inputs,
+        x_stride,
+        activation: tl.constexpr,
+        tile_rows: tl.constexpr,
+        tile_outputs: tl.constexpr,
+        tile_inputs: tl.constexpr,
+    ):
+        """Program i computes a tile of outputs for all rows. With an activation: of gates, and of the ups that are
+        `outputs` rows of the weight further on."""
+        rows = tl.arange(0, tile_rows)
+        # 64-bit, because output * inputs passes 2^31 in the head of a large model.
+        columns = tl.program_id(0).to(tl.int64) * tile_outputs + tl.arange(0, tile_outputs)
+        row_mask, column_mask = (rows < num_rows)[:, None], (columns < outputs)[:, None]
+        steps = tl.arange(0, tile_inputs)[None, :]
+        x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride + steps
+        weight_rows = weight_ptr + columns[:, None] * inputs + steps
+        up_rows = weight_rows + outputs.to(tl.int64) * inputs
+
+        sums = tl.zeros([tile_rows, tile_outputs], tl.float32)
+        up_sums = tl.zeros([tile_rows, tile_outputs], tl.float32)
+        for start in range(0, inputs, tile_inputs):
+            inside = start + steps < inputs
+            x = tl.load(x_rows + start, mask=row_mask & inside, other=0.0)
+            weight = tl.load(weight_rows + start, mask=column_mask & inside, other=0.0)
+            sums = tl.dot(x, tl.trans(weight), sums)
+            if activation is not None:
+                up_weight = tl.load(up_rows + start, mask=column_mask & inside, other=0.0)
+                up_sums = tl.dot(x, tl.trans(up_weight), up_sums)
+
+        inside = columns < outputs
+        if bias_ptr is not None:
+            sums += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        out = sums.to(out_ptr.dtype.element_ty)
+        if activation is not None:
+            if bias_ptr is not None:
+                up_sums += tl.load(bias_ptr + outputs + columns, mask=inside, other=0.0).to(tl.float32)[
+                    None, :
+                ]
+            up = up_sums.to(out_ptr.dtype.element_ty)
+            # Rounded as if it had been written and read between two launches.
+            out = gate_up_product(out.to(tl.float32), up.to(tl.float32), activation)
+        place = out_ptr + rows.to(tl.int64)[:, None] * outputs + columns[None, :]
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=row_mask & inside[None, :])
+
+
+def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear_on_gpu` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
+    return _launch(x, weight, bias, weight.shape[0], None)
+
+
+def few_rows_gated_linear_triton(
+    x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    """`gated_linear_on_gpu` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
+    return _launch(x, weight, bias, weight.shape[0] // 2, activation)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activation: str | None) -> Tensor:
+    rows, inputs = x.shape
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out  # no rows, nothing to launch
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tile = _tile(rows, weight.shape[0], gated=activation is not None)
+    with device_guard(x):
+        _few_rows_linear_kernel[(triton.cdiv(outputs, tile.outputs),)](
+            x,
+            weight,
+            bias,
+            out,
+            rows,
+            outputs,
+            inputs,
+            x.stride(0),
+            activation=activation,
+            tile_rows=tile.rows,
+            tile_outputs=tile.outputs,
+            tile_inputs=tile.inputs,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+class _Tile(NamedTuple):
+    """Rows, outputs and inputs of a tile; the warps of its program; and the tiles of inputs that the program holds
+    at a time, those on their way included."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def _tile(rows: int, outputs: int, *, gated: bool) -> _Tile:
+    """Return a program's tile. With few outputs, narrow tiles give each processor something to read."""
+    tile_rows = 16 if rows <= 16 else 64
+    width = 64 if outputs >= 6144 else 32 if outputs >= 4096 else 16
+    inputs = 256 if width == 16 else 128
+    return _Tile(tile_rows, width // 2 if gated else width, inputs, 4, 4)

@@ -1,0 +1,143 @@
+"""Linear layers of few rows on a GPU, against float64, and by the bits of their rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import few_rows_linear
+from kernels.batch_invariance import Product, product_keeps_bits
+from kernels.dispatch import HAS_TRITON
+from kernels.few_rows_linear import (
+    FEW_ROWS,
+    gated_linear_on_gpu,
+    linear_on_gpu,
+    takes,
+    whole_sums,
+)
+from tests.kernels.support import BF16, FAR, FP16, FP32, HALF_ULP, draw, far_apart
+from tests.kernels.triton_dot import patch_dot
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+
+#: Inputs and outputs; the last three are products of Llama 3.2 1B and of Qwen 3 0.6B, for a GPU.
+SIZES = [(16, 16), (40, 70), (300, 33)]
+REAL_SIZES = [(8192, 2048), (2048, 3072), (3072, 1024)]
+
+
+@pytest.fixture
+def place(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device on which the kernel computes."""
+    if triton_device == "cpu":
+        patch_dot(monkeypatch)
+        monkeypatch.setattr(few_rows_linear, "takes", lambda x: x.shape[0] <= FEW_ROWS)
+    return triton_device
+
+
+def weight_of(inputs: int, outputs: int, dtype: torch.dtype, device: str) -> Tensor:
+    return draw(outputs, inputs, dtype=dtype, device=device, seed=1) / inputs**0.5
+
+
+def within_a_rounding(actual: Tensor, exact: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
+    assert actual.dtype == dtype
+    interpreted = actual.device.type == "cpu" and dtype == BF16  # cut off, not rounded
+    torch.testing.assert_close(
+        actual.double().cpu(), exact.cpu(), rtol=(roundings + interpreted) * HALF_ULP[dtype] * 1.01, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_output_is_the_sum_of_its_products(
+    place: str, size: tuple[int, int], biased: bool, dtype: torch.dtype
+) -> None:
+    weight = weight_of(*size, dtype, place)
+    bias = draw(size[1], dtype=dtype, device=place, seed=2) if biased else None
+    for rows in (1, 3, 16, 17, FEW_ROWS):
+        x = draw(rows, size[0], dtype=dtype, device=place)
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        result = linear_on_gpu(x, weight, bias)
+        assert result.is_contiguous()
+        within_a_rounding(result, exact, dtype)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", [(16, 16), (40, 35)], ids=str)
+def test_gates_open_for_their_ups(place: str, size: tuple[int, int], biased: bool, activation: str) -> None:
+    inputs, outputs = size
+    weight = weight_of(inputs, 2 * outputs, FP16, place)
+    bias = draw(2 * outputs, dtype=FP16, device=place, seed=2) if biased else None
+    for rows in (1, 5, 20):
+        x = draw(rows, inputs, dtype=FP16, device=place)
+        gate, up = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, 1)
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        result = gated_linear_on_gpu(x, weight, activation, bias)
+        assert result.shape == (rows, outputs)
+        # The products are rounded, too, and an activation may enlarge what that changes.
+        torch.testing.assert_close(result.double(), gate * up, rtol=4e-3, atol=4e-3)
+
+
+def test_rows_with_gaps_and_no_rows(place: str) -> None:
+    weight, wide = weight_of(40, 70, BF16, place), draw(5, 100, dtype=BF16, device=place)
+    for x in (wide[:, 10:50], wide[::2, 10:50], wide[:, :80:2]):
+        assert torch.equal(linear_on_gpu(x, weight), linear_on_gpu(x.contiguous(), weight))
+    assert linear_on_gpu(wide[:0, :40], weight).shape == (0, 70)
+
+
+def test_a_row_has_the_same_bits_beside_any_others(place: str) -> None:
+    weight = weight_of(300, 33, BF16, place)
+    x = draw(FEW_ROWS, 300, dtype=BF16, device=place)
+    together = linear_on_gpu(x, weight)
+    gated = gated_linear_on_gpu(x, weight[:32], "silu")
+    for rows in (slice(0, 1), slice(40, 41), slice(20, 36), slice(10, 27)):
+        assert torch.equal(linear_on_gpu(x[rows], weight), together[rows])
+        assert torch.equal(gated_linear_on_gpu(x[rows], weight[:32], "silu"), gated[rows])
+
+
+def test_a_nan_stays_in_its_row(place: str) -> None:
+    weight, x = weight_of(40, 70, BF16, place), draw(4, 40, dtype=BF16, device=place)
+    clean = linear_on_gpu(x, weight)
+    x[1, 3] = torch.nan
+    spoilt = linear_on_gpu(x, weight)
+    assert spoilt[1].isnan().all()
+    assert torch.equal(spoilt[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+def test_weights_beyond_32_bits(place: str) -> None:
+    rows = far_apart(64, BF16, place).as_strided((3, 64), (FAR, 1))  # of x
+    rows.copy_(draw(3, 64, dtype=BF16, device=place))
+    weight = weight_of(64, 20, BF16, place)
+    assert torch.equal(linear_on_gpu(rows, weight), linear_on_gpu(rows.contiguous(), weight))
+
+
+def test_others_go_to_the_library() -> None:
+    for dtype in (BF16, FP16, FP32):
+        assert not takes(torch.ones(1, 8, dtype=dtype)), "no GPU"
+    x, weight = draw(3, 8), draw(6, 8)
+    assert torch.equal(linear_on_gpu(x, weight), F.linear(x, weight))
+    gate, up = F.linear(x, weight).chunk(2, 1)
+    torch.testing.assert_close(gated_linear_on_gpu(x, weight, "silu"), F.silu(gate) * up)
+
+
+@pytest.mark.gpu
+def test_the_kernel_and_the_library_give_the_same_bits() -> None:
+    """One row, and as many as the library computes."""
+    whole_sums()
+    device = torch.device("cuda")
+    assert takes(draw(FEW_ROWS, 8, dtype=BF16, device="cuda"))
+    assert not takes(draw(FEW_ROWS + 1, 8, dtype=BF16, device="cuda"))
+    assert not takes(draw(1, 8, device="cuda")), "float32 has no tensor cores"
+    for inputs, outputs in REAL_SIZES:
+        weight = weight_of(inputs, outputs, BF16, "cuda")
+        bias = draw(outputs, dtype=BF16, device="cuda")
+        for product in (
+            Product(inputs, outputs, lambda x, w=weight: linear_on_gpu(x, w)),
+            Product(inputs, outputs, lambda x, w=weight, b=bias: linear_on_gpu(x, w, b)),
+            Product(inputs, outputs, lambda x, w=weight: gated_linear_on_gpu(x, w, "silu")),
+            Product(inputs, outputs, lambda x, w=weight: gated_linear_on_gpu(x, w, "gelu_tanh")),
+        ):
+            assert product_keeps_bits(product, BF16, device)
