@@ -163,7 +163,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activa
     if out.numel() == 0:
         return out  # no rows, nothing to launch
     x = x if x.stride(1) == 1 else x.contiguous()
-    tile = _tile(rows, weight.shape[0], gated=activation is not None)
+    tile = _tile(rows, outputs)
     with device_guard(x):
         _few_rows_linear_kernel[(triton.cdiv(outputs, tile.outputs),)](
             x,
@@ -196,9 +196,17 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(rows: int, outputs: int, *, gated: bool) -> _Tile:
-    """Return a program's tile. With few outputs, narrow tiles give each processor something to read."""
-    tile_rows = 16 if rows <= 16 else 64
-    width = 64 if outputs >= 6144 else 32 if outputs >= 4096 else 16
-    inputs = 256 if width == 16 else 128
-    return _Tile(tile_rows, width // 2 if gated else width, inputs, 4, 4)
+def _tile(rows: int, outputs: int) -> _Tile:
+    """Return a program's tile, for `outputs` columns of the result: the fastest on an NVIDIA H200, for most models.
+
+    With few outputs, only narrow tiles give each processor something to read.
+    """
+    if rows <= 16:
+        if outputs < 3072:
+            return _Tile(16, 16, 256, warps=4, stages=4)
+        return _Tile(16, 32 if outputs < 65_536 else 64, 128, warps=4, stages=4)
+    if outputs < 3072:
+        return _Tile(64, 16, 256, warps=4, stages=3)
+    if outputs < 6144:
+        return _Tile(64, 32, 128, warps=4, stages=4)
+    return _Tile(64, 64, 64, warps=4, stages=5)

@@ -396,16 +396,17 @@ class _Tile(NamedTuple):
 def _tile(group: int, head_dim: int, itemsize: int, *, decodes: bool) -> _Tile:
     """Return a program's tile. A query of one head is a row.
 
-    Tile sides are powers of two, and at least 16 for `tl.dot`. In decode a sequence has a row for each head of a
-    group, and loads take the time. Other passes have many rows, and reuse what they load. In float32, which has no
-    tensor cores, few rows are the best for both. A tile's keys take 16 KiB: even with the next tiles on their way,
-    several programs fit into one processor's shared memory.
+    Tile sides are powers of two, and at least 16 for `tl.dot`. All passes of a model have the same columns, since
+    sums are rescaled after each tile. In decode a sequence has a row for each head of a group, and loads take the
+    time: one warp computes a tile, so that many programs are under way. Other passes have many rows, and reuse what
+    they load. In float32, which has no tensor cores, few rows are the best for both.
     """
     few = decodes or itemsize == 4
     rows = max(16 if few else 64, _power_of_2(group))
     dims = max(16, _power_of_2(head_dim))
-    columns = min(128, max(16, 16384 // (dims * itemsize)))
-    return _Tile(rows, columns, dims, 8 if rows * dims >= 16384 else 4, 2 if dims >= 128 else 3)
+    columns = min(64, max(16, 8192 // (dims * itemsize)))
+    warps = max(1, rows * dims // 2048) if few else 4 if rows * dims < 16384 else 8
+    return _Tile(rows, columns, dims, min(8, warps), stages=3)
 
 
 def _power_of_2(number: int) -> int:
