@@ -10,6 +10,8 @@ import json
 import platform
 import re
 import tomllib
+from collections import deque
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,15 +44,42 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def missing_below(packages: Iterable[str]) -> list[str]:
+    """Return what installed packages require, and so on, and what is not installed.
+
+    Packages that were copied here one by one may lack what they need themselves. Without `packaging`, nothing is
+    returned.
+    """
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:
+        return []
+    names, found = deque(packages), dict[str, str]()
+    seen = set(names)
+    while names:
+        for line in metadata.requires(names.popleft()) or []:
+            needed = Requirement(line)
+            if needed.name in seen or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+                continue
+            seen.add(needed.name)
+            if version_of(needed.name) is None:
+                found[needed.name] = f"{needed.name}{needed.specifier}"
+            else:
+                names.append(needed.name)
+    return sorted(found.values())
+
+
 def describe() -> dict[str, Any]:
     """Return the machine, the versions, and the packages that are missing."""
     required = requirements()
     found = {name_of(each): version_of(name_of(each)) for each in required}
+    missing = [each for each in required if found[name_of(each)] is None]
+    missing += missing_below(name for name, version in found.items() if version)
     described: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.platform(),
         "versions": {name: version for name, version in found.items() if version},
-        "missing": [each for each in required if found[name_of(each)] is None],
+        "missing": missing,
         "gpu": None,
     }
     if found["torch"] is not None:

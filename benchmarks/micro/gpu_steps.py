@@ -35,6 +35,7 @@ COLUMNS = [
     "way",
     "sequences",
     "step, ms",
+    "slowest, ms",
     "tokens / s",
     "share of the roofline",
     "GPU busy",
@@ -67,7 +68,7 @@ def measure(
     seen = counter.launches > 0
     busy = counter.seconds / counted / found.step_s if seen else None
     launches = round(counter.launches / counted) if seen else None
-    return [found.step_s * 1e3, found.tokens_per_s, share, busy, launches]
+    return [found.step_s * 1e3, max(found.seconds) * 1e3, found.tokens_per_s, share, busy, launches]
 
 
 def steps(

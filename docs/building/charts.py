@@ -88,13 +88,13 @@ def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
     return min(found, key=lambda table: table.local, default=None)
 
 
-def measured_cell(name: str, column: str, row: str | float, results: Path = RESULTS) -> str:
-    """Return one number of a measured table for a sentence, from the row whose first cell is `row`."""
+def measured_cell(name: str, column: str, *row: str | float, results: Path = RESULTS) -> str:
+    """Return one number of a measured table for a sentence, from the row whose first cells are `row`."""
     table = newest(name, results)
     if table is None:
         return "(not measured yet)"
     place = table.columns.index(column)
-    return next(show(cells[place]) for cells in table.rows if cells[0] == row)
+    return next(show(cells[place]) for cells in table.rows if tuple(cells[: len(row)]) == row)
 
 
 def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:

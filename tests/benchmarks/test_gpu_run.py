@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import environment
 from benchmarks.gpu.__main__ import examine, main, run_stage, summarise
 from benchmarks.gpu.claims import claims
 from benchmarks.gpu.environment import ROOT, name_of, requirements
@@ -174,6 +175,31 @@ def test_claims_follow_the_results(tmp_path: Path) -> None:
     assert found["llama-3.2-1b: 70% of the roofline, 1 to 8 rows, captured"] == "NOT HELD: at the least 69%"
     assert found["llama-3.2-1b: 2 × the continuous batching of transformers"] == "held: at the least 3.0 ×"
     assert found["qwen3-0.6b: 2 × the continuous batching of transformers"] == "no result"
+
+
+def test_claims_read_the_log_of_several_processes_too(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "1-tests.log").write_text(
+        "tests/gpu/test_engines.py::test_bits[a] \n"
+        "[gw3] [  1%] PASSED tests/gpu/test_engines.py::test_bits[a] \n"
+        "[gw1] [ 50%] FAILED tests/gpu/test_engines.py::test_bits[b] \n"
+        "[gw0] [100%] PASSED tests/kernels/test_rope.py::test_it \n"
+    )
+    found = dict(claims(tmp_path))
+    assert found["kernels, graphs, streams and phases pass their tests"].startswith(
+        "NOT HELD: 2 passed, 1 failed"
+    )
+    assert found["bits are the same alone and beside others"].startswith("NOT HELD: 1 passed, 1 failed")
+
+
+def test_what_an_installed_package_lacks_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {
+        "web": ["router>=2", "tracing>=1.4", 'old; python_version < "3"', 'extra-thing; extra == "all"'],
+        "router": ["paths>=3,<4"],
+    }
+    monkeypatch.setattr(environment.metadata, "requires", needs.get)
+    monkeypatch.setattr(environment, "version_of", lambda name: "1.0" if name in ("web", "router") else None)
+    assert environment.missing_below(["web"]) == ["paths<4,>=3", "tracing>=1.4"]
 
 
 def test_the_table_at_the_end_covers_earlier_runs_of_other_stages(tmp_path: Path) -> None:

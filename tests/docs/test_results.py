@@ -85,7 +85,7 @@ def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
     assert stories.measured_rest(*COMPARED, first="bars", results=tmp_path, folder=tmp_path) == ""
     assert stories.story_picture(*COMPARED, first="cdf", root="", results=tmp_path, folder=tmp_path) == ""
     assert charts.line_chart("batch_size", "rows", "step, ms", title="", y_title="", results=tmp_path) == ""
-    assert charts.measured_cell("batch_size", "step, ms", 8, tmp_path) == "(not measured yet)"
+    assert charts.measured_cell("batch_size", "step, ms", 8, results=tmp_path) == "(not measured yet)"
     assert "<svg" not in peers.peer_chart(tmp_path)
 
 
