@@ -12,7 +12,7 @@ from benchmarks.gpu.stages import MODELS
 
 ROOFLINE_SHARE, ROOFLINE_BATCH = 0.7, 8
 TRANSFORMERS_RATIO = 2.0
-CAPTURED, PIPELINED = "9, captured", "9, pipelined"
+CAPTURED, PIPELINED = "9 captured", "9 pipelined"
 
 Row = Mapping[str, Any]
 

@@ -44,14 +44,14 @@ COLUMNS = [
 
 #: Phase and options of each way, in order of value.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "9, pipelined": ("9", {}),
-    "9, captured": ("9", {"pipeline_depth": 0}),
-    "9, eager": ("9", {"pipeline_depth": 0, "captured_steps": False}),
-    "10, one guess": ("10", {"draft_length": 1}),
-    "8, eager": ("8", {}),
-    "7, eager": ("7", {}),
-    "6, eager": ("6", {}),
-    "5, eager": ("5", {}),
+    "9 pipelined": ("9", {}),
+    "9 captured": ("9", {"pipeline_depth": 0}),
+    "9 eager": ("9", {"pipeline_depth": 0, "captured_steps": False}),
+    "10 one guess": ("10", {"draft_length": 1}),
+    "8 eager": ("8", {}),
+    "7 eager": ("7", {}),
+    "6 eager": ("6", {}),
+    "5 eager": ("5", {}),
 }
 
 

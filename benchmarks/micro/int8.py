@@ -33,7 +33,6 @@ from kernels.tape import record
 BF16, INT8 = "bfloat16", "int8"
 READ_BYTES = 2**29  # far more than any cache holds
 ROOT = Path(__file__).resolve().parents[2]
-TEXT_PAGES = ("kv-memory.md", "limits.md")
 HEAD_ROWS = 128  # positions whose logits are held at a time
 
 
@@ -199,31 +198,44 @@ def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float]
 
 
 def accuracy(
-    models: tuple[str, ...] = ("smollm2", "gemma3-270m"), tokens: int = 2000
+    models: tuple[str, ...] = ("smollm2", "gemma3-270m"), tokens: int = 2000, texts: int = 16
 ) -> Iterator[MeasuredTable]:
-    """Compare real models in int8 with themselves in bfloat16 on a text of ours: two pages of the documentation.
+    """Compare real models in int8 with themselves in bfloat16 on texts of ours: pieces of this documentation.
+
+    The change of the perplexity differs from text to text by more than it is. So its standard error over the texts
+    is given, too.
 
     Args:
         models: names that `infer fetch` knows, or others
-        tokens: length of the text
+        tokens: length of each text
+        texts: number of texts
     """
-    text = "".join((ROOT / "docs" / page).read_text() for page in TEXT_PAGES)
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     rows: list[list[Cell]] = []
     for name in models:
-        ids = open_checkpoint(name).tokenizer().encode(text)[:tokens]
-        (whole, half), divergences, same = compare(list(load_both(name, tokens).values()), ids)
-        ordered = sorted(divergences)
-        worst = ordered[int(0.99 * len(ordered))]
-        rows.append(
-            [name, whole, half, 100 * (half / whole - 1), statistics.mean(ordered), worst, 100 * same]
-        )
+        ids = open_checkpoint(name).tokenizer().encode(pages)
+        both = list(load_both(name, tokens).values())
+        losses: list[list[float]] = []
+        divergences, same = list[float](), list[float]()
+        for first in range(0, min(len(ids) - tokens + 1, tokens * texts), tokens):
+            perplexities, found, equal = compare(both, ids[first : first + tokens])
+            losses.append([math.log(each) for each in perplexities])
+            divergences += found
+            same.append(equal)
+        changes = [100 * math.expm1(half - whole) for whole, half in losses]
+        whole, half = (math.exp(statistics.mean(each)) for each in zip(*losses, strict=True))
+        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else None
+        worst = sorted(divergences)[int(0.99 * len(divergences))]
+        change = 100 * (half / whole - 1)
+        mean = statistics.mean(divergences)
+        rows.append([name, whole, half, change, error, mean, worst, 100 * statistics.mean(same)])
         say(f"{name}: perplexity {whole:.4f} and {half:.4f}")
     yield MeasuredTable(
         name="int8_accuracy",
         title="real models with int8 weights, beside themselves in bfloat16",
-        setup={"text": f"{tokens} tokens of this site's pages"},
+        setup={"texts": f"{texts} of {tokens} tokens, from this site's pages"},
         columns=[
-            *("model", "perplexity, bfloat16", "perplexity, int8", "change, %"),
+            *("model", "perplexity, bfloat16", "perplexity, int8", "change, %", "its standard error, %"),
             *("KL divergence, mean, nats", "KL divergence, p99, nats", "same most probable token, %"),
         ],
         rows=rows,

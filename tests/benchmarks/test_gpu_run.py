@@ -151,10 +151,10 @@ def test_claims_without_results_are_neither_held_nor_refuted(tmp_path: Path) -> 
 def test_claims_follow_the_results(tmp_path: Path) -> None:
     columns = ["way", "sequences", "tokens / s", "share of the roofline"]
     rows = [
-        ["9, captured", 1, 100.0, 0.75],
-        ["9, captured", 8, 700.0, 0.69],
-        ["9, captured", 64, 900.0, 0.3],
-        ["9, pipelined", 8, 900.0, 0.9],
+        ["9 captured", 1, 100.0, 0.75],
+        ["9 captured", 8, 700.0, 0.69],
+        ["9 captured", 64, 900.0, 0.3],
+        ["9 pipelined", 8, 900.0, 0.9],
     ]
     write_table(tmp_path, "gpu_steps_llama-3.2-1b", columns, rows)
     write_table(

@@ -50,3 +50,13 @@ def test_two_models_are_compared_as_their_logits_say() -> None:
     assert divergences == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-6)
     assert min(divergences) >= 0 < max(divergences)
     assert same == pytest.approx((first.argmax(-1) == second.argmax(-1)).double().mean().item(), abs=0.01)
+
+
+def test_a_change_has_its_standard_error_over_the_texts() -> None:
+    (table,) = int8.accuracy(models=("zoo:llama-tiny",), tokens=60, texts=3)
+    ((name, whole, half, change, error, *_),) = table.rows
+    assert name == "zoo:llama-tiny"
+    assert change == pytest.approx(100 * (half / whole - 1))
+    assert error > 0
+    (single,) = int8.accuracy(models=("zoo:llama-tiny",), tokens=60, texts=1)
+    assert single.rows[0][4] is None
