@@ -6,13 +6,17 @@ import importlib
 import json
 import os
 import textwrap
+import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tutor.overlay import in_words, install, place_in
+
+if TYPE_CHECKING:  # a module that is imported before `install` cannot be replaced by the learner's
+    from common.request import Request
 
 TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # in the environment
 BROKEN = ""  # key of the import error in the results: no test has this name
@@ -49,7 +53,7 @@ def pytest_load_initial_conftests() -> None:
         from common.request import Request
 
         # All fields of a request are thousands of characters, which would hide the difference of two values.
-        Request.__repr__ = lambda request: request.request_id  # type: ignore[method-assign]
+        Request.__repr__ = _request_id  # type: ignore[assignment, method-assign]
     except Exception as error:  # whatever a learner's module raises
         place = place_in(tree, error)
         _results[BROKEN] = f"{place}: {in_words(error)}" if place else in_words(error)
@@ -57,10 +61,23 @@ def pytest_load_initial_conftests() -> None:
         pytest.exit("a module cannot be imported", 3)
 
 
+def _request_id(request: Request) -> str:
+    return request.request_id
+
+
 def _note(error: BaseException) -> None:
-    """Note an error that the engine caught, unless a test's own model raised it on purpose."""
-    if place_in(TESTS, error) is None:
+    """Note an error that the engine caught, unless a test raised it on purpose."""
+    if not _raised_by_a_test(error):
         _raised.append(error)
+
+
+def _raised_by_a_test(error: BaseException) -> bool:
+    """Return whether the error's first cause was raised by a test's code, not by the learner's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    known = [file for file in files if file.is_relative_to(TESTS) or file.is_relative_to(_tree())]
+    return bool(known) and known[-1].is_relative_to(TESTS)
 
 
 class Furthest:
