@@ -290,7 +290,7 @@ def test_an_audit_frees_memory_that_no_request_holds(kind: Kind, pool: KVPool) -
 # ---------------------------------------------------------------------- addresses
 
 
-def test_a_cleared_pool_is_as_a_fresh_one(kind: Kind, pool: KVPool) -> None:
+def test_a_cleared_pool_is_like_a_new_one(kind: Kind, pool: KVPool) -> None:
     fresh = kind.make()
     for _ in range(2):
         requests = seat(pool, *lengths(kind))
@@ -312,7 +312,7 @@ def test_the_store_has_a_shape_and_starts_at_zero(kind: Kind, pool: KVPool) -> N
         assert not layer.any()
 
 
-def test_a_view_addresses_every_token_in_its_own_sequences_columns(kind: Kind, pool: KVPool) -> None:
+def test_a_view_addresses_every_token_in_columns_of_its_own_sequence(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     write(pool, [Span.exact(slot_of(r), 0, 3) for r in requests])
     spans = [Span.exact(slot_of(r), 3, 3 + i + 1) for i, r in enumerate(requests)][::-1]

@@ -114,7 +114,7 @@ def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress(variant: Var
     assert engine.telemetry.counters.padded_tokens == 0
 
 
-def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own(variant: Variant) -> None:
+def test_chunks_beyond_the_size_of_a_pass_follow_in_passes_of_their_own(variant: Variant) -> None:
     """Decode goes along with the first of them; the step is still one."""
     model = RememberingModel()
     engine = variant.build(

@@ -68,7 +68,7 @@ def test_every_decoding_request_is_in_every_plan(variant: Variant) -> None:
     assert bench.step() == (["r0", "r1", "r2"], [])
 
 
-def test_the_whole_prompts_blocks_are_reserved_at_admission(variant: Variant) -> None:
+def test_blocks_for_the_whole_prompt_are_reserved_at_admission(variant: Variant) -> None:
     """One admitted and not yet begun is no free memory for the next one."""
     bench = bench_of(variant, num_blocks=60)
     first, second, _ = bench.add(30, 20, 20)
@@ -89,6 +89,14 @@ def test_the_whole_prompts_blocks_are_reserved_at_admission(variant: Variant) ->
         )
         assert requests[2].slot is None, "80 % of 40: what the second will need is not free"
     assert bench.pool.allocator.num_allocated == 60
+
+
+def test_without_chunked_prefill_a_step_computes_whole_prompts(variant: Variant) -> None:
+    bench = variant.bench(num_blocks=500, block_size=1, use_chunked_prefill=False)
+    bench.add(2)
+    bench.step()
+    bench.add(300, 40)
+    assert bench.step() == (["r0"], [("r1", 0, 300), ("r2", 0, 40)])
 
 
 # ---------------------------------------------------------------------- a budget of tokens
@@ -162,7 +170,7 @@ def test_the_last_chunk_of_a_long_prompt_leaves_tokens_for_the_next_prompt(varia
 
 
 @pytest.mark.parametrize("budget", [3, CHUNK, 2 * CHUNK, 10, None])
-def test_a_steps_work_is_bounded_and_its_budget_is_used(variant: Variant, budget: int | None) -> None:
+def test_the_work_of_a_step_is_bounded_and_its_budget_is_used(variant: Variant, budget: int | None) -> None:
     bench = bench_of(variant, budget=budget, max_batch_size=6)
     requests = bench.add(30, 2, 17, 9, 1, 25)
     for _ in range(30):

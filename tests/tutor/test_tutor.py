@@ -98,6 +98,21 @@ def test_without_a_copy_every_command_says_how_to_make_one(
     assert "no exercise '12'; there are 1, 2, 3, 4" in capsys.readouterr().err
 
 
+def test_a_check_says_that_it_runs_before_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tutor.exercise.TREES", tmp_path)
+    (tmp_path / "phase7").mkdir()
+
+    def judge(exercise: Exercise) -> Judgement:
+        assert "running the tests" in capsys.readouterr().err
+        return Judgement(held=set(judged_by(exercise)))
+
+    monkeypatch.setattr(command_line, "judge", judge)
+    assert command_line.main(["check", "7"]) == 0
+    assert "All of it holds" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------- removing bodies
 
 SOURCE = '''class A:
