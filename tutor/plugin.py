@@ -161,7 +161,8 @@ def pytest_runtest_makereport(
                 "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"],
             }
         elif known["outcome"] != "failed":
-            known |= {"outcome": "failed", "why": list(_lines(item, error, cause))}
+            raised = place is not None and not _is_timeout(error)
+            known |= {"outcome": "failed", "why": list(_lines(item, error, cause)), "raised": raised}
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -204,6 +205,9 @@ def test_a_judgement_in_words() -> None:
     assert said.count("holds (") == len(exercise.ideas) - 1
     assert hint_for(exercise, half) == hint.says
     assert hint.says in " ".join(said.split())
+
+    error = dataclasses.replace(half, raised={wrong})
+    assert hint_for(exercise, error) == "", "the error is the explanation"
 
     nothing = report(exercise, Judgement(unwritten=dict.fromkeys(tests, "A.b: Does this. (x.py:3)")))
     assert nothing.count("not written yet") == len(exercise.ideas)
