@@ -188,6 +188,20 @@ def test_steps_are_committed_oldest_first() -> None:
     assert committed == launched[:8]
 
 
+def test_a_request_counts_the_steps_in_flight_that_compute_for_it() -> None:
+    state, member = State(), Member()
+    first, second = Step([member]), Step([member])
+    counts = []
+    for step in (first, second):
+        state.on_launch(step)
+        counts.append(member.inflight_refs)
+        state.on_pending_commit()
+    for step in (first, second):
+        state.on_step_completed(step)
+        counts.append(member.inflight_refs)
+    assert counts == [1, 2, 1, 0]
+
+
 class Membership(RuleBasedStateMachine):
     """Any legal history: a request is in flight as often as it is a member of a step in flight."""
 
