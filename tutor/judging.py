@@ -140,8 +140,8 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
 def hint_for(exercise: Exercise, judgement: Judgement) -> str:
     """Return the first hint that fits; "" if none does.
 
-    A hint explains wrong results. If the learner's code raised an error in each of these tests, the report shows the
-    error, and that hint is left out.
+    A hint explains wrong results. If the learner's code raised an error in each of these tests, the error explains
+    them, and the hint is left out.
     """
     failed, held, raised = (
         {test.rpartition("::")[2] for test in tests}

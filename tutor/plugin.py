@@ -161,7 +161,7 @@ def pytest_runtest_makereport(
                 "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"],
             }
         elif known["outcome"] != "failed":
-            raised = place is not None and not _is_timeout(error)
+            raised = place is not None and not _is_timeout(error) and not _raised_by_a_test(cause)
             known |= {"outcome": "failed", "why": list(_lines(item, error, cause)), "raised": raised}
     return report
 

@@ -12,6 +12,7 @@ from common.engine import Engine
 from common.errors import RequestTimeoutError
 from common.grammar import Grammar
 from common.request import Request, RequestState, StepOutput
+from common.runner import Launched
 from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.scheduler import PipelinedScheduler
@@ -273,6 +274,39 @@ def test_blocks_are_shared_once_their_step_is_committed() -> None:
     assert late.cached_tokens == 8
     assert_answered(outputs, [first, early, late])
     assert_all_free(engine)
+
+
+def test_a_prompt_whose_scores_are_read_waits_for_the_steps_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _, _ = started()
+    engine.step()
+    runner = runner_of(engine)
+    in_flight: list[int] = []
+
+    def executed(_: StepPlan) -> list[StepOutput]:
+        in_flight.append(len(runner.state.steps))
+        return []
+
+    monkeypatch.setattr(runner, "_execute_now", executed)
+    add(engine, [3] * 4, greedy(3, prompt_logprobs=1))
+    engine.step()
+    assert in_flight == [0]
+
+
+def test_a_step_leaves_the_queue_only_once_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = started()
+    engine.step()
+    runner = runner_of(engine)
+    commit, in_flight = runner.commit, []
+
+    def noting(launched: Launched) -> list[StepOutput]:
+        in_flight.append(len(runner.state.steps))
+        return commit(launched)
+
+    monkeypatch.setattr(runner, "commit", noting)
+    engine.step()
+    assert in_flight == [2], "an interrupted commit finds its step in the queue, and its requests are rewound"
 
 
 # ---------------------------------------------------------------------- memory
