@@ -371,7 +371,7 @@ def _check(pool: KVPool, spans: Sequence[Span]) -> None:
         capacity, held = pool.capacity(span.slot), pool.get_seq_len(span.slot)
         if not 0 <= span.start < span.end <= capacity:
             raise KVCapacityError(
-                f"slot {span.slot}: columns {span.start} to {span.end} are not within its {capacity}"
+                f"slot {span.slot}: span {span.start} to {span.end} is empty, or not within its {capacity} columns"
             )
         if span.start > held:
             raise KVCapacityError(

@@ -144,7 +144,7 @@ def test_a_fresh_pool_holds_nothing(pool: KVPool) -> None:
                 ask(slot)
 
 
-def test_everybody_owns_rows_of_their_own(kind: Kind, pool: KVPool) -> None:
+def test_every_sequence_owns_columns_of_its_own(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     assert len({slot_of(r) for r in requests}) == len(requests)
     owned: list[int] = []
@@ -160,7 +160,7 @@ def test_everybody_owns_rows_of_their_own(kind: Kind, pool: KVPool) -> None:
     assert pool.reserved_tokens >= sum(r.num_prompt_tokens for r in requests)
 
 
-def test_a_sequence_grows_to_all_it_can_become(kind: Kind, pool: KVPool) -> None:
+def test_a_sequence_grows_to_its_full_length(kind: Kind, pool: KVPool) -> None:
     if pool.max_request_tokens() is not None and kind.sequences == 1:
         pytest.skip("one sequence, whose columns are all there from the start")
     (own,) = seat(pool, 5)
@@ -174,7 +174,7 @@ def test_a_sequence_grows_to_all_it_can_become(kind: Kind, pool: KVPool) -> None
         assert table[: len(before)] == before, "what was written stays where it is"
 
 
-def test_it_says_how_many_sequences_it_holds(kind: Kind, pool: KVPool) -> None:
+def test_slots_are_those_of_the_sequences_that_hold_memory(kind: Kind, pool: KVPool) -> None:
     assert len(pool.slots) == 0
     requests = seat(pool, *lengths(kind))
     assert len(pool.slots) == len(requests)
@@ -182,7 +182,7 @@ def test_it_says_how_many_sequences_it_holds(kind: Kind, pool: KVPool) -> None:
     assert len(pool.slots) == len(requests) - 1
 
 
-def test_as_many_more_can_begin_as_it_says(kind: Kind, pool: KVPool) -> None:
+def test_as_many_sequences_can_begin_as_there_are_free_slots(kind: Kind, pool: KVPool) -> None:
     if not kind.counts_slots:
         pytest.skip("rows, or a single sequence: nobody counts them")
     assert isinstance(pool, (SlottedKVCache, PagedKVCachePool))
@@ -196,7 +196,7 @@ def test_as_many_more_can_begin_as_it_says(kind: Kind, pool: KVPool) -> None:
     assert pool.free_slot_count() == 1
 
 
-def test_releasing_gives_all_of_it_back_and_twice_is_once(kind: Kind, pool: KVPool) -> None:
+def test_releasing_frees_all_memory_and_releasing_again_changes_nothing(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     write(pool, [Span.exact(slot_of(r), 0, r.num_prompt_tokens) for r in requests])
     assert pool.used_tokens == sum(lengths(kind)) <= pool.reserved_tokens
@@ -249,7 +249,7 @@ def test_free_and_reserved_columns_make_the_pool(kind: Kind, pool: KVPool) -> No
 
 
 @pytest.mark.parametrize("kept", [0, 10**6])
-def test_spare_columns_are_those_that_need_not_stay_free(kept: int, kind: Kind, pool: KVPool) -> None:
+def test_spare_columns_leave_the_memory_that_must_stay_free(kept: int, kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     for own in requests:
         free, tokens = pool.free_token_capacity(), own.num_tokens
@@ -261,7 +261,7 @@ def test_spare_columns_are_those_that_need_not_stay_free(kept: int, kind: Kind, 
             assert pool.free_token_capacity() == free, "no block was taken"
 
 
-def test_who_left_is_a_key_error(kind: Kind, pool: KVPool) -> None:
+def test_a_released_slot_is_a_key_error(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     gone = slot_of(requests[0])
     pool.release(requests[0])
@@ -272,7 +272,7 @@ def test_who_left_is_a_key_error(kind: Kind, pool: KVPool) -> None:
         pool.view([Span.exact(gone, 0, 1)])
 
 
-def test_an_audit_takes_back_what_nobody_answers_for(kind: Kind, pool: KVPool) -> None:
+def test_an_audit_frees_memory_that_no_request_holds(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     waiting = Request("waiting", [1], greedy(1))
     assert pool.audit([*requests, waiting]) == 0
@@ -290,7 +290,7 @@ def test_an_audit_takes_back_what_nobody_answers_for(kind: Kind, pool: KVPool) -
 # ---------------------------------------------------------------------- addresses
 
 
-def test_a_cleared_pool_is_as_a_fresh_one(kind: Kind, pool: KVPool) -> None:
+def test_a_cleared_pool_is_like_a_new_one(kind: Kind, pool: KVPool) -> None:
     fresh = kind.make()
     for _ in range(2):
         requests = seat(pool, *lengths(kind))
@@ -312,7 +312,7 @@ def test_the_store_has_a_shape_and_starts_at_zero(kind: Kind, pool: KVPool) -> N
         assert not layer.any()
 
 
-def test_a_view_addresses_every_token_in_its_owners_rows(kind: Kind, pool: KVPool) -> None:
+def test_a_view_addresses_every_token_in_columns_of_its_own_sequence(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     write(pool, [Span.exact(slot_of(r), 0, 3) for r in requests])
     spans = [Span.exact(slot_of(r), 3, 3 + i + 1) for i, r in enumerate(requests)][::-1]
@@ -334,7 +334,7 @@ def test_a_view_addresses_every_token_in_its_owners_rows(kind: Kind, pool: KVPoo
         )
 
 
-def test_a_pass_changes_its_owners_rows_and_no_other(kind: Kind, pool: KVPool) -> None:
+def test_a_pass_changes_columns_of_its_own_sequences_and_no_others(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     write(pool, [Span.exact(slot_of(r), 0, 2) for r in requests], value=3.0)
     before = [layer.clone() for layer in (*pool.k, *pool.v)]
@@ -369,7 +369,7 @@ def test_a_pass_outside_its_own_columns_is_refused_and_leaves_no_trace(
     assert all(torch.equal(a, b) for a, b in zip(before, (*pool.k, *pool.v), strict=True))
 
 
-def test_lengths_are_the_real_ones_and_come_with_success(kind: Kind, pool: KVPool) -> None:
+def test_lengths_count_real_tokens_and_change_after_success(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     own = slot_of(requests[0])
     view = pool.view([Span(own, 0, 5, 3)])  # two columns of padding

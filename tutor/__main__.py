@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from common.errors import StartupError
 from tutor.emptying import set_up
 from tutor.exercise import Exercise, load_exercise, shown
-from tutor.judging import judge, report
+from tutor.judging import TEST_TIMEOUT_S, judge, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +46,12 @@ def learn(exercise: Exercise, _: Sequence[str]) -> int:
 
 def check(exercise: Exercise, _: Sequence[str]) -> int:
     """Say which tests of the phase hold of the copy, and where the others fail."""
+    exercise.written_tree()  # raises if there is no copy
+    print(
+        f"running the tests; one that does not end is stopped after {TEST_TIMEOUT_S} s",
+        file=sys.stderr,
+        flush=True,
+    )
     judgement = judge(exercise)
     print(report(exercise, judgement))
     return 0 if judgement.all_hold else 1

@@ -31,6 +31,7 @@ class Judgement:
         unwritten: tests that called a function that is not written yet, with its task and its place.
         skipped: tests that cannot run on this machine, with the reason.
         broken: why the learner's files cannot be imported; "" if they can.
+        raised: failed tests in which the learner's code raised an error.
     """
 
     held: set[str] = field(default_factory=set)
@@ -38,6 +39,7 @@ class Judgement:
     unwritten: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     broken: str = ""
+    raised: set[str] = field(default_factory=set)
 
     @property
     def all_hold(self) -> bool:
@@ -72,7 +74,8 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
     unwritten, skipped = (
         {name: each[0] for name, each in why[kind].items()} for kind in ("unwritten", "skipped")
     )
-    return Judgement(set(why["held"]), why["failed"], unwritten, skipped)
+    raised = {name for name, each in found.items() if each.get("raised")}
+    return Judgement(set(why["held"]), why["failed"], unwritten, skipped, raised=raised)
 
 
 def report(exercise: Exercise, judgement: Judgement) -> str:
@@ -135,8 +138,14 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
 
 
 def hint_for(exercise: Exercise, judgement: Judgement) -> str:
-    """Return the first hint that fits; "" if none does."""
-    failed, held = (
-        {test.rpartition("::")[2] for test in tests} for tests in (judgement.failed, judgement.held)
+    """Return the first hint that fits; "" if none does.
+
+    A hint explains wrong results. If the learner's code raised an error in each of these tests, the error explains
+    them, and the hint is left out.
+    """
+    failed, held, raised = (
+        {test.rpartition("::")[2] for test in tests}
+        for tests in (judgement.failed, judgement.held, judgement.raised)
     )
-    return next((hint.says for hint in exercise.hints if hint.fits(failed, held)), "")
+    fitting = (each for each in exercise.hints if each.fits(failed, held) and not each.fails <= raised)
+    return next((hint.says for hint in fitting), "")

@@ -6,13 +6,17 @@ import importlib
 import json
 import os
 import textwrap
+import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tutor.overlay import in_words, install, place_in
+
+if TYPE_CHECKING:  # a module that is imported before `install` cannot be replaced by the learner's
+    from common.request import Request
 
 TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # in the environment
 BROKEN = ""  # key of the import error in the results: no test has this name
@@ -46,6 +50,10 @@ def pytest_load_initial_conftests() -> None:
     try:
         for path in sorted(tree.rglob("*.py")):
             importlib.import_module(".".join(path.relative_to(tree).with_suffix("").parts))
+        from common.request import Request
+
+        # All fields of a request are thousands of characters, which would hide the difference of two values.
+        Request.__repr__ = _request_id  # type: ignore[assignment, method-assign]
     except Exception as error:  # whatever a learner's module raises
         place = place_in(tree, error)
         _results[BROKEN] = f"{place}: {in_words(error)}" if place else in_words(error)
@@ -53,10 +61,23 @@ def pytest_load_initial_conftests() -> None:
         pytest.exit("a module cannot be imported", 3)
 
 
+def _request_id(request: Request) -> str:
+    return request.request_id
+
+
 def _note(error: BaseException) -> None:
-    """Note an error that the engine caught, unless a test's own model raised it on purpose."""
-    if place_in(TESTS, error) is None:
+    """Note an error that the engine caught, unless a test raised it on purpose."""
+    if not _raised_by_a_test(error):
         _raised.append(error)
+
+
+def _raised_by_a_test(error: BaseException) -> bool:
+    """Return whether the error's first cause was raised by a test's code, not by the learner's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    known = [file for file in files if file.is_relative_to(TESTS) or file.is_relative_to(_tree())]
+    return bool(known) and known[-1].is_relative_to(TESTS)
 
 
 class Furthest:
@@ -130,7 +151,8 @@ def pytest_runtest_makereport(
         ):  # as Triton's interpreter raises
             cause = cause.__cause__
         place = place_in(_tree(), cause)
-        if place and isinstance(cause, pytest.fail.Exception):  # by pytest-timeout
+        # Often the interrupted line is in a test: a scheduler that plans no progress lets the test step for ever.
+        if _is_timeout(error):
             for each in item.session.items:
                 each.add_marker(pytest.mark.timeout(SHORT_TIMEOUT_S))
         if isinstance(cause, NotImplementedError):
@@ -139,7 +161,8 @@ def pytest_runtest_makereport(
                 "why": [f"{cause} ({place.file_and_line if place else 'not in your files'})"],
             }
         elif known["outcome"] != "failed":
-            known |= {"outcome": "failed", "why": list(_lines(item, error, cause))}
+            raised = place is not None and not _is_timeout(error) and not _raised_by_a_test(cause)
+            known |= {"outcome": "failed", "why": list(_lines(item, error, cause)), "raised": raised}
     return report
 
 
@@ -147,7 +170,7 @@ def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Gen
     """Yield where the error was raised, and the values: first in the learner's code, then in the test."""
     if place := place_in(_tree(), cause):
         yield f"{place}   {place.code}"
-        yield f"    {in_words(cause)}"
+        yield f"    {_said(cause)}"
     if test := place_in(item.path, error):
         parameters = getattr(item, "callspec", None)
         with_ = f"   with [{parameters.id}]" if parameters else ""
@@ -157,13 +180,36 @@ def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Gen
         yield f"{helper.file_and_line}   {helper.code}"
     if not isinstance(error, AssertionError):
         if not place:
-            yield f"    {in_words(error)}"
+            yield f"    {_said(error)}"
     elif _compared:
         op, left, right = _compared[-1]
-        yield f"    got       {_shown(left)}"
+        where, left, right = _first_difference(left, right)
+        yield f"    got       {_shown(left)}{where}"
         yield f"    expected  {'' if op in ('==', 'is') else op + ' '}{_shown(right)}"
     else:
         yield from (f"    {line}" for line in str(error).splitlines()[:3] if line)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, pytest.fail.Exception) and "pytest-timeout" in str(error)
+
+
+def _said(error: BaseException) -> str:
+    if _is_timeout(error):
+        return "Timeout: the test did not end. A loop never ends, or a request makes no progress."
+    return in_words(error)
+
+
+def _first_difference(left: object, right: object) -> tuple[str, object, object]:
+    """Return the first entries that differ, and their index in words, if two lists are too long to be shown."""
+    is_long = max(len(repr(left)), len(repr(right))) > VALUE
+    if is_long and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        for i, (ours, theirs) in enumerate(zip(left, right, strict=False)):
+            if ours != theirs:
+                return f"   at index {i}, the first that differs", ours, theirs
+        if left and right and len(left) != len(right):  # one begins like the other
+            return " entries", len(left), len(right)
+    return "", left, right
 
 
 def _shown(value: object) -> str:

@@ -74,7 +74,7 @@ def conditions(results: Path = RESULTS, model: str = MODEL) -> str:
     random = ", which are random" if model.startswith("dummy:") else ""
     return (
         f"{setup}; medians of {repeats} runs or more. Both have the same weights{random}, the same requests "
-        f"and the same KV memory. {_peer(shown[0].group)} is its build for CPUs, with one thread bound to "
+        f"and the same KV memory. {_peer(shown[0].group)} runs in its build for CPUs, with one thread bound to "
         "each core and prefix caching on. It is made for GPUs first, and was not compared on one."
     )
 

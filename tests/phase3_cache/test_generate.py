@@ -36,7 +36,7 @@ def test_a_pass_computes_only_tokens_that_the_cache_lacks(
     assert passes == [(PROMPT, [0, 1, 2, 3, 4]), *(([token], [5 + i]) for i, token in enumerate(tokens[:3]))]
 
 
-def test_it_ends_at_the_requests_length_or_eos(llama: CausalLM) -> None:
+def test_a_text_ends_at_its_length_or_at_eos(llama: CausalLM) -> None:
     first, second, *_ = (output.token_id for output in generate(llama, Request("r", PROMPT, greedy(4))))
     assert first != second
     assert second is not None
@@ -59,6 +59,6 @@ def test_memory_is_freed_at_the_end_and_when_the_reader_stops(
     assert freed == [0]
 
 
-def test_a_request_past_the_models_positions_is_a_value_error(llama: CausalLM) -> None:
+def test_a_request_past_the_positions_of_the_model_is_a_value_error(llama: CausalLM) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the message is free, for learners
         next(generate(llama, Request("r", PROMPT, greedy(llama.max_positions))))

@@ -17,7 +17,7 @@ def bench(variant: Variant) -> Bench:
 # ---------------------------------------------------------------------- a batch made anew
 
 
-def test_one_who_arrives_is_prefilled_in_the_next_step(variant: Variant) -> None:
+def test_a_request_that_arrives_is_prefilled_in_the_next_step(variant: Variant) -> None:
     bench = variant.bench(max_batch_size=3)
     bench.add(3)
     assert bench.step() == ([], [("r0", 0, 3)])
@@ -26,7 +26,9 @@ def test_one_who_arrives_is_prefilled_in_the_next_step(variant: Variant) -> None
     assert bench.step() == (["r0", "r1"], [])
 
 
-def test_one_who_is_done_leaves_in_the_next_step_and_the_first_who_waits_gets_the_seat(bench: Bench) -> None:
+def test_a_finished_request_leaves_in_the_next_step_and_the_first_waiting_one_gets_its_seat(
+    bench: Bench,
+) -> None:
     first, second, *_ = bench.add(3, 3, 3, 3)
     assert bench.step() == ([], [("r0", 0, 3), ("r1", 0, 3)])
     assert bench.step() == (["r0", "r1"], [])
@@ -57,7 +59,7 @@ def test_free_seats_count_as_room(variant: Variant) -> None:
     assert bench.scheduler.queue_room() == 1
 
 
-def test_the_queue_stops_at_one_who_finds_no_memory(variant: Variant) -> None:
+def test_the_queue_stops_at_a_request_that_finds_no_memory(variant: Variant) -> None:
     """No request overtakes, even where a later one would fit."""
     bench = variant.bench(max_batch_size=4, max_seq_len=16)
     slots = [bench.pool.allocate_slot() for _ in range(3)]
@@ -69,7 +71,7 @@ def test_the_queue_stops_at_one_who_finds_no_memory(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("state", [RequestState.PREFILL, RequestState.DECODE])
-def test_one_who_is_cancelled_is_out_in_the_next_step(state: RequestState, bench: Bench) -> None:
+def test_a_cancelled_request_leaves_in_the_next_step(state: RequestState, bench: Bench) -> None:
     first, _, _ = bench.add(3, 3, 3)
     bench.begin() if state is RequestState.PREFILL else bench.step()
     assert first.state is state

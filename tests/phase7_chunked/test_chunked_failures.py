@@ -121,7 +121,7 @@ def test_a_preemption_in_chunk_2_of_4(engine_of: Build, mixed: bool) -> None:
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_one_who_fails_beside_other_chunks_takes_none_of_them_along(engine_of: Build, mixed: bool) -> None:
+def test_a_request_that_fails_beside_other_chunks_fails_alone(engine_of: Build, mixed: bool) -> None:
     engine = engine_of(Allergic(), mixed_batches=mixed, prefill_token_budget=None)
     victim = add(engine, prompt_with(ALLERGEN, at=CHUNK), greedy(5))
     others = [add(engine, [i + 3] * (4 * CHUNK - i), greedy(6)) for i in range(3)]

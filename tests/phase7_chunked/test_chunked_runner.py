@@ -26,7 +26,7 @@ def pass_lengths(calls: list[Call]) -> list[tuple[tuple[int, ...], tuple[int, ..
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_a_prompt_of_2048_among_six_who_decode(
+def test_a_prompt_of_2048_beside_six_decoding_requests(
     variant: Variant, mixed: bool, backend: dict[str, Any]
 ) -> None:
     """Four steps of 512, everybody else's token in each of them, and the first token with the fourth."""
@@ -77,7 +77,7 @@ def test_a_prompt_of_2048_among_six_who_decode(
 # ---------------------------------------------------------------------- after every chunk
 
 
-def test_a_short_prompt_that_comes_alone_costs_nothing(variant: Variant) -> None:
+def test_a_short_prompt_alone_is_computed_as_in_phase_6(variant: Variant) -> None:
     """Up to a chunk, with no other prompt beside it, the passes are those of phase 6."""
     traces = []
     for chosen, options in (
@@ -114,7 +114,7 @@ def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress(variant: Var
     assert engine.telemetry.counters.padded_tokens == 0
 
 
-def test_chunks_beyond_a_passs_tokens_follow_in_passes_of_their_own(variant: Variant) -> None:
+def test_chunks_beyond_the_size_of_a_pass_follow_in_passes_of_their_own(variant: Variant) -> None:
     """Decode goes along with the first of them; the step is still one."""
     model = RememberingModel()
     engine = variant.build(

@@ -57,7 +57,7 @@ def test_chunks_at_their_boundaries(variant: Variant, prompt: int, ends: list[in
     assert bench.step() == (["r0"], [])
 
 
-def test_those_who_decode_are_in_every_plan(variant: Variant) -> None:
+def test_every_decoding_request_is_in_every_plan(variant: Variant) -> None:
     bench = bench_of(variant)
     bench.add(2, 3)
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_those_who_decode_are_in_every_plan(variant: Variant) -> None:
     assert bench.step() == (["r0", "r1", "r2"], [])
 
 
-def test_the_whole_prompts_blocks_are_reserved_at_admission(variant: Variant) -> None:
+def test_blocks_for_the_whole_prompt_are_reserved_at_admission(variant: Variant) -> None:
     """One admitted and not yet begun is no free memory for the next one."""
     bench = bench_of(variant, num_blocks=60)
     first, second, _ = bench.add(30, 20, 20)
@@ -91,11 +91,21 @@ def test_the_whole_prompts_blocks_are_reserved_at_admission(variant: Variant) ->
     assert bench.pool.allocator.num_allocated == 60
 
 
+def test_without_chunked_prefill_a_step_computes_whole_prompts(variant: Variant) -> None:
+    bench = variant.bench(num_blocks=500, block_size=1, use_chunked_prefill=False)
+    bench.add(2)
+    bench.step()
+    bench.add(300, 40)
+    assert bench.step() == (["r0"], [("r1", 0, 300), ("r2", 0, 40)])
+
+
 # ---------------------------------------------------------------------- a budget of tokens
 
 
 @pytest.mark.parametrize(("chunks", "expected"), [(1, 1), (2, 2), (3, 3), (None, 5), (9, 5)])
-def test_so_many_prompts_advance_by_a_chunk_each(variant: Variant, chunks: int | None, expected: int) -> None:
+def test_as_many_prompts_advance_as_the_cap_allows(
+    variant: Variant, chunks: int | None, expected: int
+) -> None:
     bench = bench_of(variant, budget=None, chunks=chunks)
     bench.add(*[10] * 5)
     for step in range(2):
@@ -103,7 +113,7 @@ def test_so_many_prompts_advance_by_a_chunk_each(variant: Variant, chunks: int |
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_the_cap_counts_prompts_however_short(variant: Variant, chunks: int) -> None:
+def test_the_cap_counts_short_prompts_too(variant: Variant, chunks: int) -> None:
     bench = bench_of(variant, budget=None, chunks=chunks)
     bench.add(*[1] * 6)
     order = []
@@ -148,7 +158,7 @@ def test_short_prompts_share_the_budget(variant: Variant) -> None:
     assert bench.step() == (["r0", "r1", "r2"], [("r3", 0, 1), ("r4", 0, 2)])
 
 
-def test_a_long_prompts_rest_leaves_tokens_for_the_next_one(variant: Variant) -> None:
+def test_the_last_chunk_of_a_long_prompt_leaves_tokens_for_the_next_prompt(variant: Variant) -> None:
     bench = bench_of(variant)
     bench.add(6, 1, 9, 1)
     assert bench.step()[1] == [("r0", 0, 4)]
@@ -160,7 +170,7 @@ def test_a_long_prompts_rest_leaves_tokens_for_the_next_one(variant: Variant) ->
 
 
 @pytest.mark.parametrize("budget", [3, CHUNK, 2 * CHUNK, 10, None])
-def test_a_steps_work_is_bounded_and_its_budget_is_used(variant: Variant, budget: int | None) -> None:
+def test_the_work_of_a_step_is_bounded_and_its_budget_is_used(variant: Variant, budget: int | None) -> None:
     bench = bench_of(variant, budget=budget, max_batch_size=6)
     requests = bench.add(30, 2, 17, 9, 1, 25)
     for _ in range(30):
@@ -176,7 +186,7 @@ def test_a_steps_work_is_bounded_and_its_budget_is_used(variant: Variant, budget
 # ---------------------------------------------------------------------- which prompt goes first
 
 
-def test_those_who_have_begun_go_on_before_newcomers_begin(variant: Variant) -> None:
+def test_prompts_that_have_begun_advance_before_new_prompts(variant: Variant) -> None:
     bench = bench_of(variant, budget=2 * CHUNK)
     first, second, _, fourth = bench.add(6, 20, 6, 6)
     assert [c[0] for c in bench.step()[1]] == ["r0", "r1"]
@@ -190,7 +200,7 @@ def test_those_who_have_begun_go_on_before_newcomers_begin(variant: Variant) -> 
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, None])
-def test_those_who_have_begun_go_on_oldest_first(variant: Variant, most: int | None) -> None:
+def test_prompts_that_have_begun_advance_oldest_first(variant: Variant, most: int | None) -> None:
     bench = bench_of(variant, budget=None)
     requests = bench.add(12, 12, 12)
     bench.step()
@@ -205,7 +215,7 @@ def test_those_who_have_begun_go_on_oldest_first(variant: Variant, most: int | N
     assert bench.step()[1] == [("r0", 4, 8), ("r1", 4, 8), ("r2", 4, 8)]
 
 
-def test_one_who_arrives_between_chunks_joins_the_next_pass(variant: Variant) -> None:
+def test_a_request_that_arrives_between_chunks_joins_the_next_pass(variant: Variant) -> None:
     bench = bench_of(variant, budget=None)
     bench.add(12)
     assert bench.step()[1] == [("r0", 0, 4)]
@@ -218,7 +228,7 @@ def test_one_who_arrives_between_chunks_joins_the_next_pass(variant: Variant) ->
 # ---------------------------------------------------------------------- cut short
 
 
-def test_one_who_is_preempted_amid_its_chunks_begins_again(variant: Variant) -> None:
+def test_a_request_that_is_preempted_between_chunks_begins_again(variant: Variant) -> None:
     bench = bench_of(variant, num_blocks=24)
     (old,) = bench.add(2)
     for _ in range(2):
@@ -236,7 +246,7 @@ def test_one_who_is_preempted_amid_its_chunks_begins_again(variant: Variant) -> 
     assert bench.step()[1] == [("r1", 0, 4)]
 
 
-def test_one_who_is_preempted_while_it_decodes_prefills_all_it_has_in_chunks(variant: Variant) -> None:
+def test_a_decoding_request_that_is_preempted_prefills_all_its_tokens_in_chunks(variant: Variant) -> None:
     bench = bench_of(variant, num_blocks=14)
     old, young = bench.add(2, 3)
     while not bench.scheduler.preemptions:

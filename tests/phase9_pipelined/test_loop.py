@@ -12,6 +12,7 @@ from common.engine import Engine
 from common.errors import RequestTimeoutError
 from common.grammar import Grammar
 from common.request import Request, RequestState, StepOutput
+from common.runner import Launched
 from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.scheduler import PipelinedScheduler
@@ -76,7 +77,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_done() -> None:
         (1, ["submit forward 1", "wait sample 0", "submit sample 1"]),
     ],
 )
-def test_shallower_pipelines(depth: int, order: list[str]) -> None:
+def test_depths_0_and_1_launch_and_commit_in_their_own_order(depth: int, order: list[str]) -> None:
     engine, stream = engine_of(pipeline_depth=depth)
     request = add(engine, PROMPT, greedy(6))
     outputs = engine.step()
@@ -86,7 +87,7 @@ def test_shallower_pipelines(depth: int, order: list[str]) -> None:
     assert_served(engine, [request], outputs)
 
 
-def test_whoever_needs_the_token_before_waits_for_it_and_the_forward_pass_does_not() -> None:
+def test_with_a_penalty_sampling_waits_for_the_token_before_and_the_forward_pass_does_not() -> None:
     engine, stream = engine_of()
     request = add(engine, PROMPT, greedy(6, frequency_penalty=1e-9))
     outputs = engine.step() + engine.step()
@@ -96,7 +97,7 @@ def test_whoever_needs_the_token_before_waits_for_it_and_the_forward_pass_does_n
     assert_served(engine, [request], outputs)
 
 
-def test_a_batch_with_a_grammar_takes_that_order_and_the_others_are_answered_alike() -> None:
+def test_a_batch_with_a_grammar_takes_that_order_and_no_token_changes() -> None:
     engine, stream = engine_of()
     plain = add(engine, PROMPT, greedy(12))
     guided = add(engine, PROMPT, greedy(12, grammar=Grammar("regex", "[ab]{3}")))
@@ -120,7 +121,7 @@ def test_a_batch_with_a_grammar_takes_that_order_and_the_others_are_answered_ali
     ), "with the guided one gone two steps are in flight again"
 
 
-def test_an_empty_plan_reads_what_is_in_flight() -> None:
+def test_an_empty_plan_commits_the_steps_in_flight() -> None:
     engine, stream = engine_of()
     request = add(engine, PROMPT, greedy(2))
     assert engine.step() == []
@@ -135,7 +136,7 @@ def test_an_empty_plan_reads_what_is_in_flight() -> None:
     assert_all_free(engine)
 
 
-def test_the_selector_changes_nothing() -> None:
+def test_planning_changes_nothing() -> None:
     engine, stream, (request,) = started()
     steps = runner_of(engine).state.steps
     before = (request.inflight_refs, request.pending_tokens, list(stream.log), list(steps))
@@ -155,7 +156,7 @@ def ending_at(count: int) -> RememberingModel:
     return RememberingModel(rule=rule)
 
 
-def test_an_end_that_nobody_could_foresee_leaves_a_zombie() -> None:
+def test_an_end_that_was_not_foreseen_leaves_a_zombie() -> None:
     model = ending_at(3)
     engine, _ = engine_of(model)
     request = add(engine, PROMPT, greedy(20))
@@ -183,7 +184,7 @@ def test_a_zombie_keeps_its_seat_until_its_last_step_is_read() -> None:
     assert_served(engine, [second], outputs)
 
 
-def test_a_cancelled_request_is_told_at_once_and_its_results_are_dropped() -> None:
+def test_a_cancelled_request_ends_at_once_and_its_results_are_dropped() -> None:
     engine, _stream, (victim, other) = started(2)
     engine.step()
     engine.cancel(victim.request_id)
@@ -193,7 +194,7 @@ def test_a_cancelled_request_is_told_at_once_and_its_results_are_dropped() -> No
     assert_served(engine, [other], outputs)
 
 
-def test_nobody_gets_more_than_was_asked_for() -> None:
+def test_no_row_is_computed_beyond_max_tokens() -> None:
     model = RememberingModel()
     engine, _ = engine_of(model)
     requests = [add(engine, [*PROMPT, i], greedy(count)) for i, count in enumerate((1, 2, 3, 5))]
@@ -206,7 +207,7 @@ def test_nobody_gets_more_than_was_asked_for() -> None:
     assert_all_free(engine)
 
 
-def test_min_tokens_counts_those_on_their_way() -> None:
+def test_min_tokens_counts_tokens_in_flight() -> None:
     model = RememberingModel(rule=lambda _: EOS)
     engine, _ = engine_of(model)
     request = add(engine, PROMPT, greedy(20, min_tokens=3))
@@ -218,7 +219,7 @@ def test_min_tokens_counts_those_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "drained"])
-def test_a_prompt_starts_within_two_completions(mode: str) -> None:
+def test_a_new_prompt_begins_within_two_commits(mode: str) -> None:
     engine, _stream, (running,) = started(1, prefill_mode=mode, prefill_chunk_size=4)
     engine.step()
     newcomer = add(engine, [3] * 6, greedy(4))
@@ -235,7 +236,7 @@ def test_a_prompt_starts_within_two_completions(mode: str) -> None:
     assert_served(engine, [running, newcomer], outputs)
 
 
-def test_whose_last_chunk_is_on_its_way_decodes_behind_it() -> None:
+def test_a_request_decodes_while_its_last_chunk_is_in_flight() -> None:
     model = RememberingModel()
     engine, _stream = engine_of(model, prefill_chunk_size=2)
     request = add(engine, [4, 4, 4, 4, 4], greedy(3))
@@ -251,7 +252,7 @@ def test_whose_last_chunk_is_on_its_way_decodes_behind_it() -> None:
     assert computed(model) == [((2,), (2,)), ((2,), (4,)), ((1,), (5,)), ((1,), (6,)), ((1,), (7,))]
 
 
-def test_a_full_house_is_not_drained_for_a_prompt_that_has_no_place() -> None:
+def test_a_full_batch_is_not_drained_for_a_prompt_without_a_seat() -> None:
     engine, _stream, _ = started(2, prefill_mode="drained", max_batch_size=2)
     engine.step()
     add(engine, [1, 2, 3], greedy(2))
@@ -259,7 +260,7 @@ def test_a_full_house_is_not_drained_for_a_prompt_that_has_no_place() -> None:
     assert len(runner_of(engine).state.steps) == MAX_IN_FLIGHT
 
 
-def test_what_was_computed_is_shared_once_it_has_been_read() -> None:
+def test_blocks_are_shared_once_their_step_is_committed() -> None:
     engine, _ = engine_of(block_size=4)
     text = [(3 * i) % 200 for i in range(12)]
     first = add(engine, text, greedy(3))
@@ -275,10 +276,43 @@ def test_what_was_computed_is_shared_once_it_has_been_read() -> None:
     assert_all_free(engine)
 
 
+def test_a_prompt_whose_scores_are_read_waits_for_the_steps_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _, _ = started()
+    engine.step()
+    runner = runner_of(engine)
+    in_flight: list[int] = []
+
+    def executed(_: StepPlan) -> list[StepOutput]:
+        in_flight.append(len(runner.state.steps))
+        return []
+
+    monkeypatch.setattr(runner, "_execute_now", executed)
+    add(engine, [3] * 4, greedy(3, prompt_logprobs=1))
+    engine.step()
+    assert in_flight == [0]
+
+
+def test_a_step_leaves_the_queue_only_once_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = started()
+    engine.step()
+    runner = runner_of(engine)
+    commit, in_flight = runner.commit, []
+
+    def noting(launched: Launched) -> list[StepOutput]:
+        in_flight.append(len(runner.state.steps))
+        return commit(launched)
+
+    monkeypatch.setattr(runner, "commit", noting)
+    engine.step()
+    assert in_flight == [2], "an interrupted commit finds its step in the queue, and its requests are rewound"
+
+
 # ---------------------------------------------------------------------- memory
 
 
-def test_nobody_is_preempted_in_flight() -> None:
+def test_no_request_is_preempted_while_steps_are_in_flight() -> None:
     """Two grow into the last block: all is read before one of them gives way, and only one does."""
     engine, _stream = engine_of(block_size=4, num_blocks=6, max_batch_size=2, max_seq_len=24)
     requests = [add(engine, [9, i, 9], greedy(14)) for i in range(2)]
@@ -297,7 +331,7 @@ def test_nobody_is_preempted_in_flight() -> None:
 # ---------------------------------------------------------------------- pause
 
 
-def test_a_pause_plans_nothing_and_the_steps_that_follow_deliver_what_is_in_flight() -> None:
+def test_a_pause_plans_nothing_and_the_tokens_in_flight_are_delivered() -> None:
     engine, _, requests = started(3)
     seen: list[tuple[StepPlan, list[StepOutput]]] = []
     engine.watchers.append(lambda _record, plan, outputs: seen.append((plan, list(outputs))))
@@ -336,7 +370,7 @@ def test_a_request_runs_out_of_time_during_a_pause() -> None:
     assert_all_free(engine)
 
 
-def test_who_leaves_during_a_pause_is_told_and_its_memory_is_free() -> None:
+def test_a_request_cancelled_during_a_pause_ends_and_its_memory_is_free() -> None:
     engine, _, (request, other) = started(2)
     engine.pause()
     engine.step()
@@ -370,10 +404,10 @@ CHECKS: list[Callable[[], None]] = [
     traffic,
     test_the_next_step_is_launched_before_the_last_one_is_done,
     test_a_zombie_keeps_its_seat_until_its_last_step_is_read,
-    test_an_end_that_nobody_could_foresee_leaves_a_zombie,
-    test_nobody_is_preempted_in_flight,
-    test_nobody_gets_more_than_was_asked_for,
-    test_what_was_computed_is_shared_once_it_has_been_read,
+    test_an_end_that_was_not_foreseen_leaves_a_zombie,
+    test_no_request_is_preempted_while_steps_are_in_flight,
+    test_no_row_is_computed_beyond_max_tokens,
+    test_blocks_are_shared_once_their_step_is_committed,
 ]
 
 

@@ -31,7 +31,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_fails_once_is_computed_again_and_nobody_notices(place: str, depth: int) -> None:
+def test_a_step_that_fails_once_is_computed_again_and_no_token_changes(place: str, depth: int) -> None:
     engine, stream = engine_of(pipeline_depth=depth, prefill_chunk_size=4)
     stream.faults[place] = RuntimeError("cosmic ray")
     requests = [add(engine, [i, *range(2 * i + 1)], greedy(7)) for i in range(3)]
@@ -42,7 +42,7 @@ def test_what_fails_once_is_computed_again_and_nobody_notices(place: str, depth:
 
 
 @pytest.mark.parametrize("place", ["sample 2", "submit sample 2", "forward 3", "submit forward 3"])
-def test_and_so_for_those_who_wait_for_their_tokens(place: str) -> None:
+def test_a_step_with_penalties_that_fails_once_is_computed_again(place: str) -> None:
     engine, stream = engine_of()
     stream.faults[place] = RuntimeError("cosmic ray")
     requests = [add(engine, [i, 1], greedy(7, presence_penalty=1e-9)) for i in range(3)]
@@ -50,7 +50,7 @@ def test_and_so_for_those_who_wait_for_their_tokens(place: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_only_the_guilty_fail(depth: int) -> None:
+def test_only_requests_that_cause_a_failure_fail(depth: int) -> None:
     engine, _ = engine_of(Allergic(), pipeline_depth=depth)
     guilty = add(engine, [1, ALLERGEN, 2], greedy(5))
     others = [add(engine, [i, 7, 7], greedy(9)) for i in range(2)]
@@ -69,7 +69,7 @@ def test_a_request_that_ends_in_the_failed_step_is_not_computed_behind_it() -> N
     assert_served(engine, [short, long])
 
 
-def test_cancelled_while_its_step_fails() -> None:
+def test_a_request_can_be_cancelled_while_its_step_fails() -> None:
     engine, stream = engine_of()
     stream.faults["forward 1"] = RuntimeError("cosmic ray")
     victim, other = add(engine, [1, 2], greedy(6)), add(engine, [3, 4], greedy(6))
@@ -92,7 +92,7 @@ class Lost(torch.AcceleratorError):
 
 
 @pytest.mark.parametrize("place", ["forward 1", "sample 2", "submit forward 2", "submit sample 1"])
-def test_a_lost_device_ends_everything_and_nobody_hangs(place: str) -> None:
+def test_a_lost_device_fails_every_request_and_none_hangs(place: str) -> None:
     engine, stream = engine_of(max_batch_size=2)
     stream.faults[place] = Lost()
     requests = [add(engine, [i, 1], greedy(6)) for i in range(4)]  # in flight, and waiting
@@ -106,7 +106,7 @@ def test_a_lost_device_ends_everything_and_nobody_hangs(place: str) -> None:
         engine.step()
 
 
-def test_out_of_memory_is_no_reason_to_die() -> None:
+def test_after_out_of_memory_the_engine_goes_on() -> None:
     engine, stream = engine_of()
     stream.faults["submit forward 2"] = torch.OutOfMemoryError("a little too much")
     requests = [add(engine, [i, 1], greedy(6)) for i in range(3)]

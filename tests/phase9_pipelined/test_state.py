@@ -129,7 +129,7 @@ def named(case: object) -> str | None:
 
 
 @pytest.mark.parametrize(("situation", "move"), CASES, ids=named)
-def test_what_leads_where(situation: str, move: Move) -> None:
+def test_legal_moves_change_the_state_and_all_others_are_refused(situation: str, move: Move) -> None:
     state = reach(situation)
     steps = list(state.steps)
     references = [member.inflight_refs for step in steps for member in step.members]
@@ -154,7 +154,7 @@ def test_the_same_move_again_is_refused(situation: str, moves: Move, left: str) 
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=named)
-def test_what_is_told_of_each(situation: str) -> None:
+def test_has_room_launched_and_oldest_describe_the_state(situation: str) -> None:
     state = reach(situation)
     assert len(state.steps) == len(situation)
     assert state.has_room == (len(situation) < MAX_IN_FLIGHT)
@@ -163,7 +163,7 @@ def test_what_is_told_of_each(situation: str) -> None:
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=named)
-def test_after_a_failure_nobody_is_held(situation: str) -> None:
+def test_after_a_failure_no_step_holds_a_request(situation: str) -> None:
     state = reach(situation)
     members = [member for step in state.steps for member in step.members]
     state.drop_all()
@@ -186,6 +186,20 @@ def test_steps_are_committed_oldest_first() -> None:
         state.on_launch(launched[-1])
         state.on_pending_commit()
     assert committed == launched[:8]
+
+
+def test_a_request_counts_the_steps_in_flight_that_compute_for_it() -> None:
+    state, member = State(), Member()
+    first, second = Step([member]), Step([member])
+    counts = []
+    for step in (first, second):
+        state.on_launch(step)
+        counts.append(member.inflight_refs)
+        state.on_pending_commit()
+    for step in (first, second):
+        state.on_step_completed(step)
+        counts.append(member.inflight_refs)
+    assert counts == [1, 2, 1, 0]
 
 
 class Membership(RuleBasedStateMachine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 from common.phases import phase_names, phase_number
 from tests.docs.support import ROOT
 from tutor import __main__ as command_line
-from tutor import emptying
+from tutor import emptying, plugin
 from tutor.emptying import empty, set_up
 from tutor.exercise import Exercise, exercise_names, find_tests, load_exercise, sentence
 from tutor.judging import Judgement, hint_for, report
@@ -96,6 +97,21 @@ def test_without_a_copy_every_command_says_how_to_make_one(
     assert "make learn PHASE=8" in capsys.readouterr().err
     assert command_line.main([command, "12"]) == 2
     assert "no exercise '12'; there are 1, 2, 3, 4" in capsys.readouterr().err
+
+
+def test_a_check_says_that_it_runs_before_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tutor.exercise.TREES", tmp_path)
+    (tmp_path / "phase7").mkdir()
+
+    def judge(exercise: Exercise) -> Judgement:
+        assert "running the tests" in capsys.readouterr().err
+        return Judgement(held=set(judged_by(exercise)))
+
+    monkeypatch.setattr(command_line, "judge", judge)
+    assert command_line.main(["check", "7"]) == 0
+    assert "All of it holds" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- removing bodies
@@ -190,6 +206,9 @@ def test_a_judgement_in_words() -> None:
     assert hint_for(exercise, half) == hint.says
     assert hint.says in " ".join(said.split())
 
+    error = dataclasses.replace(half, raised={wrong})
+    assert hint_for(exercise, error) == "", "the error is the explanation"
+
     nothing = report(exercise, Judgement(unwritten=dict.fromkeys(tests, "A.b: Does this. (x.py:3)")))
     assert nothing.count("not written yet") == len(exercise.ideas)
     assert nothing.count("A.b: Does this. (x.py:3)") == 1
@@ -203,6 +222,38 @@ def test_a_judgement_in_words() -> None:
     broken = report(exercise, Judgement(broken="scheduler.py:3: SyntaxError: invalid syntax"))
     assert "It cannot be imported. scheduler.py:3: SyntaxError" in broken
     assert not Judgement(broken="it").all_hold
+
+
+def test_of_two_long_lists_the_first_difference_is_shown() -> None:
+    long = ["a" * 50] * 10
+    where, got, expected = plugin._first_difference([*long, 1, 2], [*long, 1, 3])
+    assert (where.strip(), got, expected) == ("at index 11, the first that differs", 2, 3)
+    assert plugin._first_difference(long, long[:7]) == (" entries", 10, 7)
+    assert plugin._first_difference([1, 2], [1, 3]) == ("", [1, 2], [1, 3])
+    assert plugin._first_difference(long, []) == ("", long, []), "the list itself says more than its length"
+
+
+def test_an_error_is_a_tests_own_if_its_first_cause_was_raised_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.TREE, str(tmp_path))
+    (tmp_path / "mine.py").write_text("def call(function):\n    function()\n\n\ndef fail():\n    1 / 0\n")
+    mine: dict[str, Callable[..., None]] = {}
+    exec(compile((tmp_path / "mine.py").read_text(), str(tmp_path / "mine.py"), "exec"), mine)
+
+    def on_purpose() -> None:
+        raise RuntimeError("on purpose")
+
+    def caught(function: Callable[[], None]) -> Exception:
+        try:
+            mine["call"](function)
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    assert plugin._raised_by_a_test(caught(on_purpose))
+    assert not plugin._raised_by_a_test(caught(mine["fail"])), "a test's stream called it"
+    assert not plugin._raised_by_a_test(ValueError("never raised"))
 
 
 # ---------------------------------------------------------------------- a learner's files
