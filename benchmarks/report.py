@@ -251,7 +251,7 @@ def _title(runs: Sequence[Run]) -> Text:
 
 
 def medians_of(columns: Sequence[Sequence[Run]], line: Line) -> list[Value]:
-    """Return the median of each server over its complete runs."""
+    """Return the median of a line's metric for each column of runs, over those that are complete."""
     return [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
 
 

@@ -88,7 +88,10 @@ def without_tokens(mask: Mask, token_ids: Iterable[int]) -> Mask:
 
 
 def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
-    """Return the tokens of a word without a space before it, and with one unless they end with the former."""
+    """Return the token lists that spell a word: without a space before it, and with one.
+
+    The second is left out if it ends with the first. The result is empty if the tokenizer drops the word.
+    """
     alone, inside = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
     if not alone:  # a tokenizer may drop characters
         return []

@@ -146,7 +146,7 @@ class Engine(EngineFront):
 
         Args:
             request_id: the request's id.
-            reason: its finish reason: `stop`, if its reader has found a stop string.
+            reason: its finish reason: `stop`, if the process that makes text has found a stop string.
         """
         request = self._requests.get(request_id)
         if request is not None and not request.is_terminal:

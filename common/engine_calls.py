@@ -134,7 +134,7 @@ class EngineCalls:
         self._tracer.start(buffer)
 
     def fetch_trace(self, number: int) -> tuple[bytes, bool]:
-        """Return the events since the last fetch, and whether no more will come."""
+        """Return a recording's events since its last fetch, and whether no more will come."""
         buffer = self._buffers[number]
         return buffer.fetch(), buffer.closed
 

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class GrammarChecker(GrammarCompiler):
-    """Checks grammars that the engine's process compiles."""
+    """Checks grammars for the HTTP process. The engine's process compiles them."""
 
     def compile_s(self, grammar: Grammar) -> float | None:
         return None if self._verdicts.get(grammar) is None else 0.0

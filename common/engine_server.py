@@ -232,7 +232,7 @@ class ServingThread(EngineThread):
     # ------------------------------------------------------------------ to the front
 
     def _make(self) -> Engine:
-        """Build the engine, and tell the front of it."""
+        """Build and return the engine. Send its facts, or the error if it cannot be built, to the HTTP process."""
         try:
             engine = self._make_from()
         except BaseException as error:

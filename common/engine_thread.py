@@ -14,20 +14,23 @@ condition and does not poll.
 **One thread computes.** libgomp, which runs a CPU's matrix products in parallel, keeps a pool of workers for every
 thread that has called a parallel operator. With a second pool there are more workers than cores. libgomp then puts
 them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So one
-thread of the process calls such operators. In phases 4 to 8 it is the engine's thread. In phase 9 it is the thread
-of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread that ends
-afterwards, and its pool of workers ends with it.
+thread of the process calls such operators. In phases 4 to 8 it is the engine's thread. From phase 9 on it is the
+thread of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread
+that ends afterwards, and its pool of workers ends with it.
 
 | thread | what runs there | module |
 | --- | --- | --- |
 | event loop | HTTP, routes, validation of small bodies, events of answers | `common.server` |
 | `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
-| a C++ thread, or `stream` | phase 9 on a CPU: forward passes and sampling | `common.streams` |
+| a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.streams` |
 | lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.intake` |
 | `masks`, up to four | token masks of grammars | `common.mask_threads` |
 | `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
 
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase.
+
+With more than two cores, the engine's threads are in a process of their own by default (`common.engine_process`).
+Then the event loop's process turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations

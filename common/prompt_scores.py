@@ -31,11 +31,11 @@ def scored_columns(request: Request, span: Span) -> range:
 
 
 class PromptScores(NamedTuple):
-    """The rows of a pass whose states predict prompt tokens.
+    """The rows of a forward pass that give log-probabilities of prompt tokens.
 
     Attributes:
         rows: indices of these rows in the pass.
-        asked: each request with the columns that belong to these rows.
+        asked: each request, with the range of its prompt positions that `rows` has, in the same order.
     """
 
     rows: list[int]

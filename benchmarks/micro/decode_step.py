@@ -66,7 +66,7 @@ COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
 
 @dataclass(slots=True)
 class Contender:
-    """A worker that is measured, and the timings of its batches, one a turn.
+    """A worker that is measured, and the timings of each batch, one for each turn.
 
     Attributes:
         ours: whether it is one of our phases.

@@ -36,7 +36,7 @@ KINDS: dict[str, SamplingParams] = {
 def parts_ms(
     engine: Engine, prompts: list[list[int]], new_tokens: int, params: SamplingParams
 ) -> dict[str, float]:
-    """Decode a batch. Returns the mean milliseconds of a step's parts: the host's, and all of the stream's."""
+    """Decode a batch. Returns mean milliseconds a step: of each part on the host, and of all work on the stream."""
     watch = StepParts(engine)
     watch.start()
     before = engine.telemetry.counters.steps

@@ -48,10 +48,11 @@ def pool_sizes(orders: Sequence[Order]) -> list[int]:
 def serve(
     phase: str, model: str, orders: Sequence[Order], num_blocks: int
 ) -> tuple[float, list[Cell], list[list[int]]]:
-    """Serve all orders at once on a pool of so many blocks.
+    """Serve all orders at once from a pool of `num_blocks` blocks.
 
     Returns:
-        The seconds, the cells from `steps` to `prefilled again`, and the tokens of every request.
+        The seconds taken; the table's cells for steps, tokens a step, preemptions and tokens prefilled again; and
+        the token ids of every request.
 
     Raises:
         RuntimeError: a request did not finish.

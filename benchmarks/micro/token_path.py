@@ -50,7 +50,12 @@ TOKEN_EVENT = b"event: token"
 
 
 class Leg(NamedTuple):
-    """A stretch of the way, from the mark before it to the mark `until`."""
+    """One timed part of a token's path through the server: from the time of the part before to the time `until`.
+
+    Attributes:
+        until: the name of the time at which the part ends.
+        where: the part of the server, and its work, for the table.
+    """
 
     until: str
     where: str

@@ -29,7 +29,7 @@ FORMS = {"off": "one process", "on": "two processes"}
 
 
 class Found(NamedTuple):
-    """One run's numbers."""
+    """The rate and the times of one run."""
 
     tokens_per_s: float
     between_steps_ms: float  # from the start of a step to the start of the next
@@ -84,7 +84,7 @@ def full_steps(steps: Sequence[dict[str, Any]], streams: int) -> list[tuple[floa
 
 
 def run(target: Target, streams: int, new_tokens: int) -> Found:
-    """Start a server, let all streams run at once, and return the numbers."""
+    """Start a server and run all streams at once. Returns its tokens a second, and times of its steps."""
     body = {"prompt": "Once upon a time", "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
     with RunningServer(target) as server, httpx.Client(base_url=server.url) as client:
         bodies = [

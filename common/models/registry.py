@@ -4,7 +4,8 @@ A name is a folder, a GGUF file, a model that `infer fetch` knows, `zoo:NAME`, `
 id.
 
 To add an architecture, write a subclass of `CausalLM`, or of a model that is already here, in a file of its own
-(`mistral.py` and `qwen2.py` are the shortest), and enter it in `ARCHITECTURES`.
+(`mistral.py` and `qwen2.py` are the shortest), and enter it in `ARCHITECTURES`. For GGUF files, enter its name in
+`_MODEL_TYPES` of `gguf.py`, too.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class Unread:
 
 
 class Backlog(Unread):
-    """One stream's bytes that its client has not taken. On exit, the context manager takes them out of the total.
+    """One stream's bytes that its client has not taken. On exit, the context manager takes them out of the
+    total of all clients.
 
     Attributes:
         failed: future of the error that ended the stream: its client is too slow, or producing an event failed.

@@ -1,8 +1,9 @@
 """Answers that come in pieces: event streams, and clients that leave. Unread bytes are in `backlogs`.
 
-**A client that leaves.** `while_connected` stops the work on its answer, and closing the answer cancels its
-requests. At its next step the engine takes them out of the batch (in phase 4 when the whole batch retires) and
-frees their memory.
+**A client that leaves.** `while_connected` stops the work on its answer. Then `close` in `routes.generate` calls
+`Answer.cancel`, which reaches `Engine.cancel` through the engine thread's inbox. When it plans its next step, the
+engine takes the requests out of the batch and frees their memory. (Phase 4 does so when its whole batch has ended,
+and phases 9 and 10 when no step in flight has them.)
 
 **Streams that another process passes on.** A front of a cluster outlives the process that makes a stream. If that
 process is lost, the client still needs the last event of each choice. Only the app knows the stream's wire format,

@@ -274,7 +274,7 @@ class Teller:
 
 
 def find_a_tool(teller: Teller, person: Person) -> Tool:
-    """A person goes to a place and finds a tool that nobody holds. Returns the tool."""
+    """Write that a person goes to a place and finds a tool that nobody holds. Returns the tool."""
     tool, place = teller.new_tool(), teller.elsewhere(person)
     teller.go(person, place)
     how = teller.rng.choice(
@@ -291,7 +291,7 @@ def find_a_tool(teller: Teller, person: Person) -> Tool:
 
 
 def help_a_friend(teller: Teller) -> None:
-    """The hero has the right tool when the friend is in trouble."""
+    """Write a chapter: the friend is in trouble, and the hero helps with the right tool."""
     hero, friend = teller.cast.hero, teller.cast.friend
     held = teller.held_by(hero)
     tool = teller.rng.choice(held) if held else find_a_tool(teller, hero)
@@ -306,7 +306,7 @@ def help_a_friend(teller: Teller) -> None:
 
 
 def borrow(teller: Teller) -> None:
-    """A third person is in trouble; the hero borrows the tool from the friend."""
+    """Write a chapter: a third person is in trouble, and the hero borrows the tool from the friend."""
     hero, friend, third = teller.cast.hero, teller.cast.friend, teller.cast.third
     held = teller.held_by(friend)
     tool = teller.rng.choice(held) if held else teller.new_tool()
@@ -331,7 +331,7 @@ def borrow(teller: Teller) -> None:
 
 
 def lose_and_find(teller: Teller) -> None:
-    """The hero loses something, and the friend knows where it lies."""
+    """Write a chapter: the hero loses something, and the friend knows where it lies."""
     hero, friend = teller.cast.hero, teller.cast.friend
     held = teller.held_by(hero)
     tool = teller.rng.choice(held) if held else teller.new_tool()
@@ -353,7 +353,7 @@ def lose_and_find(teller: Teller) -> None:
 
 
 def swap(teller: Teller) -> None:
-    """Hero and friend trade what they hold."""
+    """Write a chapter: hero and friend trade what they hold."""
     hero, friend = teller.cast.hero, teller.cast.friend
     held = teller.held_by(hero)
     mine = teller.rng.choice(held) if held else find_a_tool(teller, hero)
@@ -371,7 +371,7 @@ def swap(teller: Teller) -> None:
 
 
 def birthday(teller: Teller) -> None:
-    """The hero buys a present, and it is just what the friend wished for."""
+    """Write a chapter: the hero buys a present, and it is just what the friend wished for."""
     hero, friend = teller.cast.hero, teller.cast.friend
     tool = teller.new_tool()
     teller.say(f"it was the birthday of {teller.mention(friend)}, and {hero.name} had no present yet")
@@ -393,7 +393,7 @@ def birthday(teller: Teller) -> None:
 
 
 def race(teller: Teller) -> None:
-    """Hero and friend run; one of them stops on the way, and the other wins."""
+    """Write a chapter: hero and friend run; one of them stops on the way, and the other wins."""
     hero, friend = teller.cast.hero, teller.cast.friend
     goal = teller.elsewhere(hero)
     teller.say(f"{hero.name} and {teller.mention(friend)} ran a race to the {goal.noun}")
@@ -413,7 +413,7 @@ def race(teller: Teller) -> None:
 
 
 def bake(teller: Teller) -> None:
-    """The hero collects what is needed, bakes, and shares."""
+    """Write a chapter: the hero collects what is needed, bakes, and shares."""
     hero, friend = teller.cast.hero, teller.cast.friend
     dish = teller.rng.choice(DISHES)
     teller.say(f"{hero.name} wanted to make {with_article(dish)} for {teller.mention(friend)}")
@@ -430,7 +430,7 @@ def bake(teller: Teller) -> None:
 
 
 def hide_and_seek(teller: Teller) -> None:
-    """The friend hides; the hero looks in the wrong places first."""
+    """Write a chapter: the friend hides, and the hero looks in the wrong places first."""
     hero, friend = teller.cast.hero, teller.cast.friend
     places = teller.rng.sample(PLACES, teller.rng.choice([2, 3]))
     teller.say(f"{hero.name} and {teller.mention(friend)} played hide and seek")
