@@ -252,7 +252,7 @@ def build(
     """Build the requests of a workload, in the order they are sent.
 
     Args:
-        workload: the table's line.
+        workload: a kind of traffic, from `workloads.toml`.
         writer: makes the prompts.
         seed: another seed is another draw of lengths, texts and arrivals.
         factor: arrival rates are multiplied by this; the pattern stays the same.

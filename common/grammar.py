@@ -334,7 +334,7 @@ class Verdict(NamedTuple):
 
 
 class _Verdicts:
-    """The latest verdicts, `VERDICTS_KEPT` of them. Any thread may use them."""
+    """A cache of the latest verdicts, for `VERDICTS_KEPT` grammars at most. Any thread may use it."""
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()

@@ -256,7 +256,7 @@ def _keep_first(
 
     Args:
         probabilities: [R, n], of each row's most likely tokens, in descending order.
-        complete: [R, 1], a count: so many of them, from the first on, are surely a full sort's first tokens.
+        complete: [R, 1], how many leading tokens of each row are certain to equal those of a full sort.
         vocab: size of the vocabulary.
         settings: of these rows.
 

@@ -54,7 +54,7 @@ Mark = Literal[" ", "~", "!"]  # nothing wrong, slower than need be, a server wo
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the screen."""
+    """One line of the report."""
 
     name: str
     text: str

@@ -56,14 +56,14 @@ def mode_of(run: Run) -> str:
 
 
 def mode_of_config(config: EngineConfig) -> str:
-    """Return how the steps of a phase with these options follow each other."""
+    """Return `SYNCHRONOUS`, `ONE_BY_ONE` or `PIPELINED`, by the depth of the pipeline."""
     depth = getattr(config, "pipeline_depth", None)
     return SYNCHRONOUS if depth is None else PIPELINED if depth else ONE_BY_ONE
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A group's prices (`simulator.fitting`).
+    """Prices that were fitted to one group of runs (`simulator.fitting`).
 
     Attributes:
         newest: when the latest of its runs was started.

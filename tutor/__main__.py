@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def learn(exercise: Exercise, _: Sequence[str]) -> int:
-    """Copy a phase's modules without the bodies that are its idea."""
+    """Copy the modules of an exercise without the bodies that the learner writes."""
     set_up(exercise)
     print(f"{shown(exercise.tree)} is yours. To be written:\n")
     for file, names in exercise.empty.items():

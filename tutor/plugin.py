@@ -81,7 +81,7 @@ def _raised_by_a_test(error: BaseException) -> bool:
 
 
 class Furthest:
-    """The number of a tensor that differs most from the other tensor's."""
+    """The element of a tensor that differs most from that of another tensor."""
 
     def __init__(self, number: float, index: tuple[int, ...]) -> None:
         self.number = number

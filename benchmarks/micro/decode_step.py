@@ -141,10 +141,10 @@ def reading_s(num_bytes: int) -> float:
 def measure(
     contenders: Sequence[Contender], floor: Callable[[], float], repeats: int, vocab_size: int
 ) -> float:
-    """Make all turns, in alternating order. A turn before the first warms up and is not counted.
+    """Time each contender `repeats` times, in alternating order, after a turn that warms up.
 
     Returns:
-        The floor, in seconds: the median over turns.
+        The median of `floor` over the turns, in seconds: the least that a step can take.
     """
     floors = []
     for turn in range(repeats + 1):

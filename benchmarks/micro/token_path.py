@@ -192,13 +192,13 @@ async def serve_and_read(thread: EngineThread, body: bytes, requests: int, marks
 
 
 def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
-    """Return a row for each leg: median milliseconds for a first token and for a later one.
+    """Return a row for each leg, and their sum: median milliseconds of first tokens and of later ones.
 
     Args:
         skipped: requests at the beginning that are not counted.
 
     Raises:
-        RuntimeError: a mark was passed more or less often than there were tokens.
+        RuntimeError: a leg has more or fewer times than there were tokens, or requests.
     """
     expected = {leg.until: requests * (1 if leg.once else NEW_TOKENS) for leg in LEGS}
     passed = {name: len(marks.times[name]) for name in expected}

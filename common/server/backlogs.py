@@ -60,7 +60,7 @@ class Backlogs:
         return SlowReaderError(f"the client took too little for {self.send_timeout_s:g} s")
 
     def relieve(self) -> None:
-        """Give up clients until the total is within its bound, the one with the most bytes first."""
+        """End answers while all unread bytes exceed the limit, the one with the most bytes first."""
         while self.bytes > self._total_limit_bytes:
             most = max(self.unread, key=lambda each: each.bytes)
             if most.bytes < FLOOR_BYTES:

@@ -34,9 +34,9 @@ class End:
         self._escaped = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index behind the end, or None if it has not come. `text[:start]` has been searched before.
+        """Return the index after the closing bracket, or None if it has not come. `text[:start]` is searched.
 
-        Outside of a string, `<` belongs to no JSON: there the object has broken off.
+        JSON has no `<` outside of strings: an object that reaches one ends there.
         """
         for at in range(start, len(text)):
             character = text[at]

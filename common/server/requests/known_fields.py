@@ -103,7 +103,7 @@ _FUNCTIONS_ONLY = "tools are functions, which the client calls"
 
 
 class OpenAIResponsesFields(OpenAISharedFields):
-    """Fields of OpenAI's `POST /v1/responses`, and fields of the other bodies that it does not have."""
+    """Fields of OpenAI's `POST /v1/responses` that are not implemented, and fields that only other routes have."""
 
     access_programs: Annotated[Any, Neutral({}, reason="there are no access programs")] = None
     background: Annotated[Any, Neutral(False, reason="answers are not stored: stream them")] = None

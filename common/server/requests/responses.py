@@ -45,7 +45,7 @@ class FunctionTool(OpenAIToolFields, FunctionFields):
 
     @property
     def function(self) -> FunctionTool:
-        """The function, which chat has in an envelope."""
+        """The function itself. Chat requests nest it in another object."""
         return self
 
     def as_function(self) -> Function:
