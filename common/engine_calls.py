@@ -62,11 +62,11 @@ class Watcher:
 
 
 class EngineCalls:
-    """One engine's calls. Made and used in the engine's thread.
+    """Reads, controls and traces an engine. Made and used in the engine's thread.
 
     Args:
         engine: the engine.
-        publish: takes the frames of `watch`.
+        publish: gets the frames of the live view.
     """
 
     def __init__(self, engine: Engine, publish: Publish) -> None:

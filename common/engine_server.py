@@ -74,7 +74,7 @@ class Model(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The values of a new engine that its front needs."""
+    """A new engine's values, for its `RemoteEngine` in the HTTP process."""
 
     phase: Phase
     config: EngineConfig
@@ -92,7 +92,7 @@ class Facts(NamedTuple):
 
 
 class State(NamedTuple):
-    """The engine's state as of a message."""
+    """The engine's state, sent with a message."""
 
     taken: int = 0  # requests that have left the inbox since the start
     waiting: int = 0

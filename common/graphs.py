@@ -54,7 +54,7 @@ class CudaGraph:
     """A CUDA graph: a function's kernels, captured with the addresses of their inputs and launched together.
 
     Args:
-        function: writes its results to tensors that stay.
+        function: writes its results to tensors that stay allocated.
         inputs: on the device. They are copied.
         memory: a memory pool that all graphs share, since one runs at a time.
     """

@@ -20,7 +20,7 @@ from phase7_chunked.config import Config
 
 
 class ChunkedRunner(ContinuousRunner):
-    """Phase 5's runner, with decode and the first chunks in one pass instead of two."""
+    """Phase 5's runner, but the first pass of chunks computes the decode tokens, too."""
 
     config: Config
 

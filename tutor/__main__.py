@@ -14,7 +14,7 @@ from tutor.judging import TEST_TIMEOUT_S, judge, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 on success, 1 if a test of the copy fails, 2 if nothing was done."""
+    """Run the command line. Returns 0 on success, 1 if a test of the learner's copy fails, 2 if nothing ran."""
     parser = argparse.ArgumentParser(prog="python -m tutor", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     for name, command in COMMANDS.items():

@@ -124,7 +124,7 @@ class CallWatch:
         self._running: dict[int, tuple[FrameType, float, bool]] = {}
 
     def look(self, now_s: float) -> list[Place]:
-        """Return the present line of each call that was seen `SLOW_S` seconds ago already. Names each call once."""
+        """Return the present line of each call that has run for `SLOW_S` seconds. Reports each call once."""
         places, running = [], {}
         for thread, frame in sys._current_frames().items():
             frames = [each for each, _ in traceback.walk_stack(frame) if self._is_in_tree(each)]
@@ -163,7 +163,7 @@ def in_words(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `tree module arguments …`. Returns 1 if a line of the tree raises."""
+    """Run a module with a learner's files: `tree module arguments …`. Returns 1 if one of them raises."""
     tree, module, *rest = arguments
     install(Path(tree).resolve())
     os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files

@@ -107,7 +107,7 @@ def alone(engine: Engine, orders: Sequence[Order]) -> list[Answer]:
 
 
 def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) -> list[Cell]:
-    """Return a row of the table for one model, type and choice of kernels; cells as in `COLUMNS`."""
+    """Count the answers that batching changes. Returns a row of the table; cells as in `COLUMNS`."""
     engine = build_engine(
         phase,
         model=model,

@@ -124,7 +124,7 @@ def start(phase: int, model: str, clients: int) -> None:
 
 
 def run(workload: str, clients: int, requests: int) -> Found:
-    """Serve all requests of a workload, `clients` at a time."""
+    """Measure the requests of a workload, `clients` at a time."""
     draw, wanted = random.Random(SEED), WORKLOADS[workload]
     template = _engine.tokenizer.chat_template
     assert template is not None, "a model that chats"

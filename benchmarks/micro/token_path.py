@@ -92,7 +92,7 @@ class Marks:
         self.times[name] += [time.monotonic()] * times
 
     def before(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its calls are noted."""
+        """Wrap a function, and note the time of each call."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.note(name)

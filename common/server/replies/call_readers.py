@@ -167,7 +167,7 @@ class HermesReader(_JsonReader):
         return self._open()
 
     def _close(self) -> bool:
-        """Text up to the closing marker, which is left out."""
+        """Skip text up to the closing marker, and the marker. Returns False if it has not come."""
         at = [found for marker in HERMES_MARKERS if (found := self._held.find(marker)) >= 0]
         if not at:
             _, self._held = self._split(*HERMES_MARKERS)

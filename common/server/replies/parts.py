@@ -173,7 +173,7 @@ class PartsReader:
             self._behind_call = False
 
     def _split(self, *markers: str) -> tuple[str, str]:
-        """Split the held text where a marker, or white space before it, may begin. At the end none can."""
+        """Split the held text where a marker, or white space before it, may begin; nowhere in `finish`."""
         text = self._held
         if self._final:
             return text, ""

@@ -152,7 +152,7 @@ EventType = Literal[
 
 
 class ResponseEvent(TypedDict):
-    """The `data` of a stream's event, which has the name `type`."""
+    """The `data` of an event of a stream. `type` is the event's name."""
 
     type: EventType
     sequence_number: Annotated[int, Field(description="counts the stream's events from 0")]

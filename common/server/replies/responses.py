@@ -130,7 +130,7 @@ class ResponseEvents(WireFormat):
         return bool(self._output) and self._output[-1]["type"] == kind
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[ResponseEvent]:
-        """Begin an item, after the one in progress."""
+        """End the item in progress, and begin another."""
         yield from self._finish("completed")
         number = f"{self.answer.id.removeprefix('resp_')}_{len(self._output)}"
         self._output.append(

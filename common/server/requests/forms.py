@@ -21,7 +21,7 @@ class Other(BaseModel):
 
 
 def by_type(forms: Mapping[type, str], error: str, expected: str) -> Discriminator:
-    """Choose by a value's Python type.
+    """Tag a value by its Python type.
 
     Args:
         forms: the tag of each type.
