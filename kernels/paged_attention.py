@@ -399,7 +399,7 @@ def _tile(group: int, head_dim: int, itemsize: int, *, decodes: bool) -> _Tile:
     Tile sides are powers of two, and at least 16 for `tl.dot`. A model's tiles have equally many columns in all
     passes, since sums are rescaled after each tile, which rounds. In decode a sequence has a row for each head of a
     group, and loads take the time: few warps compute a tile, so that many programs run at once. Other passes have
-    many rows, and reuse what they load. In float32, which has no tensor cores, few rows are the best for all passes.
+    many rows, and reuse what they load. In float32, which has no tensor cores, few rows are the best for all.
     """
     few = decodes or itemsize == 4
     rows = max(16 if few else 64, _power_of_2(group))

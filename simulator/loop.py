@@ -167,7 +167,7 @@ class _Simulation:
     # ------------------------------------------------------------------ clients
 
     def _read_on(self, now: float) -> None:
-        """Read arrivals up to the next one without `after`. Arrivals with `after` are sent when the answer to that request ends.
+        """Read arrivals up to the next one without `after`. The others are sent when the answer to `after` ends.
 
         Reads nothing while as many requests are unanswered as all seats and queues hold.
         """
