@@ -209,7 +209,7 @@ def _note_the_end(run: Run, died: int | None) -> None:
 
 
 def _endpoint(comparison: Comparison, server: RunningServer, workload: Workload | None = None) -> Endpoint:
-    """Return a server's endpoint. It asks for answers of full length, except in chats and from servers that refuse."""
+    """Return a server's endpoint. It asks for answers of full length, except in chats or if the server refuses."""
     chats = workload is not None and workload.chats is not None
     full = comparison.ignore_eos and not chats
     return replace(server.endpoint, ignore_eos=full, api_key=comparison.api_key)
