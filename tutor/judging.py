@@ -60,8 +60,10 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
         command += ["-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", *dict.fromkeys(tests)]
         settings = {plugin.TREE: str(tree.resolve()), plugin.RESULTS: str(results), "OMP_NUM_THREADS": "1"}
         settings |= exercise.environment
+        # Options that are meant for another run might end this one at its first failure.
+        own = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False
+            command, cwd=ROOT, env=own | settings, capture_output=True, text=True, check=False
         )
         found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
     if plugin.BROKEN in found:

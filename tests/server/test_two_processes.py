@@ -256,7 +256,8 @@ def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(HANG_S) == 130
         assert process.stderr is not None
-        assert process.stderr.read().splitlines()[-1] == "interrupted"
+        # The engine's process may still write a line after it.
+        assert "interrupted" in process.stderr.read().splitlines()
     eventually(lambda: has_ended(engine))
 
 

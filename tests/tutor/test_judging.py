@@ -47,7 +47,12 @@ def test_the_original_holds(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_emptied_tree_says_what_it_owes(name: str, tmp_path: Path) -> None:
+def test_the_emptied_tree_says_what_it_owes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "PYTEST_ADDOPTS", "--maxfail=1"
+    )  # of the run that judges, not of the one that is judged
     exercise = load_exercise(name)
     set_up(exercise, tmp_path / "tree")
     judgement = judge(exercise, tmp_path / "tree")
