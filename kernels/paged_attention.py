@@ -231,7 +231,9 @@ if HAS_TRITON:
                 weights = tl.exp2(scores - _base(new_top)[:, None])
                 v = tl.load(v_head + offsets, mask=kv_mask, other=0.0)
                 sums = sums * shrink[:, None] + _weigh(weights, v)
-                ones = tl.full([tile_columns, 16], 1.0, v.dtype)  # a product has at least 16 columns
+                ones = tl.full([tile_columns, 16], 1.0, tl.float32).to(
+                    v.dtype
+                )  # at least 16 columns for a product
                 total = total * shrink + tl.max(_weigh(weights, ones), axis=1)
                 top = new_top
             if is_split:
