@@ -50,8 +50,8 @@ def whole_sums() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced_precision, split_k
 
 
-def linear_on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `y = x W^T (+ b)`: `few_rows_linear_triton` for few rows of 16 bits on a GPU, else cuBLAS.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `y = x W^T (+ b)`: by the Triton kernel for few rows of 16 bits on a GPU, else by torch.
 
     Args:
         x: [T, K], the last dimension contiguous.
@@ -66,11 +66,11 @@ def linear_on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight, bias)
 
 
-def gated_linear_on_gpu(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """Compute `activation(x G^T) * (x U^T)`: in one launch for few rows, else by cuBLAS and `gated_act`.
+def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """Compute `activation(x G^T) * (x U^T)`: in one launch where `linear` takes the kernel, else by two.
 
     Args:
-        x: [T, K], as for `linear_on_gpu`.
+        x: [T, K], as for `linear`.
         weight: [2F, K], the rows of the F gates G, then those of the F ups U.
         activation: one of `kernels.gated_act.ACTIVATIONS`.
         bias: [2F], in the same order.
@@ -112,7 +112,7 @@ if HAS_TRITON:
         rows = tl.arange(0, tile_rows)
         # 64-bit, because output * inputs passes 2^31 in the head of a large model.
         columns = tl.program_id(0).to(tl.int64) * tile_outputs + tl.arange(0, tile_outputs)
-        row_mask, column_mask = (rows < num_rows)[:, None], (columns < outputs)[:, None]
+        is_row, is_output = rows < num_rows, columns < outputs
         steps = tl.arange(0, tile_inputs)[None, :]
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride + steps
         weight_rows = weight_ptr + columns[:, None] * inputs + steps
@@ -122,38 +122,36 @@ if HAS_TRITON:
         up_sums = tl.zeros([tile_rows, tile_outputs], tl.float32)
         for start in range(0, inputs, tile_inputs):
             inside = start + steps < inputs
-            x = tl.load(x_rows + start, mask=row_mask & inside, other=0.0)
-            weight = tl.load(weight_rows + start, mask=column_mask & inside, other=0.0)
+            x = tl.load(x_rows + start, mask=is_row[:, None] & inside, other=0.0)
+            weight = tl.load(weight_rows + start, mask=is_output[:, None] & inside, other=0.0)
             sums = tl.dot(x, tl.trans(weight), sums)
             if activation is not None:
-                up_weight = tl.load(up_rows + start, mask=column_mask & inside, other=0.0)
+                up_weight = tl.load(up_rows + start, mask=is_output[:, None] & inside, other=0.0)
                 up_sums = tl.dot(x, tl.trans(up_weight), up_sums)
 
-        inside = columns < outputs
         if bias_ptr is not None:
-            sums += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+            sums += tl.load(bias_ptr + columns, mask=is_output, other=0.0).to(tl.float32)[None, :]
         out = sums.to(out_ptr.dtype.element_ty)
         if activation is not None:
             if bias_ptr is not None:
-                up_sums += tl.load(bias_ptr + outputs + columns, mask=inside, other=0.0).to(tl.float32)[
-                    None, :
-                ]
+                up_bias = tl.load(bias_ptr + outputs + columns, mask=is_output, other=0.0)
+                up_sums += up_bias.to(tl.float32)[None, :]
             up = up_sums.to(out_ptr.dtype.element_ty)
             # Rounded as if it had been written and read between two launches.
             out = gate_up_product(out.to(tl.float32), up.to(tl.float32), activation)
         place = out_ptr + rows.to(tl.int64)[:, None] * outputs + columns[None, :]
-        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=row_mask & inside[None, :])
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear_on_gpu` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
+    """`linear` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
     return _launch(x, weight, bias, weight.shape[0], None)
 
 
 def few_rows_gated_linear_triton(
     x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """`gated_linear_on_gpu` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
+    """`gated_linear` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
     return _launch(x, weight, bias, weight.shape[0] // 2, activation)
 
 

@@ -38,7 +38,7 @@ A decoding sequence has few rows, so each of its splits is a program of its own,
 them (flash-decoding, Dao et al., 2023). A prompt has many tiles, so a program walks all splits of its tile and
 merges in registers. Decode takes tiles of few rows, since it has few. All other passes take larger ones.
 
-Whatever a tile's shape, a row's numbers are computed alike. A tensor core adds the products of an output in the
+A row's numbers are computed alike in tiles of any shape. A tensor core adds the products of an output in the
 order of their columns. The largest score is the same in any order. A sum of weights would not be, so it is a
 product with a column of ones. And the compiler may not fuse a product with a sum. So a token that is decoded,
 prefilled in any chunk, or verified as a guess gets the same bits. A column that is hidden from a row has a weight

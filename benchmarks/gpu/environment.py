@@ -45,7 +45,7 @@ def version_of(package: str) -> str | None:
 
 
 def missing_below(packages: Iterable[str]) -> list[str]:
-    """Return what installed packages require, and so on, and what is not installed.
+    """Return the packages that installed ones require, directly or not, and that are not installed.
 
     Packages that were copied here one by one may lack what they need themselves. Without `packaging`, nothing is
     returned.

@@ -28,7 +28,7 @@ from common.models.config import (
 )
 from kernels.batch_invariance import Heads, Product, is_batch_invariant
 from kernels.dispatch import use_triton
-from kernels.few_rows_linear import gated_linear_on_gpu, linear_on_gpu
+from kernels.few_rows_linear import gated_linear, linear
 from kernels.gated_act import gated_act
 from kernels.int8 import dequantized_rows, linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
@@ -99,7 +99,7 @@ class Linear(nn.Module):
         """Compute the product without native CPU kernels: [T, in] -> [T, out]."""
         if self.weight_scale is not None:
             return linear_int8_reference(x, self.weight, self.weight_scale, self.bias)
-        return linear_on_gpu(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class GatedLinear(Linear):
@@ -121,7 +121,7 @@ class GatedLinear(Linear):
             )
         if self.weight_scale is not None:
             return gated_act(self.product(x), self.activation)
-        return gated_linear_on_gpu(x, self.weight, self.activation, self.bias)
+        return gated_linear(x, self.weight, self.activation, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -12,8 +12,8 @@ from kernels.batch_invariance import Product, product_keeps_bits
 from kernels.dispatch import HAS_TRITON
 from kernels.few_rows_linear import (
     FEW_ROWS,
-    gated_linear_on_gpu,
-    linear_on_gpu,
+    gated_linear,
+    linear,
     takes,
     whole_sums,
 )
@@ -59,7 +59,7 @@ def test_every_output_is_the_sum_of_its_products(
     for rows in (1, 3, 16, 17, FEW_ROWS):
         x = draw(rows, size[0], dtype=dtype, device=place)
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        result = linear_on_gpu(x, weight, bias)
+        result = linear(x, weight, bias)
         assert result.is_contiguous()
         within_a_rounding(result, exact, dtype)
 
@@ -75,7 +75,7 @@ def test_gates_open_for_their_ups(place: str, size: tuple[int, int], biased: boo
         x = draw(rows, inputs, dtype=FP16, device=place)
         gate, up = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, 1)
         gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        result = gated_linear_on_gpu(x, weight, activation, bias)
+        result = gated_linear(x, weight, activation, bias)
         assert result.shape == (rows, outputs)
         # The products are rounded, too, and an activation may enlarge what that changes.
         torch.testing.assert_close(result.double(), gate * up, rtol=4e-3, atol=4e-3)
@@ -84,25 +84,25 @@ def test_gates_open_for_their_ups(place: str, size: tuple[int, int], biased: boo
 def test_rows_with_gaps_and_no_rows(place: str) -> None:
     weight, wide = weight_of(40, 70, BF16, place), draw(5, 100, dtype=BF16, device=place)
     for x in (wide[:, 10:50], wide[::2, 10:50], wide[:, :80:2]):
-        assert torch.equal(linear_on_gpu(x, weight), linear_on_gpu(x.contiguous(), weight))
-    assert linear_on_gpu(wide[:0, :40], weight).shape == (0, 70)
+        assert torch.equal(linear(x, weight), linear(x.contiguous(), weight))
+    assert linear(wide[:0, :40], weight).shape == (0, 70)
 
 
 def test_a_row_has_the_same_bits_beside_any_others(place: str) -> None:
     weight = weight_of(300, 33, BF16, place)
     x = draw(FEW_ROWS, 300, dtype=BF16, device=place)
-    together = linear_on_gpu(x, weight)
-    gated = gated_linear_on_gpu(x, weight[:32], "silu")
+    together = linear(x, weight)
+    gated = gated_linear(x, weight[:32], "silu")
     for rows in (slice(0, 1), slice(40, 41), slice(20, 36), slice(10, 27)):
-        assert torch.equal(linear_on_gpu(x[rows], weight), together[rows])
-        assert torch.equal(gated_linear_on_gpu(x[rows], weight[:32], "silu"), gated[rows])
+        assert torch.equal(linear(x[rows], weight), together[rows])
+        assert torch.equal(gated_linear(x[rows], weight[:32], "silu"), gated[rows])
 
 
 def test_a_nan_stays_in_its_row(place: str) -> None:
     weight, x = weight_of(40, 70, BF16, place), draw(4, 40, dtype=BF16, device=place)
-    clean = linear_on_gpu(x, weight)
+    clean = linear(x, weight)
     x[1, 3] = torch.nan
-    spoilt = linear_on_gpu(x, weight)
+    spoilt = linear(x, weight)
     assert spoilt[1].isnan().all()
     assert torch.equal(spoilt[[0, 2, 3]], clean[[0, 2, 3]])
 
@@ -111,16 +111,16 @@ def test_weights_beyond_32_bits(place: str) -> None:
     rows = far_apart(64, BF16, place).as_strided((3, 64), (FAR, 1))  # of x
     rows.copy_(draw(3, 64, dtype=BF16, device=place))
     weight = weight_of(64, 20, BF16, place)
-    assert torch.equal(linear_on_gpu(rows, weight), linear_on_gpu(rows.contiguous(), weight))
+    assert torch.equal(linear(rows, weight), linear(rows.contiguous(), weight))
 
 
 def test_others_go_to_the_library() -> None:
     for dtype in (BF16, FP16, FP32):
         assert not takes(torch.ones(1, 8, dtype=dtype)), "no GPU"
     x, weight = draw(3, 8), draw(6, 8)
-    assert torch.equal(linear_on_gpu(x, weight), F.linear(x, weight))
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
     gate, up = F.linear(x, weight).chunk(2, 1)
-    torch.testing.assert_close(gated_linear_on_gpu(x, weight, "silu"), F.silu(gate) * up)
+    torch.testing.assert_close(gated_linear(x, weight, "silu"), F.silu(gate) * up)
 
 
 @pytest.mark.gpu
@@ -135,9 +135,9 @@ def test_the_kernel_and_the_library_give_the_same_bits() -> None:
         weight = weight_of(inputs, outputs, BF16, "cuda")
         bias = draw(outputs, dtype=BF16, device="cuda")
         for product in (
-            Product(inputs, outputs, lambda x, w=weight: linear_on_gpu(x, w)),
-            Product(inputs, outputs, lambda x, w=weight, b=bias: linear_on_gpu(x, w, b)),
-            Product(inputs, outputs, lambda x, w=weight: gated_linear_on_gpu(x, w, "silu")),
-            Product(inputs, outputs, lambda x, w=weight: gated_linear_on_gpu(x, w, "gelu_tanh")),
+            Product(inputs, outputs, lambda x, w=weight: linear(x, w)),
+            Product(inputs, outputs, lambda x, w=weight, b=bias: linear(x, w, b)),
+            Product(inputs, outputs, lambda x, w=weight: gated_linear(x, w, "silu")),
+            Product(inputs, outputs, lambda x, w=weight: gated_linear(x, w, "gelu_tanh")),
         ):
             assert product_keeps_bits(product, BF16, device)
