@@ -1,4 +1,4 @@
-"""Kernels. Each module has a kernel, its torch reference, and the function that chooses between them."""
+"""Kernels, their torch references, and the functions that choose between them."""
 
 from kernels.openmp import limit_spinning
 

@@ -6,7 +6,7 @@
 | `native_attention` | CPU, float32 and bfloat16 | copies a tile of keys at a time, in C++ |
 | `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
 
-On a CPU, the other two pad, because bfloat16 products are compiled anew for every size. `gathered_attention`
+On a CPU, the last two pad, since bfloat16 products are compiled for every new size. `gathered_attention`
 fills queries and gathered columns up to whole tiles of 64: a chunk of 65 queries is computed as 128. The C++ kernel
 fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. It computes up to 16
 rows in bfloat16 without padding, if the processor has the instructions. Padding columns are hidden from every
@@ -31,7 +31,7 @@ def gathered_attention(
 ) -> Tensor:
     """Compute attention by gathering keys and values through the block table, then three operations. Any device.
 
-    Runs where no kernel does, and is tuned for a CPU. For a simple definition of attention, read
+    Runs where neither kernel can, and is tuned for a CPU. For a simple definition of attention, read
     `kernels.paged_attention.paged_attention_reference`.
 
     Args:
@@ -166,7 +166,7 @@ def attention(
 
     Args:
         q: [T, Hq, D], sequence after sequence; T is the number of queries in `layout`.
-        k, v: [T, Hkv, D], of the same tokens. In all three, a token's heads are contiguous.
+        k, v: [T, Hkv, D], of the same tokens. A token's heads are contiguous in q, k and v.
         k_store, v_store: [blocks, block_size, Hkv, D]; written at the tokens' own columns only.
         layout: addresses of these columns and of earlier ones.
         scale: factor on the scores.

@@ -33,7 +33,7 @@ from torch import Tensor
 from kernels.decode_rows import DecodeRows
 from kernels.transfer import move_together, to_device
 
-# Queries of one sequence whose scores are computed at a time. The scores fit a CPU cache, and most of those above a
+# Queries of one sequence whose scores are computed at a time. The scores fit a CPU cache, and most scores above a
 # prompt's diagonal are never computed.
 QUERY_TILE = 64
 
@@ -124,10 +124,10 @@ class PagedIndices:
         positions: [T] int32 or int64, each query's column in its own sequence.
         tiles: [I, 3] int32. Each is some queries of one sequence, in order: its row in `block_table`, the first
             query, and the number of queries.
-        split_rows: number of leading queries whose splits are programs of their own, on the host. Their tiles have
-            all queries of their sequences.
-        max_length: an upper bound of these sequences' columns, on the host.
-        tile_queries: the most queries of a tile, on the host; 1: every sequence has one query.
+        split_rows: number of leading queries whose splits are programs of their own. Each tile of these queries has
+            all queries of its sequence.
+        max_length: an upper bound on the columns of these queries' sequences.
+        tile_queries: the most queries of a tile; 1: every sequence has one query.
     """
 
     block_table: Tensor
@@ -187,8 +187,8 @@ class AttentionLayout:
     def of_decode(cls, rows: DecodeRows, tables: Tensor, block_size: int, heads_kv: int) -> AttentionLayout:
         """Return the layout of one query for each sequence, from tensors on the device.
 
-        A captured pass reads these tensors anew at each replay. The host does not know the lengths, and assumes the
-        longest possible.
+        A captured pass reads the tensors' values at each replay. The host does not know the lengths, and assumes
+        the longest possible.
 
         Args:
             rows: the sequences' positions and addresses. Their tiles name rows of `tables`.
@@ -300,7 +300,7 @@ class AttentionLayout:
         return self._prefill_segments[window]
 
     def paged(self, tile_queries: int) -> PagedIndices:
-        """Return the indices of all sequences for the paged kernel, in tiles of at most so many queries."""
+        """Return the indices of all sequences for the paged kernel, in tiles of up to `tile_queries`."""
         if self._paged is None:  # a model's layers all have the same tiles
             tile_queries = self._tile_queries(tile_queries)
             self._paged = self._with_tiles(self._moved(self._tiles(tile_queries)), tile_queries)

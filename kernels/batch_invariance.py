@@ -28,9 +28,7 @@ MOST_WORK = 2**30  # multiplications of the largest trial: wider products are tr
 # On a GPU. cuBLAS has other kernels for 200 rows than for 100, and trials take no time.
 COUNTS_ON_GPU, MOST_ROWS_ON_GPU = (*COUNTS, 8, 32, 65, 100, 128, 200, 256, 512), 1024
 
-COLUMNS = (
-    600  # columns of the sequence that attention is tried on: more than one tile, and one split, of a kernel
-)
+COLUMNS = 600  # columns of the sequence that attention is tried on: several tiles of a kernel, and two splits
 DECODED = 64  # number of last queries that are also computed one at a time
 CHUNKS = (17, 100)  # numbers of last queries that are also computed as one chunk
 
@@ -64,7 +62,7 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether the kernels on this device give a token the same bits alone and in any batch.
 
-    False as well if PyTorch alone computes attention, or products of this type on a CPU: it is not tried.
+    Also False, without a trial, if PyTorch computes the attention, or products of this type on a CPU.
 
     Args:
         products: the model's linear layers. Of several with equal sizes, the first is tried.
@@ -91,7 +89,7 @@ def product_keeps_bits(product: Product, dtype: torch.dtype, device: torch.devic
     together = product.compute(x)
     singles = min(most, -(-OUTPUTS // product.outputs))
     pieces = [slice(row, row + 1) for row in range(singles)]
-    # The last rows: computed with all others, they have other places in the product's tiles.
+    # The last rows: among all rows, they are at other places of the product's tiles than alone.
     pieces += [slice(most - count, most) for count in counts if count < most]
     return all(torch.equal(product.compute(x[rows]), together[rows]) for rows in pieces)
 

@@ -1,7 +1,7 @@
-"""Reads the rows of a decode step from what a GPU holds for each seat: one launch before the first layer.
+"""Gathers the inputs of a decode step from the state that a GPU holds for each seat, in one launch.
 
 ```text
-seats of the step          3          0          5          sent only if others decode than before
+seats of the step          3          0          5          sent only if the seats that decode change
 latest[seat]               token      token      token      written by the step before
 positions[seat]            17         204        9          written by the step before
 block_tables[seat]         [7|2|…]    [4|0|…]    [9|…]      entries are sent when blocks are allocated
@@ -93,11 +93,11 @@ def decode_rows_triton(
         seats: [B] int64, the seats that decode.
         latest: [seats] int64, the latest token of each.
         positions: [seats] int64, the column of each latest token.
-        tables: [seats, N] int32 or int64, each seat's blocks, then any.
+        tables: [seats, N] int32 or int64, each seat's blocks, then any valid blocks.
         block_size: columns in a block.
     """
     count, device = len(seats), seats.device
-    # Each in memory of its own: Triton compiles anew for addresses that are no multiple of 16.
+    # Separate allocations: Triton compiles another kernel for addresses that are not multiples of 16.
     token_ids, columns, addresses = (torch.empty_like(seats) for _ in range(3))
     tiles = torch.empty(count, 3, dtype=torch.int32, device=device)
     rows = DecodeRows(token_ids, columns, addresses, tiles)

@@ -1,9 +1,9 @@
 """Chooses between Triton, C++ and torch for all kernels, and the device of a launch.
 
-A module with a kernel has four parts: a reference in plain torch, a Triton kernel with its launcher, a call of the
-C++ kernel in the `.cpp` file of the same name, and a public function that chooses. The reference runs if there is
-neither Triton nor a compiler, and the kernels are tested against it. Attention has more implementations, in
-`kernels.attention`. There the reference of the paged kernel serves for reading and tests only.
+A module with a kernel has up to four parts: a reference in plain torch, a Triton kernel with its launcher, a call
+of the C++ kernel in the `.cpp` file of the same name, and a public function that chooses. The reference runs if
+there is neither Triton nor a compiler, and the kernels are tested against it. Attention has more implementations,
+in `kernels.attention`. There the reference of the paged kernel serves for reading and tests only.
 """
 
 import contextlib

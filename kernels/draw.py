@@ -18,7 +18,7 @@ the number of different scores near the cut has bits. Tokens with the same score
 sort. The choice itself is a second search, for the key at which the running sum passes the random number, and then
 for the right one of the tokens that share the key.
 
-One program computes one row. It reads 128,256 scores 10 to 50 times, by how flat they are, and at most a hundred
+One program computes one row. It reads 128,256 scores 10 to 50 times, more for flat ones, and at most a hundred
 times; a GPU's cache should serve most of that. It needs no memory beside the scores, and neither row nor batch
 decides how many launches there are. So the launch may be captured.
 
@@ -46,7 +46,7 @@ if HAS_TRITON:
 NOT_A_TOKEN = -1
 
 #: Columns of a row's settings: temperature (0: greedy), top-k (0: tokens are not ranked), top-p, min-p, uniform.
-#: A seat's settings have the position of the first of several random numbers instead, and then these numbers.
+#: A seat's settings have the column of the first of several random numbers instead of one, and then these numbers.
 SETTINGS = 5
 
 #: The most scores that a program looks at together.
@@ -58,7 +58,7 @@ class SeatState(NamedTuple):
 
     Attributes:
         latest: [seats] int64, the latest token.
-        positions: [seats] int64, the column that it goes to.
+        positions: [seats] int64, the column of the latest token.
         settings: [seats, 5 + n] float64: temperature, top-k, top-p and min-p as for `draw_triton`, a column c, and
             the random numbers of the tokens drawn at columns c, c + 1, … c + n - 1.
     """
@@ -166,7 +166,7 @@ if HAS_TRITON:
         if not counts:
             unit = _weights(low, temperature, floor)
         rank = tl.floor((goal - before) / tl.where(unit > 0.0, unit, 1.0)) + 1.0
-        # The quotient is rounded: look whether the neighbour is right.
+        # The quotient is rounded, so a neighbouring rank may be the right one.
         rank = tl.where(before + (rank - 1.0) * unit > goal, rank - 1.0, rank)
         rank = tl.where(before + rank * unit <= goal, rank + 1.0, rank)
         return low, tl.maximum(rank, 1.0)
@@ -214,7 +214,7 @@ if HAS_TRITON:
         total, _, _ = _measure(row_ptr, vocab, best, temperature, floor, key - 1, False, tile)
         total += rank * _weights(key, temperature, floor)
         most, _, _ = _measure(row_ptr, vocab, best, temperature, floor, key, False, tile)
-        total = tl.minimum(total, most)  # `rank` may be more than there are
+        total = tl.minimum(total, most)  # `rank` may exceed the number of tokens with this key
         goal = tl.minimum(uniform * total, _previous(total))
         chosen, place = _search(row_ptr, vocab, best, temperature, floor, goal, key, False, tile)
         place = tl.where(chosen == key, tl.minimum(place, rank), place)
@@ -299,7 +299,7 @@ if HAS_TRITON:
                     token = _draw_unranked(row_ptr, vocab, best, temperature, floor, uniform, tile)
         tl.store(out_ptr + row, tl.where(valid, token, -1).to(tl.int64))
         if by_seat:
-            # Rows that fill a graph up have the seat of another, and write the same.
+            # Rows that only fill a captured graph have the seat of another row, and write the same values.
             seat = tl.load(seats_ptr + row)
             tl.store(latest_ptr + seat, tl.where(valid, token, 0).to(tl.int64))
             tl.store(positions_ptr + seat, tl.load(columns_ptr + row) + 1)
@@ -312,9 +312,9 @@ def draw_triton(scores: Tensor, settings: Tensor | None = None) -> Tensor:
         scores: [S, vocab], any float type: after biases, penalties and masks. The best may be infinite, and others
             minus infinity.
         settings: [S, 5] float64, for each row: temperature, top-k, top-p, min-p, and a number in [0, 1) that
-            decides. A temperature of 0 takes the best token, the first among equals. Top-k 0 compares the running
-            sum by id, and top-p is not read; else it is compared by rank, the best first, and top-k is in 1 to
-            vocab. A top-p above 1 filters nothing. None: all rows take the best token.
+            decides. A temperature of 0 takes the best token, the first among equals. With top-k 0, weights are
+            summed by token id, and top-p is not read. Otherwise top-k is in 1 to vocab, and weights are summed by
+            rank, the best first. A top-p above 1 filters nothing. None: all rows take the best token.
 
     Returns:
         [S] int64, `NOT_A_TOKEN` for a row that has a NaN, or nothing above minus infinity.
@@ -327,7 +327,7 @@ def draw_at_seats_triton(scores: Tensor, state: SeatState, seats: Tensor, column
 
     Args:
         scores: as for `draw_triton`.
-        state: `latest` becomes the drawn tokens (0 where there is none), and `positions` the columns after these.
+        state: gets the drawn tokens as `latest` (0 for a row without a token), and `columns` + 1 as `positions`.
         seats: [S] int64, the seat of each row.
         columns: [S] int64, the column of each row's token. Not `state.positions` itself.
 

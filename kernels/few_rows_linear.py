@@ -1,7 +1,7 @@
 """Linear layers on a GPU whose outputs are one sum each, so that a row has the same bits in any batch.
 
 cuBLAS chooses a kernel by the number of rows. With few rows and a long sum there are too few outputs to keep all
-processors busy. So it lets several add parts of each sum (split-K). Then the parts are added, and one output in a
+processors busy. So it divides each sum among several (split-K). Then the parts are added, and one output in a
 few hundred has another last bit than a sum in one piece:
 
 ```text
@@ -36,7 +36,7 @@ if HAS_TRITON:
 
     from kernels.gated_act import gate_up_product
 
-#: The most rows for which cuBLAS is not asked.
+#: The most rows that this module's kernel computes. cuBLAS computes more.
 FEW_ROWS = 64
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """Compute `activation(x G^T) * (x U^T)`: in one launch where `linear` takes the kernel, else by two.
+    """Compute `activation(x G^T) * (x U^T)`: in one launch if `takes(x)`, else in two.
 
     Args:
         x: [T, K], as for `linear`.
@@ -107,8 +107,8 @@ if HAS_TRITON:
         tile_outputs: tl.constexpr,
         tile_inputs: tl.constexpr,
     ):
-        """Program i computes a tile of outputs for all rows. With an activation: of gates, and of the ups that are
-        `outputs` rows of the weight further on."""
+        """Program i computes a tile of outputs for all rows. With an activation, it computes a tile of gates and
+        the tile of their ups, which are `outputs` rows further down in the weight."""
         rows = tl.arange(0, tile_rows)
         # 64-bit, because output * inputs passes 2^31 in the head of a large model.
         columns = tl.program_id(0).to(tl.int64) * tile_outputs + tl.arange(0, tile_outputs)
@@ -185,7 +185,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activa
 
 class _Tile(NamedTuple):
     """Rows, outputs and inputs of a tile; the warps of its program; and the tiles of inputs that the program holds
-    at a time, those on their way included."""
+    at a time, including those that are being loaded."""
 
     rows: int
     outputs: int

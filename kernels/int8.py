@@ -39,11 +39,11 @@ class Quantized(NamedTuple):
 def quantize(weight: Tensor) -> Quantized:
     """Quantize a matrix: [N, K], any type.
 
-    A row with a NaN or an infinity gets a scale of NaN or infinity, so its output is no number. It was none before.
+    A row with a NaN or an infinity gets a scale of NaN or infinity. So its output is not finite, as without int8.
     """
     values = torch.empty_like(weight, dtype=torch.int8)
     scales = weight.new_empty(len(weight), 1, dtype=torch.float32)
-    if weight.is_meta:  # shapes are all there is
+    if weight.is_meta:  # there are shapes and no values
         return Quantized(values, scales)
     for own, value, scale in zip(
         *(_blocks(each, weight.shape[1]) for each in (weight, values, scales)), strict=True
@@ -72,6 +72,6 @@ def linear_int8_reference(x: Tensor, values: Tensor, scales: Tensor, bias: Tenso
 
 
 def _blocks(tensor: Tensor, row_weights: int) -> list[Tensor]:
-    """Return `tensor` as views of so many rows that their weights fit into a block."""
+    """Return `tensor` as views of some rows each, at most `BLOCK_WEIGHTS` weights or one row."""
     count = max(1, BLOCK_WEIGHTS // row_weights)
     return [tensor[first : first + count] for first in range(0, len(tensor), count)]

@@ -3,7 +3,7 @@
     y = x W^T (+ b)
 
 A checkpoint keeps W as [outputs, inputs], row after row. A CPU's products want it in *panels*: 64 outputs side by
-side, and for each pair of inputs the 64 outputs' weights together, which is what one dot-product instruction takes:
+side, and for each pair of inputs the 64 outputs' weights together, in the order that dot-product instructions read:
 
 ```text
 W [N, K]                    panel 0: outputs 0 to 63          panel 1: outputs 64 to 127, …
@@ -32,8 +32,8 @@ core widens weights to the type of x, in its registers or its cache. That is exa
 significant bits, as many as a bfloat16. The products are added like any others, and each float32 sum is multiplied
 by its output's factor. So a row of x still has the same bits in any batch.
 
-A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in one panel. So the kernel has
-both at hand, and writes `activation(gate) * up` instead of the product.
+A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in one panel. So the kernel
+computes both together, and writes `activation(gate) * up` instead of the product.
 """
 
 from __future__ import annotations

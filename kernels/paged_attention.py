@@ -25,7 +25,7 @@ so far, the sum of weights and the weighted sum of values, and rescales both sum
 Scores are never written to memory.
 
 **A row's bits depend on its own sequence alone.** Columns are computed in splits of `SPLIT_COLUMNS`, counted from
-column 0, and a row's splits are merged in order, whoever merges them:
+column 0, and a row's splits are merged in order, in whichever kernel:
 
 ```text
                   columns 0 ........ 511 | 512 ...... 1023 | 1024 ... 1300
@@ -36,7 +36,7 @@ column 0, and a row's splits are merged in order, whoever merges them:
 
 A decoding sequence has few rows, so each of its splits is a program of its own, and a second, small kernel merges
 them (flash-decoding, Dao et al., 2023). A prompt has many tiles, so a program walks all splits of its tile and
-merges in registers. Decode takes tiles of few rows, since it has few. All other passes take larger ones.
+merges in registers. A decode pass has few rows, so its tiles have few rows. All other passes have larger tiles.
 
 A row's numbers are computed alike in tiles of any shape. A tensor core adds the products of an output in the
 order of their columns. The largest score is the same in any order. A sum of weights would not be, so it is a
@@ -123,7 +123,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _base(top):  # type: ignore[no-untyped-def]  # Triton has no types
-        """Return what to subtract from scores: the largest, [R], or 0 for a row that has seen no column yet."""
+        """Return the number to subtract from each row's scores, [R]: its largest score, or 0 if it has none yet."""
         return tl.where(top == float("-inf"), 0.0, top)
 
     @triton.jit
@@ -186,7 +186,7 @@ if HAS_TRITON:
         step = tl.where(is_split, tl.num_programs(2), 1)
         begin = first // split_columns + tl.program_id(2)
         if tl.program_id(2) >= step or begin * split_columns >= end:
-            return  # this tile has fewer splits than another
+            return  # this tile has fewer splits than there are programs
 
         kv_head = tl.program_id(1).to(tl.int64)
         rows = tl.arange(0, tile_rows)
@@ -231,9 +231,8 @@ if HAS_TRITON:
                 weights = tl.exp2(scores - _base(new_top)[:, None])
                 v = tl.load(v_head + offsets, mask=kv_mask, other=0.0)
                 sums = sums * shrink[:, None] + _weigh(weights, v)
-                ones = tl.full([tile_columns, 16], 1.0, tl.float32).to(
-                    v.dtype
-                )  # at least 16 columns for a product
+                # A product has at least 16 columns, and all of these are equal.
+                ones = tl.full([tile_columns, 16], 1.0, tl.float32).to(v.dtype)
                 total = total * shrink + tl.max(_weigh(weights, ones), axis=1)
                 top = new_top
             if is_split:
@@ -386,7 +385,7 @@ def queries_per_tile(group: int, dtype: torch.dtype) -> int:
 
 class _Tile(NamedTuple):
     """A tile's rows, columns and padded dimensions; the warps of its program; and the tiles of columns that the
-    program holds at a time, those on their way included."""
+    program holds at a time, including those that are being loaded."""
 
     rows: int
     columns: int
@@ -401,7 +400,7 @@ def _tile(group: int, head_dim: int, itemsize: int, *, decodes: bool) -> _Tile:
     Tile sides are powers of two, and at least 16 for `tl.dot`. A model's tiles have equally many columns in all
     passes, since sums are rescaled after each tile, which rounds. In decode a sequence has a row for each head of a
     group, and loads take the time: few warps compute a tile, so that many programs run at once. Other passes have
-    many rows, and reuse what they load. In float32, which has no tensor cores, few rows are the best for all.
+    many rows, which share the loads. In float32, which has no tensor cores, few rows are best in all passes.
     """
     few = decodes or itemsize == 4
     rows = max(16 if few else 64, _power_of_2(group))

@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 
     Args:
         x: [..., H] float32, bfloat16 or float16. The last dimension is contiguous, the others may have any
-            strides: the heads of a query inside a fused QKV matrix are normalised where they lie.
+            strides: the heads of a query inside a fused QKV matrix are read without a copy.
         weight: [H], any floating dtype.
         eps: added to the mean square, so that a row of zeros stays zero instead of 0 / 0.
         offset: added to `weight`; 1.0 for Gemma.
@@ -157,7 +157,7 @@ if HAS_TRITON:
         mean_square = tl.sum(x * x, axis=1) / hidden_size
         return x * tl.rsqrt(mean_square + eps)[:, None] * (weight + offset)[None, :]
 
-    # `num_rows` changes from pass to pass: specialised on, a kernel is compiled again for 1 and multiples of 16.
+    # `num_rows` changes from pass to pass. Specialised on it, a kernel is compiled again for 1 and multiples of 16.
     @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # Triton has no types
     def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
         x_ptr,
