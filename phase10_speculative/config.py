@@ -29,6 +29,6 @@ class Config(PipelinedConfig):
         return min(max(super().max_pass_tokens(), self.max_sampled_rows()), self.kv_tokens())
 
     def max_sampled_rows(self) -> int:
-        """Return the most rows that a token is sampled from: one for each sequence, and the guesses'."""
+        """Return the most rows that a token is sampled from: one for each sequence, and one for each guess."""
         sequences = super().max_sampled_rows()
         return max(sequences, min(sequences * (1 + self.draft_length), self.draft_rows or MOST_ROWS))

@@ -1,7 +1,7 @@
 """Guesses the next tokens of a text by looking its last tokens up in the text so far (Saxena 2023).
 
 ```text
-text      … the quick brown fox … … … the quick        the latest place behind the same last tokens:
+text      … the quick brown fox … … … the quick        the latest place after the same last tokens:
                       └ at                    └ now    the tokens that followed there are the draft
 ```
 """
@@ -13,34 +13,35 @@ from collections.abc import Sequence
 from typing import Protocol
 
 LONGEST = 4  # how many last tokens are looked up, at most
-NEAR = 64  # how far behind the end of the latest match a text is searched first: usually a few words were changed
-MOST_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it begins anew
+NEAR = 64  # tokens after the end of the latest match that are searched first: often only a few words differ
+MOST_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it is emptied
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of one request."""
 
-    matched: int  # how many of the last tokens the latest guesses go on from: the more, the likelier they come true
+    matched: int  # length of the match before the latest guesses: the longer, the likelier they are right
 
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Return up to `limit` guesses of the tokens that follow `token_ids`, the request's tokens so far."""
 
 
 class Dictionary:
-    """A text, and for every run of 1 to 4 tokens in it the latest place behind that run. O(1) a token."""
+    """A text, and for every run of 1 to 4 tokens in it the latest place after that run. O(1) a token."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}
 
     def append(self, token_id: int) -> None:
-        """Add a token to the text, and note the place behind each run that it ends."""
+        """Add a token to the text, and record the place after each run that ends with it."""
         self.text.append(token_id)
         for n in range(1, LONGEST + 1):
             self._places[tuple(self.text[-n:])] = len(self.text)
 
     def find(self, last: Sequence[int], longer_than: int = 0) -> tuple[int, int] | None:
-        """Return the latest place behind the longest run that ends `last`, and the run's length."""
+        """Return the latest place after the longest run that `last` ends with, and the run's length. Searches runs
+        longer than `longer_than`; None if the text has none of them."""
         for n in range(min(LONGEST, len(last)), longer_than, -1):
             if (at := self._places.get(tuple(last[-n:]))) is not None:
                 return at, n
@@ -55,9 +56,9 @@ class Dictionary:
 
 
 class NgramDrafter:
-    """Goes on from the latest earlier place of a request's last tokens.
+    """Guesses that a text continues as it did after the latest earlier occurrence of its last tokens.
 
-    While the text goes on as it did there, the match grows, whether its guesses are computed or not.
+    While new tokens equal the tokens at that place, the match grows, whether or not its guesses are computed.
 
     Args:
         prompt: the request's prompt.
@@ -78,7 +79,7 @@ class NgramDrafter:
                 self._own.append(token_id)
 
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return up to `limit` guesses: the tokens that followed at the place of the match."""
+        """Return up to `limit` guesses: the tokens that follow the match in the text."""
         for end in range(self._seen + 1, len(token_ids) + 1):
             self._follow(token_ids[max(0, end - LONGEST) : end])
         self._seen = len(token_ids)
@@ -86,7 +87,8 @@ class NgramDrafter:
         return list(itertools.islice(itertools.cycle(run), limit))  # a text that repeats itself is repeated
 
     def _follow(self, last: Sequence[int]) -> None:
-        """Read the last of the latest tokens `last`. The match goes on with that token, or is found anew."""
+        """Extend the match with the newest token, the last of `last`, or drop the match. Search for a longer match
+        if it is short. Then append the token to the text."""
         if self.matched and self._at < len(self._source) and self._source[self._at] == last[-1]:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:
@@ -101,7 +103,7 @@ class NgramDrafter:
         self._own.append(last[-1])
 
     def _behind_break(self, run: Sequence[int]) -> int | None:
-        """Return the first place behind a run of tokens, if it is near the end of the latest match; else None."""
+        """Return the first place after a run of tokens that is near the end of the latest match; else None."""
         n, text, run = len(run), self._source, list(run)
         places = range(max(n, self._broken_at + 1), min(self._broken_at + NEAR, len(text)) + 1)
         return next((at for at in places if text[at - n : at] == run), None)

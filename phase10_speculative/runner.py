@@ -25,8 +25,8 @@ class SpeculativeRunner(PipelinedRunner):
     """Phase 9's runner. A step with guesses is in flight alone: it is committed before the next is planned."""
 
     def decode_share(self, request: Request) -> PassShare:
-        """Return the share of the latest token and of the guesses behind it. Columns of guesses count once they
-        come true (`verify`); until then the next pass writes over them."""
+        """Return the share of the latest token and of the guesses after it. A guess's column counts once the guess
+        has come true (`verify`). Otherwise the next pass writes over it."""
         if not request.drafts:
             return super().decode_share(request)
         slot, rows = self.slot(request), 1 + len(request.drafts)

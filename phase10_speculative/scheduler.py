@@ -8,8 +8,9 @@ plan              no guess pays   guesses pay:
                                   until t+1 is read
 ```
 
-A guess needs the latest token on the host, so a step with guesses cannot run ahead. Guesses that do not pay are
-made, too, but not computed. So guessing pauses by itself where it fails, and starts again where it would succeed.
+A guess needs the latest token on the host, so a step with guesses cannot run ahead. Guesses are made for every
+decode step, and compared with the tokens that come. They are computed only if they pay. So their computation pauses
+while guesses fail, and starts again when they would come true.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_SALTS = 8  # cache salts with a dictionary; the longest unused one is dropp
 
 
 class SpeculativeScheduler(PipelinedScheduler):
-    """Phase 9's scheduler. It guesses last: guesses take no memory that a request waits for."""
+    """Phase 9's scheduler. It guesses last, so that guesses take no memory that a request waits for."""
 
     config: Config
 
@@ -65,7 +66,7 @@ class SpeculativeScheduler(PipelinedScheduler):
 
     def _with_guesses(self, plan: StepPlan, pool: SchedulerPool) -> StepPlan:
         """Choose the guesses that a plan computes, and reserve their columns. Returns the plan, requests without
-        guesses first; an empty one if guesses pay, but tokens in flight must be read before."""
+        guesses first. If guesses pay but a step is in flight, returns an empty plan: its tokens are read first."""
         rows = len(plan.decode) + sum(chunk.end - chunk.start for chunk in plan.prefill)
         spare_rows = (self.config.draft_rows or MOST_ROWS) - rows
         counts = worthwhile([self._guess(each) for each in plan.decode], rows, spare_rows, self.row_cost)
@@ -82,7 +83,7 @@ class SpeculativeScheduler(PipelinedScheduler):
         return StepPlan(tuple(decode), plan.prefill, verifies=bool(decode[-1].drafts))
 
     def _guess(self, request: Request) -> list[float]:
-        """Guess a request's next tokens. Returns how likely each guess is; no guess if guessing failed."""
+        """Guess a request's next tokens. Returns how likely each guess is to come true; [] if guessing failed."""
         missing = request.max_total_tokens - request.num_tokens - 1  # beside the token that is certain
         try:
             if request not in self._guessers:

@@ -1,4 +1,4 @@
-"""Decides which guesses are worth their rows, by what a row costs and by how many guesses came true so far.
+"""Decides which guesses are worth their rows, by the cost of a row and by how many guesses came true so far.
 
 ```text
 seconds of a pass      ┌ reading the weights: as long as `weights` rows take        `weights` and `host` are
@@ -20,37 +20,37 @@ from common.request import Request
 from common.scheduling import RowCost
 from phase10_speculative.drafters import Drafter
 
-FORCED = 0  # the "match" of tokens that a grammar forces
+FORCED = 0  # stands for the length of a match, for tokens that a grammar forces
 LONGEST_MATCH = 8  # longer matches count as this long
 START = (0.95, *[0.5] * LONGEST_MATCH)  # how often guesses come true, by the length of their match, at first
-PACE = 0.1  # weight of a new guess
-LEAST_GAIN = 1.05  # tokens a second with guesses by those without: less may be an error of the estimate
+PACE = 0.1  # weight of a new guess in a running mean
+LEAST_GAIN = 1.05  # least ratio of tokens/s with guesses to tokens/s without: less may be an estimate's error
 
 
 class Guesser:
     """Guesses one request's tokens, and says how likely each guess is to come true.
 
-    Guesses are compared with the tokens that come, computed or not. A running mean says how many come true, by the
-    length of the match that they go on from.
+    Every guess is compared with the token that comes, whether or not the guess was computed. For each length of the
+    match that a guess follows, a running mean says how many guesses come true.
 
     Args:
-        request: whose tokens are guessed.
+        request: the request whose tokens are guessed.
         drafter: proposes the guesses.
         rates: the running means of all requests, to start from and to keep up to date.
 
     Attributes:
-        guesses: of the tokens after those that are known, and so also of those in flight.
+        guesses: the guessed tokens after the latest that the host knows: first those in flight, then later ones.
     """
 
     def __init__(self, request: Request, drafter: Drafter, rates: list[float]) -> None:
         self.guesses: list[int] = []
         self._request, self._drafter = request, drafter
         self._rates, self._everyone = rates.copy(), rates
-        self._matches: list[int] = []  # the length of the match that each guess goes on from
+        self._matches: list[int] = []  # the length of the match that each guess follows
         self._known = 0
 
     def guess(self, limit: int) -> list[float]:
-        """Compare earlier guesses with the tokens that came, and guess up to `limit` tokens behind those in flight.
+        """Compare earlier guesses with the tokens that came, and guess up to `limit` tokens after those in flight.
 
         Returns:
             How likely each of these guesses is to come true, together with all guesses before it.
@@ -77,10 +77,10 @@ def worthwhile(
     """Return how many guesses of each sequence to compute.
 
     Args:
-        guesses: for each sequence that gets a token, how likely each of its guesses is to come true: less and less.
+        guesses: for each sequence that gets a token, how likely its guesses are to come true, in descending order.
         rows: rows of the step without guesses.
         spare_rows: how many guesses to compute at most.
-        cost: compute only guesses that raise the tokens a second; None: compute as many as there are spare rows.
+        cost: choose only guesses that raise the tokens a second; None: choose as many as there are spare rows.
     """
     likeliest = sorted(((p, i) for i, each in enumerate(guesses) for p in each), key=lambda each: -each[0])
     del likeliest[max(0, spare_rows) :]

@@ -26,7 +26,7 @@ class StaticRunner(Runner):
         """Return the pass of all prompts, each padded on the right to the longest: T = B × longest tokens.
 
         The padding repeats the prompt's own last token. No real query sees the pad columns, but attention
-        multiplies them by the weight 0, and 0 × NaN is NaN: another token's embedding must not be read.
+        multiplies them by the weight 0, and 0 × NaN is NaN. So the padding must not be a token that may give a NaN.
         """
         longest = max(chunk.end for chunk in chunks)
         shares = tuple(
@@ -47,7 +47,7 @@ class StaticRunner(Runner):
         return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
     def idle_share(self, request: Request) -> PassShare:
-        """Return an idle row's share. In each step it computes the row's last column again, for no use."""
+        """Return an idle row's share. It computes the row's last column again, and the result is dropped."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)

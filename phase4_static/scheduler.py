@@ -27,7 +27,7 @@ class StaticScheduler(Scheduler):
     reached an idle engine. If requests wait already when a batch retires, the time starts then.
     """
 
-    has_priorities: ClassVar[bool] = False  # while a batch runs, nothing could give way
+    has_priorities: ClassVar[bool] = False  # while a batch runs, none of its requests can be preempted
 
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)

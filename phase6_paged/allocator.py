@@ -73,7 +73,7 @@ class BlockAllocator(Generic[Owner]):
         return len(held)
 
     def clear(self) -> None:
-        """Free all blocks, whoever owns them."""
+        """Free all blocks of all owners."""
         self._free = list(reversed(range(self.num_blocks)))
         self._owners.clear()
 

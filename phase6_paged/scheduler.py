@@ -26,7 +26,7 @@ class PagedScheduler(ContinuousScheduler):
     def make_room(self, pool: SchedulerPool) -> list[Request]:
         """Reserve each decoding request's column of this step. If memory runs out, preempt the last in line.
 
-        The first in line reserves first and so always goes on.
+        The first in line reserves first, so at least one request always advances.
         """
         if preempted := super().make_room(pool):
             return preempted
@@ -41,7 +41,7 @@ class PagedScheduler(ContinuousScheduler):
         budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
         while request := self.next_waiting():
             cost = pool.cost(request, len(request.token_ids))
-            # With no active request none grows: a prompt that fits the pool must not wait forever.
+            # With no active request, the reserve has no use: a prompt that fits the pool must not wait forever.
             if (cost > budget and self.active) or not self._seat(request, pool):
                 return
             budget -= cost
@@ -50,5 +50,5 @@ class PagedScheduler(ContinuousScheduler):
         free = pool.free_token_capacity()
         if free is None:
             return True
-        free += active.num_tokens + self.config.block_size  # at most so many: shared blocks stay in use
+        free += active.num_tokens + self.config.block_size  # an upper bound: shared blocks stay in use
         return pool.cost(waiting, len(waiting.token_ids)) <= free * (1 - GROWTH_RESERVE)

@@ -90,7 +90,7 @@ class PrefixCachingPool(PagedKVCachePool):
         request.start_after(len(path) * self.block_size)
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
-        """Return the hits after `held`. The block of the last token is no hit: that token is always computed."""
+        """Return the hits after `held`. The last token's block is never a hit: that token must be computed."""
         if request.params.prompt_logprobs is not None:
             return []  # each token's log-probability must be computed
         limit = (len(request.token_ids) - 1) // self.block_size

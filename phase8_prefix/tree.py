@@ -22,7 +22,7 @@ Key = tuple[object, ...]  # a block's token ids; in a text's first block the sal
 
 
 class Node:
-    """One block of a text; its ancestors hold the text before it. `users` counts the sequences that hold it."""
+    """One block of a text. Its ancestors have the text before it. `users`: how many sequences hold the node."""
 
     __slots__ = ("block", "children", "key", "parent", "users")
 
@@ -43,14 +43,14 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.insertions = 0  # nodes added since the start: as long as it is the same, no text has new hits
+        self.insertions = 0  # nodes added since the start: while it is the same, no text has new hits
         self._root = Node((), -1, None)
         # Least recently used first. Paths are released from their end, so a node comes after the nodes below it:
         # the first node is always a leaf, without a search.
         self._unused: OrderedDict[Node, None] = OrderedDict()
 
     def match(self, token_ids: Sequence[int], salt: str = "", held: Sequence[Node] = ()) -> list[Node]:
-        """Return the longest path of whole blocks that is a prefix of `token_ids`. Holds nothing."""
+        """Return the longest path of whole blocks that is a prefix of `token_ids`. Adds no user."""
         path: list[Node] = []
         children = (held[-1] if held else self._root).children
         for key in self._keys(token_ids, salt, len(held)):
@@ -79,7 +79,7 @@ class PrefixTree:
     ) -> list[Node]:
         """Insert a text's blocks and hold their nodes. Returns the nodes.
 
-        A node that exists already keeps its block. The caller's block has the same content and stays the caller's.
+        A node that exists already keeps its block. Then the caller keeps its own block with the same content.
         """
         path: list[Node] = []
         node = held[-1] if held else self._root

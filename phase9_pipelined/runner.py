@@ -10,8 +10,8 @@ pipelined     host    [plan t][launch t][plan t+1][launch t+1][commit t][plan t+
 The next pass does not wait for the host. Sampling writes each token into a row of `latest` on the device, and the
 next forward pass reads it there. The host reads the tokens later, for text, stop decisions and outputs.
 
-Under a grammar or penalties, sampling depends on the token before. Then the step before is committed after the
-forward pass is submitted and before its sampling is. The forward pass computes meanwhile.
+Under a grammar or penalties, sampling depends on the token before. Then the host submits the forward pass, commits
+the step before while the pass computes, and submits the sampling after that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _keep_tokens(logits: Tensor, token_ids: Tensor) -> tuple[Tensor]:  # noqa: A
 
 
 class PipelinedRunner(ChunkedRunner):
-    """Phase 7's passes, up to two steps of them in flight."""
+    """Computes phase 7's passes, with up to two steps in flight."""
 
     config: Config
     stream: Stream
@@ -84,11 +84,11 @@ class PipelinedRunner(ChunkedRunner):
                 self.state.steps[0].wait()
 
     def settle(self) -> list[StepOutput]:
-        """Commit the oldest step if two are in flight: no third one may be launched."""
+        """Commit the oldest step if two steps are in flight, since no third may be launched."""
         return [] if self.state.has_room else self.commit_step()
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
-        """Submit a plan's passes and their sampling, and commit the steps that are due. Returns committed outputs.
+        """Submit a plan's passes and their sampling, and commit the steps that are due. Returns their outputs.
 
         An empty plan commits the oldest step in flight.
         """
@@ -97,7 +97,7 @@ class PipelinedRunner(ChunkedRunner):
         if any(chunk.request.params.prompt_logprobs is not None for chunk in plan.prefill):
             return self.drain() + self._execute_now(plan)  # the host reads scores while the pass runs
         outputs = self._attempt(self.launch_forward, plan)
-        launched = self.state.launched  # None: its launch failed, and it was computed again
+        launched = self.state.launched  # None: the launch failed, and the step was computed again
         if launched and (self.config.pipeline_depth < MAX_IN_FLIGHT or launched.waits_for_tokens):
             while self.state.oldest:
                 outputs += self.commit_step()
@@ -152,7 +152,7 @@ class PipelinedRunner(ChunkedRunner):
         return LaunchedPass(shares, requests, work, draws)
 
     def _submit_decode(self, shares: Sequence[PassShare], seats: Tensor) -> Pending:
-        """Submit a decode step of sequences at their seats [B], after what the device lacks for it."""
+        """Submit a decode step of the sequences at `seats` [B], after the changes that it needs on the device."""
         changes = self.seats.changes(shares, seats.tolist())
         if changes:
             sent = move_together(changes, self.model.device)
@@ -258,9 +258,9 @@ class PipelinedRunner(ChunkedRunner):
         return outputs
 
     def put_back_latest(self, plan: StepPlan) -> None:
-        """Write the latest tokens of a plan's requests, which the host has read, to where the next pass reads them.
+        """Write the latest tokens of a plan's requests from the host to `latest`, where the next pass reads them.
 
-        Nothing is in flight.
+        Nothing may be in flight.
         """
         requests = [request for request in plan.requests if not request.is_terminal]
         seats = torch.tensor([self.pool.seat(self.slot(request)) for request in requests], dtype=torch.int64)
@@ -279,7 +279,7 @@ class PipelinedRunner(ChunkedRunner):
         with suppress(Exception):  # if the device failed, nothing can be waited for
             self.stream.drain()
         for step in self.state.steps:
-            step.wait()  # collects what was computed
+            step.wait()  # takes the results, which a tape's player would keep
             for each in step.passes:
                 self.rewind(each.shares)
         self.state.drop_all()

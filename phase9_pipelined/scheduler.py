@@ -26,7 +26,7 @@ class PipelinedScheduler(PrefixScheduler):
     `prefill_mode` is "drained"."""
 
     config: Config
-    _out_of_room = False  # whether this step plans nothing, since memory is free only after a commit
+    _out_of_room = False  # whether this step plans nothing, since only a commit frees memory
 
     @property
     def in_flight(self) -> bool:

@@ -40,7 +40,7 @@ class DecodeSlot:
     """A step, made at its launch and dropped at its commit."""
 
     plan: StepPlan
-    passes: list[LaunchedPass] = field(default_factory=list)  # as far as they were submitted
+    passes: list[LaunchedPass] = field(default_factory=list)  # the passes that were submitted so far
 
     @property
     def members(self) -> tuple[Request, ...]:
