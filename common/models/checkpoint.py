@@ -30,9 +30,9 @@ class Checkpoint(ABC):
         name: the name that the user gave.
         config: the model's shape.
         folder: the model's Hugging Face folder; None if it has none.
-        quantization: the types in which weights are stored that are dequantized when they are read, for the log;
-            None if none is.
-        is_int8: whether weights are stored as int8, and are computed with as they are.
+        quantization: the quantized types of weights that are dequantized when they are read, for the log; None if
+            there are none.
+        is_int8: whether weights are stored as int8, and kernels compute with them as int8.
         generation_config: the object in its `generation_config.json`; empty if it has none.
     """
 
@@ -55,7 +55,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        """Read the tokenizer. A file with a chat template replaces the checkpoint's own.
+        """Read the tokenizer. The file `chat_template` replaces the checkpoint's template.
 
         Raises:
             StartupError: the tokenizer or the template cannot be read.

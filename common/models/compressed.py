@@ -1,6 +1,6 @@
-"""Reads quantized checkpoints in the `compressed-tensors` format whose weights our int8 kernels can compute with.
+"""Reads quantized checkpoints in the `compressed-tensors` format, if our int8 kernels can compute with the weights.
 
-These are weights of 8 bits, symmetric, with one factor for each output. The format has two ways to store them:
+The weights must have 8 bits, and be symmetric, with one factor for each output. The format stores them in two ways:
 
 ```text
 int-quantized     weight         int8  [N, K]                      weight_scale [N, 1]
@@ -101,7 +101,7 @@ def _refused(key: str, found: Any, run: str) -> StartupError:
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
-    """An int8 matrix that lies on disk four weights a number (`pack-quantized`)."""
+    """An int8 matrix that is stored with four weights in each number (`pack-quantized`)."""
 
     stored: Stored
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The shape of a model, read from a checkpoint's `config.json`.
 
-Each architecture's file reads its own configs with a `ConfigReader`, in both styles in use: that of transformers
-4.x (`rope_theta`, `rope_scaling`, `torch_dtype`, `sliding_window_pattern`) and that of 5.x (`rope_parameters`,
-`dtype`, `layer_types`).
+Each architecture's file reads its own configs with a `ConfigReader`, in both styles: transformers 4.x
+(`rope_theta`, `rope_scaling`, `torch_dtype`, `sliding_window_pattern`) and 5.x (`rope_parameters`, `dtype`,
+`layer_types`).
 """
 
 from __future__ import annotations

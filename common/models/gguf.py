@@ -194,7 +194,7 @@ class _Shape:
     def check(self) -> None:
         """Compare the metadata with the shapes of the tensors, which are known to fit into the file.
 
-        So absurd sizes are refused before a model or a tokenizer is built from the metadata.
+        So absurd sizes are refused before a model or a tokenizer is built from them.
 
         Raises:
             StartupError: they contradict each other, or an entry is not implemented.

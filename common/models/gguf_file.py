@@ -48,7 +48,7 @@ class GGUFTensor:
     """One tensor's type, shape and place in a GGUF file, and the changes that llama.cpp's converter made to it.
 
     Attributes:
-        heads: attention heads whose rows were interleaved by the converter; 0: none were.
+        heads: number of attention heads whose rows the converter interleaved; 0: rows are in order.
         added: a number that the converter added to the tensor.
     """
 
@@ -124,7 +124,7 @@ class GGUFFile:
 
 
 class _Header:
-    """Reads a header from its first byte to its last. No number in it is trusted to fit into the file."""
+    """Reads a header from its first byte to its last. Every size in it is compared with the size of the file."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
@@ -164,7 +164,7 @@ class _Header:
         return struct.unpack_from(f"<{layout}", self._content, self._at - size)
 
     def _plausible(self, count: int, size: int) -> int:
-        """Return `count`, if so many values of at least `size` bytes fit into the rest of the file."""
+        """Return `count` if the rest of the file can hold as many values of `size` bytes; else _DamagedError."""
         left = len(self._content) - self._at
         if count * size > left:
             raise _DamagedError(f"its header announces at least {count * size} bytes, and {left} are left")

@@ -102,7 +102,7 @@ class GGUFVocabulary:
         """Return the template in `file`, else the checkpoint's own, or None if it has none.
 
         Raises:
-            StartupError: it cannot be read, or is no template.
+            StartupError: it cannot be read, or is not a template.
         """
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         tokens = {f"{name}_token": self._token(key) for name, key in names.items()}

@@ -74,7 +74,7 @@ class Linear(nn.Module):
         self.packed: Tensor | None = None  # the weight in panels, after `pack`
 
     def quantize(self) -> None:
-        """Replace the weight by its int8 form, unless it has that form. On the meta device: its shape and type."""
+        """Replace the weight by its int8 form, unless it has that form. The weight may be on the meta device."""
         if self.weight_scale is None:
             values, scales = quantize(self.weight)
             self.weight = nn.Parameter(values, requires_grad=False)
@@ -213,7 +213,7 @@ class Attention(nn.Module):
         x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden].
         """
         heads = self.qkv_proj(x).view(-1, sum(self.sizes), self.head_dim)
-        if use_triton(heads):  # on a GPU launches cost time: one does norms, rotation and writes
+        if use_triton(heads):  # on a GPU launches cost time: one launch does norms, rotation and writes
             norms = None
             if self.qk_norm:
                 weights = self.q_norm.weight, self.k_norm.weight
@@ -346,7 +346,7 @@ class CausalLM(nn.Module, ABC):
     def quantize(self, *, head: bool = True) -> None:
         """Replace the weights of all linear layers by their int8 form, layer by layer.
 
-        A tied embedding becomes int8 with the head: both are the same rows. One of its own keeps its type.
+        A tied embedding becomes int8 with the head: both are the same rows. An untied embedding keeps its type.
 
         Args:
             head: whether the head is quantized, too.

@@ -76,7 +76,7 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
     """Return where each tensor of a checkpoint is stored, by name: in a single file or in shards. Reads no weights.
 
     Args:
-        quantized: whether there may be integers among them.
+        quantized: whether the tensors may be integers.
 
     Raises:
         StartupError: there are no safetensors files, or a file is missing, truncated or malformed.
@@ -162,7 +162,7 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantiz
         # Old files hold rotary frequencies.
         if not name.startswith(model.skipped_prefixes) and not name.endswith("rotary_emb.inv_freq")
     }
-    if model.config.tie_word_embeddings:  # the embedding again
+    if model.config.tie_word_embeddings:  # a copy of the embedding
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith("lm_head.")}
     if quantized:
         stored = plain_names(stored)
@@ -250,7 +250,7 @@ def read_fully(file: BinaryIO, view: memoryview) -> None:
 def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
     """Fill a dummy's weights: normally distributed with deviation 0.02, and norms that do not scale.
 
-    Weights are numbers of the checkpoint's type, as those of a real checkpoint are.
+    Weights are rounded to the checkpoint's type, like those of a real checkpoint.
     """
     model.materialise(device)
     generator = torch.Generator(device).manual_seed(seed)

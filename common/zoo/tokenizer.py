@@ -9,8 +9,8 @@ gemma3-tiny  BPE on characters, spaces written as ``▁``; what is not in  ``<bo
              the alphabet falls back to ``<0x00>`` … ``<0xFF>``
 ===========  ==========================================================  ======================
 
-All three are trained on text *without* emoji, so that one emoji is always several tokens, as it often is in
-the real vocabularies, and a server has to hold back the first of them.
+All three are trained on text *without* emoji. So an emoji is always several tokens, as it often is in real
+vocabularies, and a server has to hold back text until the last of them.
 """
 
 import json
@@ -29,7 +29,7 @@ from tokenizers import (
     trainers,
 )
 
-# Words with the space before them, up to three digits, marks, white space: no piece crosses these borders.
+# Splits a text into words with the space before them, up to three digits, marks, and white space.
 SPLIT = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"
 
 LLAMA_SPECIAL = (
@@ -141,8 +141,8 @@ def qwen(texts: Iterable[str], size: int) -> Tokenizer:
 def gemma(texts: Iterable[str], size: int) -> Tokenizer:
     """Train a tokenizer like Gemma's: BPE on characters, ``▁`` for a space, bytes for other characters.
 
-    A draft tokenizer is trained with words and marks split, so that it learns no piece across words. Its merges
-    keep to these borders by themselves, so the returned tokenizer has no such rule. Neither has Gemma's.
+    A draft tokenizer is trained on texts that are split into words and marks, so it learns no piece across words.
+    The returned tokenizer has these merges and, like Gemma's, no rule that splits a text.
     The byte pieces are ordinary pieces: if they were added tokens, ``<0x41>`` in a text would turn into an A.
     """
     draft = Tokenizer(models.BPE())

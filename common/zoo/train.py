@@ -1,7 +1,7 @@
 """Train the zoo: ``python -m common.zoo.train`` writes three Hugging Face folders beside this file.
 
 ``--name llama-tiny`` trains one of them, ``--minutes`` or ``--steps`` bound the training, ``--samples`` only
-writes stories with the checkpoints that are there. ``transformers`` (a development dependency) provides the
+writes stories with existing checkpoints. ``transformers`` (a development dependency) provides the
 model classes. The server's own implementations are later compared with the models trained here.
 """
 
@@ -34,7 +34,7 @@ from common.zoo import text, tokenizer
 
 FOLDER = Path(__file__).parent
 CHAT_SHARE = 0.4  # of the documents; the others are plain text
-INITIAL = 0.08  # of the weights, about 1 / sqrt(hidden): at this width the usual 0.02 learns far more slowly
+INITIAL = 0.08  # deviation of new weights, about 1 / sqrt(hidden): with 0.02 models learn far more slowly
 ROWS = 4  # in a batch: small steps, and many of them, teach the most in a few minutes
 PROMPT = "Once upon a time there was a brave fox named Zoë."
 REQUEST = "Tell me a story about an owl named Tom."
@@ -199,8 +199,8 @@ def documents(recipe: Recipe, pieces: PreTrainedTokenizerFast, seed: str) -> Ite
 def batch(stream: Iterator[list[int]], length: int) -> torch.Tensor:
     """Return the next token ids ``[ROWS, length + 1]`` from a stream of documents.
 
-    A row starts where a document starts, so the models learn to begin at position 0, and goes on with further
-    documents until it is full, so that late positions and long contexts occur.
+    Each row starts where a document starts, so that the models learn to begin at position 0. Further documents fill
+    the rest of the row, so that late positions and long contexts occur.
     """
     rows = []
     for _ in range(ROWS):
@@ -225,7 +225,7 @@ def evaluate(model: Any, recipe: Recipe, pieces: PreTrainedTokenizerFast) -> flo
 
 
 def optimizer_for(model: Any, learning_rate: float) -> torch.optim.AdamW:
-    """Return AdamW that decays matrices only, not norm weights, which are centred on one (in Gemma on zero)."""
+    """Return an AdamW with weight decay for matrices only: norm weights are centred on one (in Gemma on zero)."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -252,7 +252,7 @@ def train(recipe: Recipe, *, steps: int, minutes: float, seed: int, folder: Path
             break
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(progress / 0.02 + 0.01, 1 - progress)
-        # Short rows are cheaper; the long ones come when there is something left to learn from them.
+        # Short rows are cheaper. Long ones come late, when only long contexts still teach something.
         rows = batch(stream, 256 if progress < 0.7 else 512)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, rows)
@@ -339,7 +339,7 @@ def samples(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Train the checkpoints asked for, one after another, and print a record and samples of each."""
+    """Train the selected checkpoints, one after another, and print a record and samples of each."""
     parser = argparse.ArgumentParser(description="Train the tiny checkpoints of the zoo.")
     parser.add_argument("--name", choices=[recipe.name for recipe in RECIPES], help="train this one only")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop after this many steps")
