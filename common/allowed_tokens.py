@@ -6,7 +6,8 @@ bad_words = ["fox"]      fox  ->  8 · 9     9 is not sampled after 8
 ```
 
 As in vLLM, a word is forbidden without and with a space before it, and as the tokens that the tokenizer makes of
-it: a model may still spell it with other tokens. (vLLM forbids it with a space only if it has as many tokens then.)
+it: a model may still spell it with other tokens. (vLLM forbids the form with a space only if it has as many tokens
+as the other form.)
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class AllowedTokens:
         """Return the mask of the next token: [W]. Do not change it.
 
         Args:
-            generated: the latest generated tokens, at least `context` of them if there are so many.
+            generated: the latest generated tokens: all of them, or at least the last `context`.
         """
         known = self._ends.get(generated[-1], ()) if generated else ()
         ends = [last for before, last in known if list(generated[-len(before) :]) == before]

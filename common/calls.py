@@ -1,4 +1,4 @@
-"""Tool calls: the functions that a request names, how a model is told of them, and the grammar of its calls.
+"""Tool calls: the functions that a request names, their description for the model, and the grammar of its calls.
 
 ```text
 functions ──┬─> chat template: `tools`, if it knows tools         ─┐
@@ -12,7 +12,7 @@ schema stands in the grammar between the words of the syntax.
 | syntax | one call | several |
 | --- | --- | --- |
 | `hermes` | `<tool_call>`, `{"name": "f", "arguments": {"a": 1}}`, `</tool_call>`: a line each | a line each |
-| `llama3_json` | `{"name": "f", "parameters": {"a": 1}}`, perhaps behind `<\\|python_tag\\|>` | `; ` between them |
+| `llama3_json` | `{"name": "f", "parameters": {"a": 1}}`, perhaps after `<\\|python_tag\\|>` | `; ` between them |
 | `pythonic` | `[f(a=1)]` | `, ` between them, inside the brackets |
 """
 
@@ -121,13 +121,13 @@ def told_in_messages(
 ) -> list[dict[str, Any]]:
     """Return a conversation with tools in plain messages, for a template that knows no tools.
 
-    The functions, and how to call one, are told in the system message. Calls become an assistant's text. Results
-    become a user's message, one for all results in a row.
+    The system message describes the functions and how to call one. Calls become an assistant's text. Results in a
+    row become one message of the user.
 
     Args:
         syntax: the syntax of calls.
         messages: as chat templates read them, with `tool_calls` as `Call.for_template` returns them.
-        functions: the functions that may be called; empty: the model is told of none.
+        functions: the functions to describe, which may be called; may be empty.
     """
     told: list[dict[str, Any]] = []
     for message in messages:
@@ -164,7 +164,7 @@ class ToolUse:
     """The tools of one request.
 
     Attributes:
-        shown: the functions that the model is told of.
+        shown: the functions that the prompt describes.
         callable: the functions among them that it may call, at least one.
         required: the answer must be a call, or several.
         parallel: several calls are allowed.
@@ -183,7 +183,7 @@ class ToolUse:
     def grammar(
         self, dialect: Dialect, *, thinking: bool = False, otherwise: Mapping[str, Any] | None = None
     ) -> Grammar | None:
-        """Return the grammar of the answer; None if it may be any text, and so may the calls in it.
+        """Return the grammar of the answer; None if the answer and the calls in it may be any text.
 
         Required calls, and calls of strict functions, follow their schemas. Without `parallel` there is one call at
         most.
@@ -191,7 +191,7 @@ class ToolUse:
         Args:
             dialect: the model's; it has a syntax of calls.
             thinking: the prompt ends within a thought.
-            otherwise: the JSON Schema of an answer that is no call; None: any text.
+            otherwise: the JSON Schema of an answer that is not a call; None: any text.
         """
         is_free = not self.required and self.parallel and otherwise is None
         if is_free and not any(function.strict for function in self.callable):
@@ -213,6 +213,8 @@ def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: boo
 
 class _Writer:
     """Writes a grammar in llguidance's form of Lark, in which `%json` holds a schema, and `<[7]>` is a token.
+
+    Private methods return the part of the grammar that matches the text they name.
 
     ```text
     start: thought (opening call (separator call){0,15} closing | free text)
@@ -264,10 +266,10 @@ class _Writer:
         return f"{opening} call {more} {closing}"
 
     def _call(self, number: int, function: Function) -> str:
-        """Return a call behind the opening of its syntax."""
+        """Return one call, without the opening of its syntax."""
         is_strict = self._use.required or function.strict
         schema = dict(function.parameters) if is_strict else dict(ANY_OBJECT)
-        schema["type"] = "object"  # null, or whatever else it allows, would be no arguments
+        schema["type"] = "object"  # the schema may allow others, such as null
         if self._syntax == "pythonic":
             arguments = self._keywords(number, schema) if is_strict else self._any_keywords()
             arguments = arguments or f'"**" {_schema(schema)}'
@@ -285,7 +287,7 @@ class _Writer:
         return f'{_literal(chr(10) + begin)} {_schema(schema)} "}}\\n" {closing}'
 
     def _keywords(self, number: int, schema: Mapping[str, Any]) -> str:
-        """Return arguments as `a=1, b=2`; empty if the schema says more than which names have which values."""
+        """Return arguments as `a=1, b=2`; empty if the schema has conditions that this form cannot express."""
         properties, needed = schema.get("properties", {}), schema.get("required", [])
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         says_more = schema.keys() - _PLAIN_KEYS or set(needed) - set(properties)
@@ -298,7 +300,7 @@ class _Writer:
             return ""
         if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in _references(schema)):
             return ""
-        # `first` before the first argument, `more` behind it: there a comma comes first.
+        # `first` before the first argument, `more` after it, where a comma comes first.
         self._rules += [f'{kind}_{number}_{len(properties)}: ""' for kind in ("first", "more")]
         for place, (name, value) in enumerate(properties.items()):
             here, following = f"{number}_{place}", f"{number}_{place + 1}"
@@ -326,7 +328,7 @@ class _Writer:
         return name
 
     def _free_text(self) -> str:
-        """Return text that is no call, and does not begin like one."""
+        """Return text that is not a call, and does not begin like one."""
         if self._syntax != "hermes":
             opening = {"llama3_json": r"\{", "pythonic": r"\[|```tool_code"}[self._syntax]
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""

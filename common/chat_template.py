@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-#: Appended to the message that the model continues. A template that strips messages removes the space at its end.
+#: Appended to the message that the model continues. If a template strips messages, the space at the end is removed.
 _END = "\ue000the end of the last message\ue000 "
 
 
@@ -40,7 +40,7 @@ class ChatTemplate:
         source: the Jinja program.
 
     Raises:
-        jinja2.TemplateSyntaxError: `source` is no valid template.
+        jinja2.TemplateSyntaxError: `source` is not a valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -58,7 +58,7 @@ class ChatTemplate:
         from its `tokenizer_config.json` (of several templates, the one named `default`).
 
         Raises:
-            StartupError: a file cannot be read, or is no template.
+            StartupError: a file cannot be read, or is not a template.
         """
         config_path = folder / "tokenizer_config.json"
         own_file = folder / "chat_template.jinja" if file is None else file
@@ -74,7 +74,7 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, file: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Read a Jinja file. StartupError: it cannot be read, or is no template."""
+        """Read a Jinja file. StartupError: it cannot be read, or is not a template."""
         try:
             source = file.read_text("utf-8")
         except (OSError, UnicodeError) as error:
@@ -83,7 +83,7 @@ class ChatTemplate:
 
     @classmethod
     def compiled(cls, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> ChatTemplate:
-        """Compile the template that a checkpoint's file holds. StartupError: it is no template."""
+        """Compile the template that a checkpoint's file holds. StartupError: it is not a template."""
         try:
             return cls(source, special_tokens)
         except jinja2.TemplateSyntaxError as error:

@@ -50,7 +50,7 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
 
 
 def _why_it_ends(request: Request, token_id: int) -> FinishReason | None:
-    """Return why a request ends with this token, by the tokens alone; None: it goes on.
+    """Return why a request ends with this token, judged by token ids alone; None: the request continues.
 
     The order of checks: EOS (or a stop token), complete grammar, length.
     """
@@ -62,14 +62,14 @@ def _why_it_ends(request: Request, token_id: int) -> FinishReason | None:
 
 
 def decode(request: Request, token_id: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
-    """Return the text to deliver with a token, and why the request ends with it (None: it goes on).
+    """Return the text to deliver with a token, and why the request ends with it (None: the request continues).
 
     A stop string ends the request, too, unless an EOS or stop token does.
 
     Args:
         request: the token's request. Only its detokenizer is changed.
         token_id: the token.
-        reason: why the request ends by its tokens alone.
+        reason: why the request ends, judged by token ids alone.
     """
     detokenizer = request.detokenizer
     if detokenizer is None:
@@ -91,7 +91,7 @@ def fail(request: Request, error: Exception) -> StepOutput:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Remove the tracebacks of an error and of its causes, and return the error. Log it before.
+    """Remove the tracebacks of an error and of its causes, and return the error. Log the error first.
 
     Requests, outputs and completions keep their error, and a traceback's frames would keep a pass's tensors alive.
     """

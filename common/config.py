@@ -92,15 +92,17 @@ class EngineConfig(BaseModel):
     def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
         """Return the options for a GPU. Sizes that were not given are the largest that fit into its memory.
 
+        `max_seq_len` must be resolved.
+
         Args:
-            fits: whether an engine with these options fits. `max_seq_len` is resolved.
+            fits: returns whether an engine with given options fits.
         """
         if "max_batch_size" in self.model_fields_set:
             return self
         return self.largest("max_batch_size", GPU_SEATS, fits)
 
     def largest(self, name: str, most: int, fits: Callable[[Self], bool]) -> Self:
-        """Return the options with the largest value of one of them, up to `most`, that fits; 1 if none does."""
+        """Return the options with option `name` at its largest value up to `most` that fits; 1 if none fits."""
         fitting, too_many = 1, most + 1
         while too_many - fitting > 1:
             middle = (fitting + too_many) // 2
@@ -118,7 +120,7 @@ class EngineConfig(BaseModel):
         return max(self.max_batch_size, GPU_SEATS)
 
     def with_chunk(self, tokens: int) -> Self:  # noqa: ARG002 - a phase without chunks has nothing to set
-        """Return the options with this size of a prefill chunk, if there are chunks and no size was given."""
+        """Return the options with chunks of `tokens` tokens, unless there are no chunks or their size was given."""
         return self
 
     def kv_tokens(self) -> int:

@@ -85,8 +85,8 @@ def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: st
     """Return the chunk that a file holds. Without the file, measure it and write the file.
 
     Args:
-        pass_s: the seconds of a prompt of so many tokens; None: it is too long for the model.
-        device: its name, for the log.
+        pass_s: returns the seconds of a prompt of a number of tokens; None: it is too long for the model.
+        device: the device's name, for the log.
     """
     try:
         seconds = {int(size): each for size, each in json.loads(path.read_text()).items()}

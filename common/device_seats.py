@@ -1,13 +1,13 @@
-"""The state that a GPU holds for each seat, and the changes that it is sent.
+"""The state that a GPU holds for each seat, and the changes that the host sends.
 
 A decode step needs each sequence's latest token, its length, its sampling parameters and a random number. Nearly
-all of it is known on the device: the step before drew the token and moved the length on, and parameters never
-change. So the host keeps a record of what the device will hold once all submitted work is done, compares it with
-what the next step needs, and sends the difference:
+all of it is on the device already: the step before drew the token and advanced the length, and parameters never
+change. So the host keeps a record of the state that the device will have once all submitted work is done. It
+compares this record with the needs of the next step, and sends the difference:
 
 | sent | when |
 | --- | --- |
-| a length | after a pass with prompts or guesses, which does not move lengths on |
+| a length | after a pass with prompts or guesses, which does not advance lengths on the device |
 | parameters and `UNIFORMS` random numbers | a request is new at its seat, or its numbers are used up |
 """
 
@@ -31,7 +31,7 @@ class DeviceSeats:
     """The state of all seats on a device.
 
     Attributes:
-        state: on the device. `latest` is written by all work that samples, the rest by decode steps only.
+        state: on the device. All work that samples writes `latest`. Only decode steps and `apply` write the rest.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
@@ -42,17 +42,17 @@ class DeviceSeats:
         self.forget()
 
     def forget(self) -> None:
-        """Take everything on the device for unknown, since work that would have written it has failed."""
+        """Treat the device's state as unknown, since work that should have written it has failed."""
         seats = len(self.state.latest)
         self._columns: list[int | None] = [None] * seats
         self._owners: list[Request | None] = [None] * seats
         self._last: list[int] = [-1] * seats  # the last column that a random number was sent for
 
     def changes(self, shares: Sequence[PassShare], seats: Sequence[int]) -> list[Tensor]:
-        """Return what the device lacks for a decode step: the arguments of `apply`, on the host. Empty: nothing.
+        """Return the changes for a decode step: the arguments of `apply`, on the host. Empty if there are none.
 
-        `seats` are those of the shares. The step counts as done from now on, so it must be submitted next, and
-        `apply` before it.
+        `seats`: the seat of each share. The step is recorded as done, so the caller must submit `apply` and then
+        the step next.
         """
         moved: list[tuple[int, int]] = []
         new: list[int] = []

@@ -21,7 +21,8 @@ HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 #: The token of Llama 3 before a call.
 PYTHON_TAG = "<|python_tag|>"
 
-#: Each syntax with texts that a template which asks for it contains, all of them. The most certain entry is first.
+#: Syntaxes, and the texts that a template for the syntax contains, all of them. The first match wins, so the most
+#: certain entry is first.
 _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("hermes", (HERMES_MARKERS[0], "arguments")),
     ("llama3_json", (PYTHON_TAG,)),
@@ -39,7 +40,7 @@ class Dialect:
     Attributes:
         template: renders conversations; None: the model has no template.
         calls: the syntax of its tool calls; None: the server takes no tools.
-        knows_tools: the chat template shows tools and calls in this syntax. Otherwise messages do (`common.calls`).
+        knows_tools: the chat template shows tools and calls in this syntax. Otherwise `common.calls` writes them.
         thinks: an answer may begin with thoughts.
         special: the markers that are tokens of their own, with their ids. A grammar names them by these ids. If
             they are special tokens, an answer's text leaves them out unless the request says otherwise.
@@ -59,8 +60,8 @@ class Dialect:
 
         Args:
             tokenizer: the model's.
-            calls: the syntax of calls; `auto`: by the template's text, and that of Hermes if it names none;
-                None: tools are refused.
+            calls: the syntax of calls; `auto`: the one found in the template's text, else that of Hermes; None:
+                tools are refused.
             reasoning: the form of thoughts; `auto`: `think` if the template has its markers; None: thoughts are
                 part of the answer.
         """

@@ -234,7 +234,7 @@ class Engine(EngineFront):
         return wake is not None and wake <= self.clock()
 
     def wait(self) -> None:
-        """Begin a step: block until the tokens that it reads first have been computed (phase 9).
+        """Begin a step. In phase 9, block until the tokens that the step reads first have been computed.
 
         `step` would block as well. Requests that are added between `wait` and `step` are still part of its plan.
         """
@@ -268,7 +268,7 @@ class Engine(EngineFront):
                 plan = self._plan(record)
             for planned in self.plan_watchers:
                 planned(plan)
-            if plan.decode or plan.prefill or not settled:  # else return them now
+            if plan.decode or plan.prefill or not settled:  # else return the settled outputs at once
                 self._undelivered += runner.execute(plan)
         except EngineDeadError as error:
             self.dead = error

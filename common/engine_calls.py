@@ -1,6 +1,6 @@
-"""The functions that others call in the engine's thread, between two steps.
+"""The functions that run in the engine's thread, between two steps, for callers elsewhere.
 
-Their arguments and results are plain values: the caller may be in another process (`common.engine_process`).
+Their arguments and results can be pickled: the caller may be in another process (`common.engine_process`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Watcher:
         self._publish = publish
         self.maker = FrameMaker(engine)
         self._due_s = 0.0
-        self._left_out: Step | None = None  # the latest step, if no frame tells of it
+        self._left_out: Step | None = None  # the latest step, if no frame shows it
 
     def __call__(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
         self.maker.note(outputs)
@@ -44,7 +44,7 @@ class Watcher:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Make a frame of the latest step if it has none: the next step may not come for long."""
+        """Make a frame of the latest step if it has none: the next step may be far off."""
         now_s, began_s = time.monotonic(), time.thread_time()
         if self._left_out is None or now_s < self._due_s:
             return
@@ -129,7 +129,7 @@ class EngineCalls:
         self._tracer.start(self._file)
 
     def start_trace(self, number: int) -> None:
-        """Start a recording, which is fetched by this number."""
+        """Start a recording. `fetch_trace` and `stop_trace` name it by this number."""
         buffer = self._buffers[number] = TraceBuffer()
         self._tracer.start(buffer)
 

@@ -1,6 +1,6 @@
 """The part of an engine that prepares requests: prompts become token ids, and limits are checked.
 
-A server has this part where its clients are. The engine itself may run in a process of its own
+In a server, this part runs in the process that answers HTTP requests. The engine itself may run in another process
 (`common.engine_process`).
 """
 
@@ -41,7 +41,7 @@ class Phase:
 
 
 class ModelFacts(Protocol):
-    """The facts about a model that a server needs. The model itself has them."""
+    """The facts about a model that a server needs. A loaded model has these attributes."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -56,7 +56,7 @@ class ModelFacts(Protocol):
 
 
 class EngineFront(ABC):
-    """Prepares requests for an engine, and has its limits and its telemetry.
+    """Prepares requests for an engine, and knows the engine's limits and telemetry.
 
     Attributes:
         dead: the error that ended the engine; None while it runs.
@@ -107,7 +107,7 @@ class EngineFront(ABC):
     @property
     @abstractmethod
     def pool_limit(self) -> int | None:
-        """The most tokens of one request that the KV memory allows; None: no limit of its own."""
+        """The most tokens of one request that the KV memory allows; None: it sets no limit."""
 
     @abstractmethod
     def new_matcher(self, grammar: Grammar) -> Matcher | None:
@@ -142,7 +142,7 @@ class EngineFront(ABC):
             arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
                 then.
             matcher: the matcher of `params.grammar`, if it was made before.
-            prediction: tokens that the answer is expected to have; they change its speed, never its tokens.
+            prediction: tokens that the answer is expected to have. They change the speed, never the answer.
             priority: requests with a lower one go first.
 
         Raises:
@@ -222,8 +222,7 @@ class EngineFront(ABC):
         return self.max_seq_len if self.pool_limit is None else min(self.max_seq_len, self.pool_limit)
 
     def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
-        """Raise InvalidRequestError if a request is too long. `exact`: False if the prompt has `prompt_tokens` or
-        more."""
+        """Raise InvalidRequestError if a request is too long. Unless `exact`, `prompt_tokens` is a lower bound."""
         limit = self.max_request_tokens
         at_least = "" if exact else "at least "
         if prompt_tokens >= limit:

@@ -102,7 +102,7 @@ class EngineProcess:
 
     Args:
         make_engine: builds the engine. It is pickled: a function of a module, or a `functools.partial` of one.
-        prepare: is called in the new process before that, to set up its log.
+        prepare: called in the new process before `make_engine`, to set up its log.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], prepare: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._engine: RemoteEngine | None = None
         self._state = State()
-        self._began_s: float | None = None  # the present step, on the clock of `time.monotonic`
+        self._began_s: float | None = None  # when the present step began, on the clock of `time.monotonic`
         self._submitted = 0
         self._requests: dict[str, Request] = {}
         self._outcomes: dict[int, Future[Any]] = {}

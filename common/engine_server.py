@@ -102,7 +102,7 @@ class State(NamedTuple):
 
 
 class NewRequest(NamedTuple):
-    """The fields of a request that the engine's process needs; all but the text."""
+    """The fields of a request that are sent to the engine's process, which needs no detokenizer."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -139,10 +139,10 @@ def row(output: StepOutput) -> tuple[Any, ...]:
 
 
 def serve(descriptor: int) -> None:
-    """Build and run an engine as the process at the other end of a socket says. Does not return.
+    """Build and run an engine for the process at the other end of a socket. Does not return.
 
     Args:
-        descriptor: of the socket.
+        descriptor: the socket's file descriptor.
     """
     # The front gets these signals, too, and ends this process in good order.
     for number in (signal.SIGINT, signal.SIGTERM):

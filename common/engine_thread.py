@@ -13,9 +13,9 @@ condition and does not poll.
 
 **One thread computes.** libgomp, which runs a CPU's matrix products in parallel, keeps a pool of workers for every
 thread that has called a parallel operator. With a second pool there are more workers than cores. libgomp then puts
-them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So one
-thread of the process calls such operators. In phases 4 to 8 it is the engine's thread. From phase 9 on it is the
-thread of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread
+them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So only one
+thread of the process calls parallel operators. In phases 4 to 8 it is the engine's thread. From phase 9 on it is
+the thread of the engine's stream, and the engine's thread makes small tensors only. The engine is built in a thread
 that ends afterwards, and its pool of workers ends with it.
 
 | thread | what runs there | module |
@@ -120,12 +120,12 @@ class EngineThread:
     # ------------------------------------------------------------------ the inbox
 
     def queue_room(self) -> int:
-        """Return how many more requests the queue can take, those in the inbox counted."""
+        """Return how many more requests the queue can take after those in the inbox."""
         with self._wakeup:
             return self.engine.scheduler.queue_room() - len(self._arrived)
 
     def num_waiting(self) -> int:
-        """Return how many requests wait to be computed, those in the inbox counted."""
+        """Return how many requests wait to be computed, including those in the inbox."""
         with self._wakeup:
             return self.engine.scheduler.num_waiting + len(self._arrived)
 
@@ -190,7 +190,7 @@ class EngineThread:
                     return
             except BaseException as error:
                 # The runner handles failed passes. This is a bug, or an exception that ends threads: the engine's
-                # state is unknown. The thread goes on, to fail later requests with this error.
+                # state is unknown. The thread keeps running, to fail later requests with this error.
                 if self.engine.dead is not None:
                     raise
                 logger.exception("the engine failed")

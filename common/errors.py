@@ -20,7 +20,7 @@ class InvalidPromptError(InvalidRequestError):
 
 
 class InvalidGrammarError(InvalidRequestError):
-    """The grammar is malformed, matches no text, or takes too much to compile."""
+    """The grammar is malformed, matches no text, or is too expensive to compile."""
 
 
 class GrammarFailedError(RuntimeError):

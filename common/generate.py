@@ -89,7 +89,7 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
     try:
         while not request.is_terminal:
             start = cache.get_seq_len(0)
-            token_ids = request.token_ids[start:]  # those that the cache does not hold yet
+            token_ids = request.token_ids[start:]  # tokens that the cache does not hold yet
             span = Span.exact(0, start, start + len(token_ids))
             view = cache.view([span])
             batch = TokenBatch(

@@ -120,9 +120,10 @@ class Matcher:
         return self._mask
 
     def revise(self, guesses: list[int], limit: int) -> tuple[list[int], bool]:
-        """Return up to `limit` guesses that may come next one after the other, and whether the text forces them.
+        """Return the guesses that the grammar allows, and whether it forces them.
 
-        They are those of the `guesses` that are allowed, unless other tokens must come next.
+        If the grammar forces tokens, and `guesses` do not begin with them, return up to `limit` forced tokens.
+        Otherwise return the `guesses` before the first that is not allowed.
         """
         forced = self.forced()[:limit]
         if forced != guesses[: len(forced)]:
@@ -135,8 +136,8 @@ class Matcher:
         return self._backend.compute_ff_tokens()
 
     def guessed_masks(self, guesses: Sequence[int]) -> Sequence[Mask]:
-        """Return a mask for the token after each of these allowed guesses: [words] each. No mask follows a guess
-        that completes the text. The state stays as it is. Blocks until the masks are computed.
+        """Return a mask for the token after each of these allowed guesses: [words] each. The list ends before a
+        guess that completes the text. The matcher's state does not change. Blocks until the masks are computed.
 
         Raises:
             GrammarFailedError: as `mask`. The time of these masks is limited, but not charged to the budget: an
@@ -299,7 +300,7 @@ class GrammarCompiler:
         return None if verdict is None else verdict.compile_s
 
     def close(self) -> None:
-        """End the running trial, and try no more grammars. Existing matchers go on.
+        """End the running trial, and try no more grammars. Existing matchers still work.
 
         Any thread may call this, any number of times. It does not block.
         """

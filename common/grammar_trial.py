@@ -49,7 +49,7 @@ WALK_DRAWS = 8
 
 
 class OverBudgetError(ValueError):
-    """An answer's masks take more processor time than they may."""
+    """An answer's masks have taken more processor time than their budget allows."""
 
 
 class MaskBudget:
@@ -137,7 +137,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
     """
     if kind == "json_schema":
         source = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
-    elif kind == "choice":  # one terminal: with one each, some hundred texts fill a row
+    elif kind == "choice":  # one terminal for all: with one for each, some hundred texts fill a row
         source = llguidance.grammar_from("regex", "|".join(map(re.escape, json.loads(text))))
     else:
         source = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]  # a kind is one of its names
@@ -152,7 +152,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
 def walk(
     matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, seed: int, budget: MaskBudget
 ) -> None:
-    """Begin a random answer: `WALK_TOKENS` tokens, or fewer if it is complete before.
+    """Generate a random answer: its first `WALK_TOKENS` tokens, or all of them if it is shorter.
 
     Raises:
         ValueError: the masks exceed their budget, or the parser exceeds its limits.

@@ -5,8 +5,8 @@ buckets for 24 seats     1   2   4   8   16   24
 a pass of 5 rows                     └── rows 0 1 2 3 4 and three copies of row 0; results 0 to 4 are returned
 ```
 
-All graphs of a pass write their results to one buffer, which has a row for each seat. So results must be read, by
-work submitted behind them, before the next graph is launched.
+All graphs of a pass write their results to one buffer, which has a row for each seat. So work that reads the
+results must be submitted before the next graph is launched.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaGraph:
         self._inputs = [each.clone() for each in inputs]
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
-        # Other threads may go on using the device meanwhile.
+        # Other threads may use the device during the capture.
         with torch.cuda.graph(self._graph, memory, stream, capture_error_mode="thread_local"):
             function(*self._inputs)
 
@@ -81,7 +81,7 @@ class Graphs:
     Args:
         sizes: numbers of rows that graphs may have, smallest first; empty: functions are called.
         capture: captures a function that returns nothing, with its inputs.
-        to_device: copies inputs to where the functions run.
+        to_device: copies an input to the device of the functions.
 
     Attributes:
         failed: keys and sizes whose capture failed. Their passes run in the next larger graph, or are called.

@@ -107,7 +107,7 @@ class KVPool(ABC):
     The stores are written by the pass that uses a view, and by nothing else. (A pool that shares blocks reads
     them between two steps.) Keys and values of a sequence that has left stay until the next owner of its columns
     writes over them. A mask would not protect that owner from a NaN among them, since 0 × NaN is NaN. So
-    attention reads no column past the last one that the pass computes of a sequence, masked or not.
+    attention never reads a column past the last one that the pass computes for a sequence.
 
     Attributes:
         k, v: the stores, [blocks, block_size, kv_heads, head_dim] for each layer.
@@ -126,7 +126,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Reserve columns for `tokens` tokens of `request` in all, and a slot if it has none.
+        """Reserve columns until `request` has `tokens` of them, and a slot if it has none.
 
         Returns False, and changes nothing, if too little memory is free. A pool with a prefix cache evicts unused
         blocks first (`phase8_prefix.cache`).
@@ -136,10 +136,10 @@ class KVPool(ABC):
         """Reserve columns as `reserve` does, as far as memory is not needed elsewhere.
 
         Args:
-            kept: columns that must stay free. If they would not, only the request's last block is filled.
+            kept: columns that must stay free. If too few would, only the request's last block is filled.
 
         Returns:
-            How many of the `tokens` tokens have columns: all, or those of the request's blocks.
+            The number of tokens that have columns now: `tokens`, or fewer.
         """
         held, free = request.num_tokens, self.free_token_capacity()
         if free is not None and free <= tokens - held + kept:
@@ -155,7 +155,7 @@ class KVPool(ABC):
         return None
 
     def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
-        """Find the longest prefix in memory of a request that has not begun, and let it begin after that prefix."""
+        """Find the longest prefix of a new request that is in memory, and start its prefill after that prefix."""
 
     # ------------------------------------------------------------------ for the runner
 
@@ -285,7 +285,7 @@ class KVPool(ABC):
         return self._lengths.keys()
 
     def kept_blocks(self) -> Sequence[int]:
-        """Return the blocks that are kept for later requests and not in use; the next to be evicted first."""
+        """Return the blocks that are kept for later requests and not in use, in the order of eviction."""
         return ()
 
     @property
@@ -312,8 +312,8 @@ class KVView:
         return self.layout.positions
 
     def send(self, *hosts: Tensor) -> list[Tensor]:
-        """Copy tensors of the pass from the host to the pool's device. On a GPU, the view's own indices go with
-        them in one block, without blocking. On a CPU: the same tensors."""
+        """Copy tensors of the pass from the host to the pool's device. On a CPU, return the same tensors. On a GPU,
+        the same copy also sends the view's own indices, and the host does not wait."""
         if self._pool.device.type == "cpu":
             return list(hosts)
         shape = self._pool.shape

@@ -143,7 +143,7 @@ class LLM:
             messages: conversations, or a single one. Each is a list of messages with a `role` and a `content`,
                 both text. The model's chat template turns it into a text, which is the answer's `prompt`.
             params, progress: as for `generate`.
-            continue_final_message: the model goes on with the last message instead of answering it.
+            continue_final_message: the model continues the last message instead of answering it.
             chat_template_kwargs: variables for the template, such as `enable_thinking`.
 
         Raises:
@@ -218,7 +218,7 @@ def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conv
 
 
 def _checked(conversation: Conversation) -> Conversation:
-    """Return a conversation that a template can read. InvalidRequestError: it is empty, or a message is no text."""
+    """Return a conversation that a template can read. InvalidRequestError: it is empty, or not of text."""
     if not conversation:
         raise InvalidRequestError("a conversation needs a message", param="messages")
     for number, message in enumerate(conversation):

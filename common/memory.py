@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 #: Logits and the tensors of sampling: float32 copies, sorted indices (int64), float64 sums. Measured with every
 #: filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
-#: The same where a kernel draws without a sort (`kernels.draw`). Counted with every change of scores, a mask and
-#: log-probabilities: 20 bytes a logit at once; 2 to 4, the logits alone, with filters only.
+#: The same where a kernel draws without a sort (`kernels.draw`). With biases, penalties, masks and
+#: log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are just the logits, of 2
+#: to 4 bytes.
 DRAWN_BYTES_PER_LOGIT = 24
 #: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
 #: 110 MB, whatever the pass.
@@ -97,8 +98,8 @@ def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: 
     """Return the bytes that a pass holds at once for each of its tokens, in the widest part of a layer.
 
     Four tensors of hidden size are held around a norm: the residual stream, a layer's output, their sum, the normed
-    sum. With them either the MLP's gate, up and their product are held, or queries, keys and values: as they are
-    projected, normalised and rotated.
+    sum. Beside them are either the MLP's gate, up and their product, or queries, keys and values: projected,
+    normalised and rotated.
     """
     attention_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 4 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)
@@ -122,7 +123,7 @@ def check_memory(
         read: bytes of the weights as they are read; more than `weights` if they are quantized afterwards.
 
     Raises:
-        StartupError: less is free.
+        StartupError: less memory is free.
     """
     estimate = estimate_memory(config, model, dtype, device, weights=weights)
     free = free_memory(device)
@@ -227,8 +228,8 @@ def format_bytes(count: int) -> str:
 def return_freed_memory() -> None:
     """Return memory that this process has freed to the operating system. Works with the GNU C library only.
 
-    Its allocator keeps the memory of many small objects. Two megabytes of text become 600 MB of the tokenizer's
-    objects, and without this call the process stays that large. Takes milliseconds; any thread may call it.
+    That library's allocator keeps the memory of many small objects. Two megabytes of text become 600 MB of the
+    tokenizer's objects, and without this call the process stays that large. Takes milliseconds, in any thread.
     """
     trim = _malloc_trim()
     if trim is not None:

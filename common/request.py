@@ -54,9 +54,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
     allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled; None: all are allowed
     bad_words: tuple[str, ...] = ()  # no token is sampled that completes one (`common.allowed_tokens`)
-    include_stop_str_in_output: bool = (
-        False  # the text ends with the stop string or token that ends the answer
-    )
+    include_stop_str_in_output: bool = False  # keep the stop string or token that ends the answer in its text
     skip_special_tokens: bool = True  # special tokens are left out of the text
     ignore_eos: bool = False
     min_tokens: int = 0  # for this many tokens no EOS or stop token is sampled, and stop strings are ignored
@@ -141,20 +139,20 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     matcher: Matcher | None = None  # `params.grammar` after the generated tokens
     allowed: AllowedTokens | None = None  # by `params.allowed_token_ids` and `bad_words`; None: all tokens
-    priority: int = 0  # a lower one goes first
-    group: str = ""  # choices of one answer: one fair share of the seats together; "": its own share
+    priority: int = 0  # lower numbers go first
+    group: str = ""  # requests of one group get one fair share of the seats together; "": a group of one
     prediction: Sequence[int] = ()  # tokens that the client expects; phase 10 guesses from them
     arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated; after preemption all are computed anew
-    ending_token_ids: frozenset[int] = field(init=False)  # EOS and stop tokens: they end it
+    ending_token_ids: frozenset[int] = field(init=False)  # EOS and stop tokens, which end the request
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
     is_plain: bool = field(init=False)  # no grammar, bias, …, logprobs: its logits are sampled as they are
     takes_best: bool = field(init=False)  # greedy among all tokens, without penalties, biases or logprobs
-    waits_for_its_tokens: bool = field(init=False)  # grammar, …: its token is read before the next is sampled
+    waits_for_its_tokens: bool = field(init=False)  # grammar, …: a token is read before the next is sampled
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
     prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit
@@ -261,7 +259,8 @@ class Request:
     def masks(self) -> Sequence[Mask]:
         """Return a mask for the next token and for the token after each of its `drafts`: [W] each.
 
-        No mask follows a guess that completes its grammar's text. Blocks until the grammar's masks are computed.
+        If a guess completes the grammar's text, no mask follows for the token after it. Blocks until the grammar's
+        masks are computed.
 
         Raises:
             GrammarFailedError: see `Matcher.mask`.
@@ -275,14 +274,14 @@ class Request:
         return [without(mask, self.held_back_token_ids(ahead)) for ahead, mask in enumerate(masks)]
 
     def _context(self, ahead: int) -> Sequence[int]:
-        """Return the latest generated tokens and the first `ahead` guesses, as many as `allowed` looks at."""
+        """Return the latest `allowed.context` generated tokens at most, and the first `ahead` guesses."""
         assert self.allowed is not None
         first = max(len(self.prompt_token_ids), len(self.token_ids) - self.allowed.context)
         return [*self.token_ids[first:], *self.drafts[:ahead]]
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its place in line: by priority, then by arrival. The lowest goes first."""
+        """The request's sort key in the queue: priority, then arrival. The lowest goes first."""
         return self.priority, self.arrival
 
     @property
@@ -321,13 +320,13 @@ class Request:
         self.prefill_progress = self.prefill_start = 0
 
     def guess(self, token_ids: Sequence[int]) -> None:
-        """Have the next step compute and verify these guesses of the next tokens."""
+        """Set the guesses of the next tokens that the next step computes and verifies."""
         self.drafts = list(token_ids)
         self.draft_tokens += len(token_ids)
         self.run_tokens = 0
 
     def verify(self, token_id: int) -> bool:
-        """Return whether a sampled token equals the guess of it. If they differ, drop the later guesses, too."""
+        """Remove the first guess, and return whether a sampled token equals it. If not, remove all guesses."""
         if self.drafts.pop(0) == token_id:
             self.accepted_tokens += 1
             self.run_tokens += 1

@@ -1,4 +1,4 @@
-"""Runs a plan: forward passes on the device, then tokens turned into outputs.
+"""Runs a plan: computes forward passes on the device, then turns the sampled tokens into outputs.
 
 `execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the device. `commit`
 copies the sampled ids to the host and turns them into text, stop decisions and outputs. A phase decides which
@@ -44,7 +44,7 @@ class PassShare(NamedTuple):
         span: the columns that the pass computes.
         token_ids: the tokens at those columns, as many as the span is long.
         sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually the
-            last one; none if the prompt goes on in a later pass; several if guessed tokens are verified.
+            last one; none if a later pass continues the prompt; several if guessed tokens are verified.
     """
 
     request: Request
@@ -131,7 +131,7 @@ class Runner(ABC):
         return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], range(1))
 
     def prefill_share(self, chunk: PrefillChunk) -> PassShare:
-        """Return the share of a chunk. The logits of a last chunk's last token choose the next token."""
+        """Return the share of a chunk. In a prompt's last chunk, the last token's logits choose the next token."""
         return PassShare(
             request=chunk.request,
             span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
@@ -157,13 +157,13 @@ class Runner(ABC):
         """Run a plan and return its outputs; an empty plan is legal.
 
         Raises:
-            EngineDeadError: the device failed so that its state is unknown.
+            EngineDeadError: the device failed, and its state is unknown.
         """
         try:
             launched = self.launch(plan)
             with self.telemetry.part("commit"):
                 return self.commit(launched)
-        except torch.AcceleratorError as error:  # a failed pass may show only when its results are read
+        except torch.AcceleratorError as error:  # a pass's error may appear only when its results are read
             raise EngineDeadError(DEVICE_FAILED) from error
 
     def wait(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
@@ -222,7 +222,7 @@ class Runner(ABC):
             self._launch_pass(half, launched)
 
     def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
-        """Sample a pass's tokens, all at once. If that raises, one by one, so that only guilty requests fail."""
+        """Sample a pass's tokens at once. If that raises, sample each request alone: only guilty requests fail."""
         try:
             with torch.inference_mode():
                 sampled = sample(logits, requests, self.masks(requests))
@@ -235,7 +235,7 @@ class Runner(ABC):
                 return
         else:
             return
-        ends = itertools.accumulate(Counter(requests).values())  # a request's rows are in sequence
+        ends = itertools.accumulate(Counter(requests).values())  # a request's rows are adjacent
         for request, (first, end) in zip(
             dict.fromkeys(requests), itertools.pairwise([0, *ends]), strict=True
         ):
@@ -272,7 +272,7 @@ class Runner(ABC):
                 request.start_decode()
 
     def rewind(self, shares: Iterable[PassShare]) -> None:
-        """Reset requests to their lengths before a pass whose results are lost. Later passes must be lost, too."""
+        """Reset requests to their lengths before a pass whose results are lost. Rewind all later passes, too."""
         for request, span, *_ in shares:
             length = min(span.start, self.pool.get_seq_len(span.slot))
             self.pool.advance([span._replace(length=length)])
@@ -309,8 +309,8 @@ class Runner(ABC):
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
     ) -> list[StepOutput]:
-        """Commit the tokens of a pass's rows. A request's rows are in sequence. After a wrong guess, and after the
-        request's end, its later rows are dropped."""
+        """Commit the tokens of a pass's rows. A request's rows are adjacent. Its rows after a wrong guess, or after
+        the request's end, are dropped."""
         outputs: list[StepOutput] = []
         wrong: Request | None = None  # its later rows follow a wrong guess
         for request, token_id, row_logprobs in zip(requests, token_ids, logprobs, strict=True):
@@ -320,7 +320,7 @@ class Runner(ABC):
                 wrong = request
             try:
                 outputs.append(commit_token(request, token_id, row_logprobs))
-            except (GrammarFailedError, NoTokenLeftError) as error:  # its own fields are the cause
+            except (GrammarFailedError, NoTokenLeftError) as error:  # the request's own fields are the cause
                 logger.warning("request %s failed: %s", request.request_id, error)
                 outputs.append(fail(request, error))
             except Exception as error:

@@ -36,7 +36,7 @@ from kernels.dispatch import use_triton
 from kernels.draw import NOT_A_TOKEN, draw_triton
 
 #: Number of most likely tokens that are sorted first. Of 128,256 tokens, one thread found 256 in 0.3 ms and 1,024
-#: in 0.6 ms, and sorted all in 13 ms. So 1,024 pays if it saves one row in forty the full sort.
+#: in 0.6 ms, and sorted all in 13 ms. So 1,024 pays off if one row in forty avoids the full sort.
 FIRST_CANDIDATES = 1024
 
 
@@ -62,7 +62,7 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
     Args:
         logits: [S, vocab], any float type; not changed.
         requests: the request of each of the S rows.
-        masks: of the rows that have any.
+        masks: the masks of the rows that have one; None: no row has one.
     """
     return choose(logits, SamplingInputs.of(requests, masks, logits.shape[-1], logits.device))
 
@@ -176,9 +176,9 @@ class _Settings(NamedTuple):
 
 
 def _below(best: Tensor, scores: Tensor) -> Tensor:
-    """Subtract each row's best score, [R], [R, vocab] -> [R, vocab]: from minus infinity to 0.
+    """Subtract each row's best score: [R], [R, vocab] -> [R, vocab], with values from minus infinity to 0.
 
-    This does not change a softmax. Infinite scores become 0, and so does a whole row without a token.
+    This does not change a softmax. Infinite scores become 0, and so do all scores of a row without a token.
     """
     return (scores - best.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=-torch.inf)
 
@@ -214,8 +214,8 @@ def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) ->
     before the temperature, since a huge temperature makes all probabilities equal.
     """
     vocab = scores.shape[-1]
-    # Finding the rows that need more candidates reads from the device. A GPU without Triton sorts all rows whole,
-    # or the host would wait for all passes in flight.
+    # Finding the rows that need more candidates reads from the device. On a GPU without Triton, the host would wait
+    # until all passes in flight are done, so all rows are sorted whole.
     candidates = min(FIRST_CANDIDATES, vocab) if scores.device.type == "cpu" else vocab
     drawn, suffice = _draw_from_first(scores, probabilities, settings, candidates)
     if candidates == vocab:
@@ -238,8 +238,8 @@ def _most_likely(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens in descending order, equal ones by id: [R, vocab] -> [R, count].
 
     Returns:
-        Their ids, and how many of the first ids [R, 1] are certain to be the first of a sort of the whole row. The
-        others are as likely as the last one, and equally likely tokens may be missing.
+        Their ids, and how many leading ids [R, 1] are certain to equal those of a sort of the whole row. The ids
+        after them are as likely as the last one, and other tokens of the same probability may be missing.
     """
     if count == scores.shape[-1]:
         ids = scores.argsort(dim=-1, descending=True, stable=True)
@@ -284,7 +284,7 @@ def _pick(probabilities: Tensor, settings: _Settings) -> Tensor:
     """
     floor = settings.min_p.float() * probabilities.amax(dim=-1, keepdim=True)
     cdf = probabilities.masked_fill(probabilities < floor, 0.0).cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:].clone()  # not `contiguous`: for one row a recording would lack it
+    total = cdf[:, -1:].clone()  # not `contiguous`, whose copy a recording of one row would lack
     picked = torch.searchsorted(cdf, settings.uniform * total, right=True)
     # If rounding puts the target on the total itself, take the entry that completes the sum.
     return torch.minimum(picked, torch.searchsorted(cdf, total)).squeeze(1)

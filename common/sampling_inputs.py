@@ -70,8 +70,8 @@ class SamplingInputs(NamedTuple):
     def of(
         cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
     ) -> SamplingInputs:
-        """Collect the requests' parameters, row by row. A request with several rows in sequence samples one token
-        in each of them, as if the tokens before were its `drafts`."""
+        """Collect the requests' parameters, row by row. A request may have several adjacent rows. Each of them
+        samples a token as if the guesses before it (`Request.drafts`) had been generated."""
         settings: list[Sequence[float]] = [GREEDY] * len(requests)
         drawn: tuple[list[int], list[int]] = ([], [])
         reported: list[int] = []
@@ -173,7 +173,7 @@ class TokenMasks:
 
 
 def is_ordered(params: SamplingParams) -> bool:
-    """Return whether a sampled row's tokens are compared with the random number by rank, not by id."""
+    """Return whether a sampled row sums its probabilities by rank, the likeliest first, and not by token id."""
     return params.top_k is not None or params.top_p < 1.0
 
 

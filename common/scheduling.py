@@ -71,14 +71,16 @@ class StepPlan:
         )
 
 
-MOST_WEIGHTS = 256.0  # in times of a row: more cannot be told from noise
+MOST_WEIGHTS = 256.0  # bound of `RowCost.weights`: beyond it, the time of a row cannot be told from noise
 
 
 class RowCost(NamedTuple):
-    """The time of a decode step without its rows, in times of a row. The defaults are a small model's on two cores.
+    """The fixed time of a decode step, as a multiple of the time of one row.
+
+    The defaults are those of a small model on two cores.
 
     Attributes:
-        weights: the time of reading all weights.
+        weights: the time to read all weights.
         host: the host's time. A step that runs ahead hides it (phase 9).
     """
 
@@ -87,8 +89,8 @@ class RowCost(NamedTuple):
 
     @classmethod
     def of(cls, one_s: float, many_s: float, rows: int, host_s: float) -> RowCost:
-        """Return the cost by the seconds of two steps, of one row and of `rows` rows. Each has `host_s` of the
-        host's."""
+        """Return the cost, from the seconds of a step of one row and of a step of `rows` rows. In each step, the
+        host works for `host_s` seconds."""
         row_s = max((many_s - one_s) / (rows - 1), one_s / MOST_WEIGHTS)
         return cls(weights=max(1.0, (one_s - host_s) / row_s - 1), host=host_s / row_s)
 
@@ -112,7 +114,7 @@ class Scheduler(ABC):
         active: requests that were admitted and not yet retired, in order of admission.
         preemptions: how many requests were preempted since the start.
         failed_drafters: how many times guessing a request's tokens failed since the start (phase 10).
-        row_cost: set by the warm-up to this machine's, if the scheduler asks for it; None: it does not ask.
+        row_cost: the cost of a row, which the warm-up measures; None: the scheduler does not use it.
     """
 
     has_priorities: ClassVar[bool] = True
@@ -224,11 +226,11 @@ class Scheduler(ABC):
         return first
 
     def _over_share(self, pool: SchedulerPool) -> Request | None:
-        """Return the last in line of the groups that hold too many seats while others wait; None if none does.
+        """Return the request that must give up its seat, since its group holds more than its share; else None.
 
         A group may take many seats while no other request waits. Without preemption it would keep them until its
-        answers are complete. The seat goes to the first waiting request of a group below its share. If that request
-        would find no memory, the seat would stay empty, so none is given up.
+        answers are complete. Of the requests of all such groups, the last in line gives up its seat, to the first
+        waiting request of a group below its share. If that request would find no memory, no seat is given up.
         """
         if self.free_seats > 0 or not any(request.group for request in self.active):
             return None
@@ -241,7 +243,7 @@ class Scheduler(ABC):
         return last if last is not None and self._fits_instead(entitled[0], last, pool) else None
 
     def _fits_instead(self, waiting: Request, active: Request, pool: SchedulerPool) -> bool:  # noqa: ARG002 - phase 6
-        """Return whether a waiting request finds memory if an active one gives up its own. A seat has enough."""
+        """Return whether a waiting request finds memory once an active one is preempted. Here it always does."""
         return True
 
     def _entitled(self) -> list[Request]:

@@ -94,7 +94,7 @@ class FrameMaker:
         self._key_step = 0  # step of the latest key frame
 
     def next_is_key(self) -> None:
-        """Make the next frame a key frame: a reader starts, or has missed frames. Any thread may call this."""
+        """Make the next frame a key frame, for a reader that starts or has missed frames. Any thread may call."""
         self._until_key = 0
 
     def note(self, outputs: Sequence[StepOutput]) -> None:

@@ -46,7 +46,7 @@ class Pending(ABC):
     def wait(self) -> tuple[Tensor, ...]:
         """Block until the work has ended. Returns its results, on the host if it was submitted with `fetch`.
 
-        Later work is not waited for.
+        Does not wait for work that was submitted later.
 
         Raises:
             Exception: any error that the work raised.
@@ -54,7 +54,7 @@ class Pending(ABC):
 
     def end(self) -> None:
         """Block until the work has ended, whether it failed or not."""
-        with suppress(Exception, SystemExit):  # the work raised it; an interrupt is this thread's own
+        with suppress(Exception, SystemExit):  # the work's errors; a Ctrl-C in this thread is raised
             self.wait()
 
 
@@ -75,11 +75,12 @@ class Stream(ABC):
         """Submit `function(*inputs)`.
 
         Args:
-            key: names the function. Functions with equal keys must compute the same, so that a recording of one
-                replaces them all.
+            key: names the function. Functions with equal keys must compute the same: a recording of one of them is
+                played for all.
             function: calls operators only. It must not depend on sizes or read values from the device.
             inputs: must not change until the work is done.
-            after: earlier submitted work whose results are passed before `inputs`, without the host waiting.
+            after: work submitted earlier. Its results are passed to the function before `inputs`, and the host does
+                not wait for them.
             fetch: whether the host will read the results.
             by_row: row i of each result depends on row i of the inputs alone, and the inputs are on the host. The
                 stream may then add rows, to fit a graph that was captured for a fixed number of rows.
@@ -91,7 +92,7 @@ class Stream(ABC):
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function where the stream computes, after all submitted work. Returns its result."""
+        """Run a function that computes, after all submitted work and never beside it. Returns its result."""
 
     def aside(self, function: Callable[[], T]) -> T:
         """Like `call`, for functions that touch finished work only. A stream that can run them without waiting for
@@ -100,7 +101,7 @@ class Stream(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until all submitted work has ended, and any `call` whose caller was interrupted."""
+        """Block until all submitted work has ended, and the function of a `call` that was interrupted."""
 
     def time_work(self, wanted: bool) -> None:  # noqa: B027 - a stream without timing has nothing to prepare
         """Start or stop timing the work, for `take_times`."""
@@ -117,7 +118,7 @@ def open_stream(
 
     Args:
         device: where the work computes.
-        recorded: record the work, on a CPU.
+        recorded: whether a CPU records the work and plays the recordings.
         graph_sizes: numbers of rows for which work is captured, on a GPU.
         threads: see `TapeStream`.
     """
@@ -127,7 +128,7 @@ def open_stream(
 
 
 def call_apart(function: Callable[[], T]) -> T:
-    """Run a function in a thread of its own that ends with it. Returns its result.
+    """Run a function in a new thread, which ends with the function. Returns its result.
 
     libgomp keeps a pool of workers for every thread that has computed. That pool ends with the thread, so it does
     not compete with the pool of the thread that computes from then on.
@@ -204,7 +205,7 @@ class TapeStream(Stream):
         self.threads = threads
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
-        self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # tickets and their work's keys
+        self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # latest work: its ticket and key
         self._apart: _Apart[Any] | None = None  # a `call` that may still run
 
     def submit(
@@ -351,7 +352,7 @@ class CudaStream(Stream):
     before the next of these graphs is launched.
 
     Attributes:
-        graphs: those of work `by_row`.
+        graphs: the captured graphs of work that is submitted `by_row`.
     """
 
     def __init__(self, device: torch.device, graph_sizes: Sequence[int]) -> None:
@@ -388,7 +389,7 @@ class CudaStream(Stream):
         try:
             return CudaGraph(function, inputs, self._memory)
         except RuntimeError:
-            self._memory = None  # a capture that failed keeps its pool occupied: the next one gets another
+            self._memory = None  # a failed capture keeps its pool occupied: the next one gets a new pool
             raise
 
     def _to_device(self, tensor: Tensor) -> Tensor:

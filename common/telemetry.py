@@ -96,7 +96,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # divided by prompt_tokens: the prefix cache's hit rate
     evictions: int = 0  # blocks evicted from the prefix cache
-    drafts: int = 0  # requests and steps with guesses
+    drafts: int = 0  # one for each request and step with guesses
     draft_tokens: int = 0
     accepted_tokens: int = 0  # divided by draft_tokens: the acceptance rate
     failed_drafters: int = 0  # drafters that raised; their requests go on without guesses
@@ -250,7 +250,7 @@ class RequestTelemetry:
     decode_s: Histogram = field(default_factory=_durations)  # from the first token to the last
     prompt_lengths: Histogram = field(default_factory=_lengths)
     answer_lengths: Histogram = field(default_factory=_lengths)
-    longest_choices: Histogram = field(default_factory=_lengths)  # the longest of each prompt's choices
+    longest_choices: Histogram = field(default_factory=_lengths)  # of each prompt's choices, the longest
 
     def end(self, output: StepOutput, times: RequestTimes) -> None:
         """Count a request by its terminal output and its times."""

@@ -133,13 +133,13 @@ class IncrementalDetokenizer:
         tokenizer: the model's.
         prompt_token_ids: the tokens before the text.
         stop: stop strings.
-        min_tokens: see above.
+        min_tokens: number of tokens at which stop strings are ignored.
         include_stop: the text ends with the stop string that ends it, instead of before it.
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    #: After so many tokens in a row without decoded text, their bytes are checked (`_is_broken`). UTF-8 needs at
-    #: most four bytes a character.
+    #: After this many tokens in a row without decoded text, `_is_broken` checks their bytes. UTF-8 needs at most
+    #: four bytes a character.
     MAX_UNFINISHED = 4
 
     #: Tokens of the prompt that are the context of the first new token (does a space come before it?).
@@ -158,7 +158,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
-        self._unstoppable = min_tokens  # number of next tokens at which stop strings are ignored
+        self._unstoppable = min_tokens  # how many more tokens ignore stop strings
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in self._stop), default=0)
         self._held = ""

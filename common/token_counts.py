@@ -55,7 +55,7 @@ class TokenCounts:
         return entries
 
     def guessed(self, row: int, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Return the entries for row `row` as if these tokens had been generated, too: a new array, as `at_row`."""
+        """Return the entries of `at_row` as if these tokens had been generated, too, in a new array."""
         known = self._entries[:, : len(self._places)]
         new = [token_id for token_id in dict.fromkeys(token_ids) if token_id not in self._places]
         entries = np.pad(known, ((0, 0), (0, len(new))))

@@ -44,7 +44,7 @@ TRACKS = {"host": 1, "stream": 2}  # the format calls a track a thread
 
 
 class Sink(Protocol):
-    """Receives a trace's bytes, whole events at a time.
+    """Receives the bytes of a trace, one or more whole events in each call.
 
     Raises:
         OSError: no more bytes can be written.

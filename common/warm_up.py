@@ -1,7 +1,7 @@
 """Records or captures the passes of a stream before the first request, and chooses its number of threads.
 
 Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler
-decides by the cost of a row, that is measured, too.
+decides by the cost of a row, this cost is measured, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 TRIALS = 8
 HOST_S = 3e-4  # seconds of host work in a step, roughly
-ROWS = 32  # of the wider of the two steps that are timed
+ROWS = 32  # `measure` times steps of one row and of this many
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:
@@ -74,11 +74,11 @@ def capture(runner: Runner, graphs: Graphs) -> None:
     """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first.
 
     Each smaller graph then finds its scratch memory in the pool. Graphs that were captured before are replaced, and
-    those that failed are tried again.
+    failed captures are tried again.
 
     Args:
         runner: with nothing in flight.
-        graphs: those of the runner's stream.
+        graphs: the graphs of the runner's stream.
     """
     started_s, before = time.perf_counter(), torch.cuda.memory_reserved(runner.model.device)
     graphs.clear()
@@ -96,17 +96,19 @@ def capture(runner: Runner, graphs: Graphs) -> None:
 
 
 def measure(runner: Runner, stream: Stream) -> RowCost | None:
-    """Time steps that verify guesses, of one row and of many. Returns None if sequences cannot be so long.
+    """Measure the cost of a row: time steps with guesses, of one row and of `ROWS`.
+
+    Returns None if sequences cannot be that long, or if the KV memory is too small.
 
     Args:
-        runner: a phase's that verifies guesses, with nothing in flight.
+        runner: the runner of a phase that verifies guesses, with nothing in flight.
         stream: the runner's stream.
     """
     longest = runner.config.max_seq_len
     if longest is not None and longest <= ROWS:
         return None
     stream.time_work(True)
-    best: dict[int, tuple[float, float]] = {}  # seconds of a step, and how many of them are the host's
+    best: dict[int, tuple[float, float]] = {}  # seconds of a step, and of the host's work in it
     for rows in (1, ROWS):
         timed = []
         for _ in range(TRIALS):

@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 class EngineHost(Protocol):
-    """Runs an engine: `EngineThread` in this process, whose docstrings say what each method does; `EngineProcess`
-    in another."""
+    """The interface of `EngineThread`, which runs an engine in this process, and of `EngineProcess`, which runs it
+    in another. The docstrings of `EngineThread` describe the methods."""
 
     @property
     def engine(self) -> EngineFront: ...
@@ -183,7 +183,7 @@ class EngineWorker:
     Attributes:
         requests: telemetry of the submitted requests.
         draining: whether new requests are refused, because the server ends.
-        on_frame: takes the live view's frames; None: making them has failed.
+        on_frame: called with each frame of the live view, or with None once no more can be made.
     """
 
     def __init__(self, host: EngineHost) -> None:
@@ -351,9 +351,9 @@ class EngineWorker:
         self.draining = True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, and wait until every accepted one is answered.
+        """Refuse new requests, and wait until every accepted one is answered. Returns True.
 
-        After `timeout_s`, fail those that are not answered, and return False.
+        After `timeout_s` seconds, fail the unanswered requests and return False.
         """
         self.stop_accepting()
         try:
